@@ -1,0 +1,274 @@
+"""Settings and run folders.
+
+A script's settings are a dataclass; a training run's are `train.Settings` plus the `Config` of the chosen model file. Values
+come from the defaults, then from a config file (plain Python assignments), then from `--key=value`. A name nobody knows is an
+error, in the file as on the command line.
+
+A run folder holds
+
+    config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
+    log.jsonl               one line per logged step
+    loss.png                the loss curve
+    ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS
+"""
+import ast
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import re
+import runpy
+import shutil
+import sys
+import types
+import typing
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from data import UserError, sync_folder, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def sentences():
+    """Ends the program with the sentence of a UserError, without a traceback, and exit status 1."""
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f'{Path(sys.argv[0]).name}: {error}')
+
+
+# ---- settings ----
+
+def load_settings(Settings, argv, parse_model=False):
+    """Reads a script's command line into (settings, positional arguments, {name: value} of what the user gave).
+
+    Settings is a dataclass. With parse_model, one positional argument is a config file, the field `model` names a model file,
+    and the names of that model's Config are settings too; they are only in the returned dict. Raises UserError with the nearest
+    valid names for an unknown one. `--help` prints all settings and exits.
+    """
+    given, where, positional, help_wanted = {}, {}, [], False
+    for arg in argv:
+        if arg in ('-h', '--help'):
+            help_wanted = True
+        elif arg.startswith('--'):
+            name, equals, text = arg[2:].partition('=')
+            given[name], where[name] = Text(text if equals else 'True'), 'on the command line'
+        else:
+            positional.append(arg)
+    if parse_model and positional:
+        path, *more = positional
+        if more:
+            raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. Overrides are --key=value')
+        from_file = read_config_file(path)
+        given = {**from_file, **given}
+        where = {**dict.fromkeys(from_file, f'in {path}'), **where}
+    fields = {f.name: f for f in dataclasses.fields(Settings)}
+    own = set(fields)
+    if parse_model:
+        model_name = str(given.get('model', fields['model'].default))
+        fields |= {f.name: f for f in dataclasses.fields(model_file(model_name).Config)}
+    if help_wanted:
+        print_help(Settings, model_file(model_name).Config if parse_model else None)
+        sys.exit(0)
+    types_of = {name: field.type for name, field in fields.items()}
+    for name in given:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 3, 0.6)
+            hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
+            raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
+        given[name] = typed(name, given[name], types_of[name], where[name])
+    return Settings(**{k: v for k, v in given.items() if k in own}), positional, given
+
+
+class Text(str):
+    """A value from the command line, still to be read as the type of its setting."""
+
+
+def read_config_file(path):
+    """The assignments of a config file as {name: value}; modules, functions and names with a leading underscore are not settings."""
+    if not os.path.isfile(path):
+        known = sorted(f'config/{p.name}' for p in (ROOT / 'config').glob('*.py') if p.name != '__init__.py')
+        near = difflib.get_close_matches(path, known, 3, 0.4) or known
+        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:
+        raise UserError(f'config file {path} does not run: {type(error).__name__}: {error}')
+    skip = (types.ModuleType, types.FunctionType, type)
+    return {k: v for k, v in names.items() if not k.startswith('_') and not isinstance(v, skip)}
+
+
+def typed(name, value, annotation, where):
+    """value as the type of its setting, or a UserError. 20e9 may be an int; an int may be a float; text only from the command line."""
+    options = typing.get_args(annotation) or (annotation,)
+    if isinstance(value, Text):
+        if str in options and value not in ('None', "''", '""'):
+            return str(value)
+        try:
+            value = ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(value, value))
+        except (ValueError, SyntaxError):
+            value = str(value)
+    for option in options:
+        if option is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if option is float and type(value) is int:
+            return float(value)
+        if type(value) is option:
+            return value
+    wanted = ' or '.join('None' if o is type(None) else o.__name__ for o in options)
+    raise UserError(f'setting {name!r} {where} is {value!r}, a {type(value).__name__}: expected {wanted}')
+
+
+def print_help(Settings, ModelConfig=None):
+    """Every setting with type, default and the comment beside it in the source."""
+    print(inspect.getmodule(Settings).__doc__.strip() + '\n')
+    for cls, title in ((Settings, 'settings'), (ModelConfig, f'model settings ({ModelConfig and ModelConfig.__module__}.py)')):
+        if cls is None:
+            continue
+        print(f'{title}:')
+        comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
+        for f in dataclasses.fields(cls):
+            kind = f.type.__name__ if isinstance(f.type, type) else str(f.type)
+            print(f'  --{f.name}={f.default!r}  ({kind})\n        {comments.get(f.name, "")}')
+
+
+# ---- models ----
+
+def model_file(name):
+    """The module model_<name>.py of the repository. The name is checked, so that a stranger's run folder cannot name other code."""
+    known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, 1, 0.4) or known
+        raise UserError(f'unknown model {name!r}: did you mean {" or ".join(map(repr, near))}? (there is one model_NAME.py per model)')
+    return importlib.import_module(f'model_{name}')
+
+
+def make_config(model_name, values):
+    """The Config of a model file from {name: value}; what the Config itself rejects becomes a UserError."""
+    try:
+        return model_file(model_name).Config(**values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f'model {model_name!r}: {error}')
+
+
+def load_weights(model, tensors, source):
+    """Copies named tensors into the model's parameters; names and shapes must agree exactly."""
+    params = dict(model.named_parameters())
+    for name in params.keys() | tensors.keys():
+        if name not in params or name not in tensors:
+            raise UserError(f'{source} does not fit this model: {name} is only in the {"model" if name in params else "checkpoint"}')
+        have, want = tuple(tensors[name].shape), tuple(params[name].shape)
+        if have != want:
+            raise UserError(f'{source} does not fit this model: {name} has shape {have}, the model needs {want}')
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(tensors[name])
+
+
+# ---- run folders ----
+
+def save_run(folder, record):
+    """Writes config.json of a new run folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_json(Path(folder) / 'config.json', record)
+
+
+def read_run(folder):
+    """config.json of a run folder as a dict, or a UserError."""
+    path = Path(folder) / 'config.json'
+    if not path.is_file():
+        runs = sorted(str(p.parent) for p in Path('out').glob('*/config.json')) if Path('out').is_dir() else []
+        known = f'runs here: {", ".join(runs)}' if runs else 'train one first: python train.py config/quickstart.py'
+        raise UserError(f'{folder} is not a run folder (it has no config.json); {known}')
+    try:
+        record = json.loads(path.read_text())
+        return {key: record[key] for key in ('model', 'settings', 'model_config', 'data', 'versions')}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{path} is damaged ({type(error).__name__}: {error}); copy the run again or train it anew')
+
+
+def load_run(folder, device='cpu', dtype=None):
+    """The trained model of a run folder, in eval mode, and its config.json: (model, record).
+
+    device as for Tensor.to; dtype None keeps fp32. Reads the newest checkpoint that is whole.
+    """
+    record = read_run(folder)
+    config = make_config(record['model'], record['model_config'])
+    tensors = load_checkpoint(folder, ('model.safetensors',))[1]['model.safetensors']
+    with torch.device('meta'):
+        model = model_file(record['model']).Model(config)
+    model.to_empty(device='cpu')
+    load_weights(model, tensors, folder)
+    return model.eval().to(device=device, dtype=dtype), record
+
+
+# ---- checkpoints ----
+
+def save_checkpoint(folder, step, tensor_files, state, keep=2):
+    """Writes ckpt/step_<step> of a run folder, all or nothing, then removes all but the newest `keep` checkpoints.
+
+    tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder, reach the
+    disk (fsync), and get their final name by one rename. Raises OSError with nothing changed when the disk is full.
+    """
+    ckpt = Path(folder) / 'ckpt'
+    final, temporary = ckpt / f'step_{step:08d}', ckpt / f'.writing_{step:08d}'
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for name, tensors in tensor_files.items():
+            save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, temporary / name)
+        write_json(temporary / 'state.json', state)
+        sums = ''.join(f'{sha256(temporary / name)}  {name}\n' for name in (*tensor_files, 'state.json'))
+        (temporary / 'SHA256SUMS').write_text(sums)
+        for path in temporary.iterdir():
+            with open(path, 'rb') as file:
+                os.fsync(file.fileno())
+        sync_folder(temporary)
+        if final.exists():  # only a damaged one that a resumed run fell back from
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        sync_folder(ckpt)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f'{final} could not be written: {error}') from error
+    for old in checkpoints(folder)[keep:]:
+        shutil.rmtree(old)
+
+
+def checkpoints(folder):
+    """The checkpoint folders of a run, newest first."""
+    return sorted((Path(folder) / 'ckpt').glob('step_*'), reverse=True)
+
+
+def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')):
+    """The newest whole checkpoint of a run folder: (state, {file name: {tensor name: tensor}}).
+
+    Each file is checked against SHA256SUMS; a damaged checkpoint is named on stderr and the one before it is taken. Only JSON
+    and safetensors are read, neither of which can run code.
+    """
+    found = checkpoints(folder)
+    for path in found:
+        try:
+            sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
+            for name in ('state.json', *names):
+                if sha256(path / name) != sums[name]:
+                    raise ValueError(f'{name} does not match its checksum')
+            state = json.loads((path / 'state.json').read_text())
+            return state, {name: load_file(path / name) for name in names}
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            print(f'checkpoint {path} is damaged ({error}); trying the one before it', file=sys.stderr)
+    raise UserError(f'{folder} has no {"whole " if found else ""}checkpoint to load')
+
+
+def sha256(path):
+    with open(path, 'rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()

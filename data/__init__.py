@@ -1,0 +1,230 @@
+"""Token data: tokenizers, the shard format, and the order in which training reads it.
+
+A data folder holds shards of token ids, little-endian and nothing else, and meta.json, which says all about them:
+
+    {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "dtype": "uint16",
+     "splits": {"train": {"tokens": ..., "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}}
+
+Every document is followed by one eos. Built-in data is one file each in this folder, with a function build(folder).
+"""
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data goes; ignored by git
+
+
+class UserError(ValueError):
+    """Bad input, told in a sentence to a person: what was given, what was expected, what to do."""
+
+
+# ---- files ----
+
+def sync_folder(folder):
+    """Makes renames in a folder last through a power failure."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_json(path, value):
+    """Writes JSON so that the file is old or new, never half of either."""
+    path = Path(path)
+    temporary = path.with_name(f'.{path.name}.writing')
+    with open(temporary, 'w') as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+# ---- tokenizers ----
+
+@dataclass
+class Tokenizer:
+    """encode(text) -> list of ids; decode(ids) -> bytes, so that a character cut between two tokens is the caller's to join."""
+
+    name: str
+    n_ids: int  # ids 0 ... n_ids - 1, eos included
+    eos_id: int
+    encode: object
+    decode: object
+
+
+def load_tokenizer(name):
+    """The tokenizer called `name`: 'byte' (256 bytes and eos) or 'gpt2' (through tiktoken, which downloads it once)."""
+    if name == 'byte':
+        return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256))
+    if name == 'gpt2':
+        import tiktoken
+        try:
+            bpe = tiktoken.get_encoding('gpt2')
+        except OSError as error:
+            raise UserError('the gpt2 tokenizer is not on this machine and could not be downloaded '
+                            f'({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it')
+        return Tokenizer('gpt2', 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes)
+    raise UserError(f"unknown tokenizer {name!r}: expected 'byte' or 'gpt2'")
+
+
+def padded_vocab(n_ids):
+    """Rows of the embedding table: the next multiple of 64 above n_ids, so that at least one padding row is free for <predict>."""
+    return (n_ids // 64 + 1) * 64
+
+
+# ---- writing ----
+
+def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
+    """Builds a data folder from documents, an iterable of (split, text). All or nothing: it appears under its name when whole."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    dtype = np.dtype('<u2' if tokenizer.n_ids <= 2 ** 16 else '<u4')
+    temporary = Path(tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent))
+    splits = {}
+
+    def flush(split):
+        info = splits[split]
+        tokens = np.array(info.pop('pending'), dtype)
+        name = f'{split}_{len(info["shards"]):05d}.bin'
+        with open(temporary / name, 'wb') as file:
+            file.write(tokens.tobytes())
+            os.fsync(file.fileno())
+        info['shards'].append({'file': name, 'tokens': len(tokens), 'sha256': hashlib.sha256(tokens.tobytes()).hexdigest()})
+        info['pending'] = []
+
+    try:
+        for split, text in documents:
+            info = splits.setdefault(split, {'tokens': 0, 'documents': 0, 'bytes': 0, 'shards': [], 'pending': []})
+            ids = tokenizer.encode(text) + [tokenizer.eos_id]
+            info['pending'] += ids
+            info['tokens'] += len(ids)
+            info['documents'] += 1
+            info['bytes'] += len(text.encode())
+            if len(info['pending']) >= shard_tokens:
+                flush(split)
+        for split, info in splits.items():
+            if info['pending']:
+                flush(split)
+            del info['pending']
+        write_json(temporary / 'meta.json', {'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
+                                             'dtype': 'uint16' if dtype.itemsize == 2 else 'uint32', 'splits': splits})
+        if not folder.exists():  # another process may have built the same meanwhile
+            os.replace(temporary, folder)
+    except OSError as error:
+        raise UserError(f'{folder} could not be written: {error}')
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ---- reading ----
+
+def open_data(name):
+    """Data by name or by folder. Built-in data that is not there yet is built, which takes seconds."""
+    builtin = Path(__file__).with_name(f'{name}.py')
+    folder = Path(name)
+    if str(name).isidentifier() and builtin.is_file():
+        folder = BUILT / name
+        if not folder.exists():
+            print(f'building {folder} ...', flush=True)
+            importlib.import_module(f'data.{name}').build(folder)
+    return Data(folder)
+
+
+class Data:
+    """A data folder, checked: meta.json complete, every shard there and of its size. Raises UserError otherwise."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        known = ', '.join(sorted(p.stem for p in Path(__file__).parent.glob('[a-z]*.py')))
+        if not (self.folder / 'meta.json').is_file():
+            raise UserError(f'no data at {folder}: expected a folder with meta.json, or built-in data ({known})')
+        try:
+            meta = json.loads((self.folder / 'meta.json').read_text())
+            self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
+            self.splits, dtype = meta['splits'], {'uint16': '<u2', 'uint32': '<u4'}[meta['dtype']]
+            shards = {split: [(self.folder / s['file'], s['tokens']) for s in self.splits[split]['shards']] for split in ('train', 'val')}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f'{self.folder}/meta.json is damaged ({type(error).__name__}: {error}); build the data again')
+        self.shards, self.starts = {}, {}
+        for split, files in shards.items():
+            for path, tokens in files:
+                have = path.stat().st_size if path.is_file() else None
+                want = tokens * np.dtype(dtype).itemsize
+                if have != want:
+                    state = 'is missing' if have is None else f'has {have} bytes'
+                    raise UserError(f'{path} {state}, meta.json says {want}; copy or build the data again')
+            self.shards[split] = [np.memmap(path, dtype, 'r') for path, _ in files]
+            self.starts[split] = np.cumsum([0] + [tokens for _, tokens in files])
+
+    def verify(self):
+        """Reads every shard and compares its sha256 with meta.json."""
+        for split in self.shards.values():
+            for shard in split:
+                path = Path(shard.filename)
+                recorded = {s['file']: s['sha256'] for info in self.splits.values() for s in info['shards']}
+                if hashlib.sha256(shard).hexdigest() != recorded[path.name]:
+                    raise UserError(f'{path} does not match its checksum in meta.json; copy or build the data again')
+
+    def tokens(self, split, start, count):
+        """count token ids of a split from position start, across shards, as an int64 array."""
+        parts, starts = [], self.starts[split]
+        while count > 0:
+            shard = int(np.searchsorted(starts, start, 'right')) - 1
+            part = self.shards[split][shard][start - starts[shard]:][:count]
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        ids = np.concatenate(parts).astype(np.int64)
+        if ids.max() >= self.n_ids:
+            raise UserError(f'{self.folder} holds id {ids.max()}, but its tokenizer has only {self.n_ids} ids; build the data again')
+        return ids
+
+    def n_windows(self, split, T):
+        """Windows of T inputs and their T targets in a split; a training epoch starts its windows at any of T offsets."""
+        total = int(self.starts[split][-1])
+        return total // T - 1 if split == 'train' else (total - 1) // T
+
+    def train_batch(self, step, batch_size, T, seed, rows=slice(None)):
+        """idx, targets (rows of batch_size, T) int64 of a training step: a pure function of its arguments.
+
+        Every epoch reads all its windows once, in an order of its own and cut at an offset of its own.
+        """
+        n = self.n_windows('train', T)
+        windows = []
+        for i in range(step * batch_size, (step + 1) * batch_size)[rows]:
+            epoch, index = divmod(i, n)
+            key = [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
+            start = permute(index, n, key[:4]) * T + key[4] % T
+            windows.append(self.tokens('train', start, T + 1))
+        windows = torch.from_numpy(np.stack(windows))
+        return windows[:, :-1], windows[:, 1:]
+
+    def val_batch(self, windows, T):
+        """idx, targets (len(windows), T) int64 of the given validation windows, cut one after the other from the start."""
+        windows = torch.from_numpy(np.stack([self.tokens('val', w * T, T + 1) for w in windows]))
+        return windows[:, :-1], windows[:, 1:]
+
+
+def permute(i, n, keys):
+    """Where a pseudo-random permutation of range(n) puts i, without holding it: a Feistel network on the next power of 4,
+    applied again while it lands outside range(n) (cycle walking)."""
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = i >> half, i & mask
+        for key in keys:
+            mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+            mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            left, right = right, left ^ (mixed >> 32) & mask
+        i = left << half | right
+        if i < n:
+            return i

@@ -1,0 +1,534 @@
+"""Trains a language model.
+
+    python train.py config/quickstart.py                      a small one on this machine, in minutes
+    python train.py config/standard_s.py --learning_rate=3e-4 any setting can be overridden
+    torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs: same batches, same losses
+    python train.py config/quickstart.py --resume             goes on after an interruption, on the very same batches
+
+Reads top to bottom: settings, processes and device, run folder, schedule and optimizer, evaluation, the loop.
+"""
+import contextlib
+import ctypes
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import config
+from config import UserError, load_settings, make_config
+from data import load_tokenizer, open_data, padded_vocab
+from sample import generate
+
+
+@dataclass
+class Settings:
+    """Defaults are those of the SPS paper, section 4, so that a config file holds only what differs."""
+
+    # the run
+    model: str = 'standard'  # model_<name>.py; its Config fields are settings too
+    out_dir: str | None = None  # run folder; None: out/<name of the config file>
+    resume: bool = False  # go on with the run in out_dir, on the same batches
+    overwrite: bool = False  # replace the run in out_dir
+    init_from: str | None = None  # run folder whose weights to start from
+    eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
+    dry_run: bool = False  # check everything, print sizes and costs, and stop
+    seed: int = 1337  # of the initial weights, the data order and dropout
+    # data
+    data: str = 'data/built/fineweb_edu'  # data folder, or the name of built-in data
+    documents: bool = True  # stop attention at document boundaries; False sets the model's eos_id to None
+    verify: bool = False  # compare every shard with its checksum before the first step
+    # batch and length
+    batch_size: int = 96  # sequences per optimizer step, over all processes and micro-batches
+    micro_batch_size: int = 8  # sequences per forward pass of one process; changes memory and speed, not the result
+    block_size: int = 4096  # tokens per sequence, T
+    max_tokens: int = 20_000_000_000  # tokens to train on, the decay included
+    # optimizer: AdamW
+    learning_rate: float = 6e-4  # peak
+    min_lr: float | None = None  # at the end of the schedule; None: learning_rate / 10
+    schedule: str = 'wsd'  # after a linear warm-up: wsd (constant, then linear decay), cosine or constant
+    warmup_tokens: int = 50_000_000  # tokens of linear warm-up
+    decay_fraction: float = 0.1  # share of max_tokens that wsd decays over
+    beta1: float = 0.9  # decay of the gradient's running mean
+    beta2: float = 0.95  # decay of the squared gradient's running mean
+    weight_decay: float = 0.1  # on tensors of two and more dimensions, the embedding included
+    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
+    # evaluation and records, in steps
+    eval_interval: int = 1000  # steps between validation losses
+    eval_tokens: int = 4_000_000  # tokens of the fixed validation set, from its start
+    log_interval: int = 10  # steps between lines of log.jsonl
+    save_interval: int = 1000  # steps between checkpoints
+    keep_checkpoints: int = 2  # newest checkpoints that stay; at least 2, so that a damaged one has one to fall back to
+    sample_tokens: int = 200  # tokens of the text generated after training
+    wandb_project: str | None = None  # also log there, if wandb is installed
+    # machine
+    device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
+    dtype: str = 'auto'  # of the products: bfloat16 or float32; weights are fp32 always; auto: bfloat16 where it is faster
+    compile: bool | None = None  # torch.compile; None: on GPUs
+    threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes
+
+
+SAME_RUN = {'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
+            'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # may change on --resume
+BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size and above; 4 layers x 128 (0.8M) may lose
+PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12,
+              'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}  # dense bf16 (V100: fp16), vendors' data sheets
+
+
+# ---- processes and device ----
+
+def start_processes(s):
+    """Joins torchrun's processes, if any, and picks this one's device. Returns (rank, world, device)."""
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    kind = s.device if s.device != 'auto' else 'cuda' if torch.cuda.is_available() else 'cpu'
+    if kind not in ('cuda', 'cpu'):
+        raise UserError(f"device is {s.device!r}: expected 'auto', 'cuda' or 'cpu'")
+    if kind == 'cuda' and local >= torch.cuda.device_count():
+        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
+                        'Start fewer processes, or use --device=cpu')
+    device = torch.device(kind, local) if kind == 'cuda' else torch.device('cpu')
+    if kind == 'cuda':
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+        torch.set_num_threads(s.threads or max(1, cores // int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
+        torch.set_flush_denormal(True)  # denormal numbers make a step ten times slower
+        keep_freed_memory()
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
+    return rank, world, device
+
+
+def keep_freed_memory():
+    """Tells glibc to keep freed blocks instead of returning them to the kernel: on CPU the page faults cost a third of a step."""
+    if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
+        libc = ctypes.CDLL('libc.so.6')
+        for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap and trim thresholds, top pad
+            libc.mallopt(parameter, value)
+
+
+def choose_dtype(s, device, n_params):
+    """The dtype of the products: bf16 on GPUs, and on CPUs with bf16 units once the model is large enough to gain."""
+    if s.dtype not in ('auto', 'bfloat16', 'float32'):
+        raise UserError(f"dtype is {s.dtype!r}: expected 'auto', 'bfloat16' or 'float32'")
+    if s.dtype != 'auto':
+        return getattr(torch, s.dtype)
+    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private, so they may be missing
+    has_units = device.type == 'cuda' or any(getattr(torch.cpu, t, bool)() for t in tests)
+    return torch.bfloat16 if has_units and (device.type == 'cuda' or n_params >= BF16_PARAMETERS) else torch.float32
+
+
+def peak_flops(device, dtype):
+    """FLOP/s the device can reach: from its data sheet, else by timing a large product in this dtype."""
+    if device.type == 'cuda' and dtype == torch.bfloat16:
+        for name, flops in PEAK_FLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return flops
+    n = 8192 if device.type == 'cuda' else 1024
+    a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
+    best = float('inf')
+    for _ in range(8):
+        start = time.perf_counter()
+        (a @ b)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * n ** 3 / best
+
+
+# ---- the run folder ----
+
+def read_settings(argv):
+    """Settings, the model's Config values given by the user, and the saved record if this continues a run."""
+    s, positional, given = load_settings(Settings, argv, parse_model=True)
+    if s.out_dir is None:
+        s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
+    own = {f.name for f in fields(Settings)}
+    record = None
+    if s.resume or (s.eval_only and not s.init_from):
+        record = config.read_run(s.out_dir)
+        saved = {**record['settings'], **record['model_config']}
+        for name in given.keys() - SAME_RUN:
+            if saved.get(name, given[name]) != given[name]:
+                raise UserError(f'the run in {s.out_dir} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: leave {name} '
+                                'out to go on with that run, or start another with another --out_dir')
+        s = Settings(**{**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir})
+    return s, {k: v for k, v in given.items() if k not in own}, record
+
+
+def check_settings(s, data, world):
+    """Raises UserError for what would fail later."""
+    if s.schedule not in ('wsd', 'cosine', 'constant'):
+        raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
+    for name in ('batch_size', 'micro_batch_size', 'block_size', 'max_tokens', 'eval_interval', 'log_interval', 'save_interval'):
+        if getattr(s, name) < 1:
+            raise UserError(f'{name} is {getattr(s, name)}: expected at least 1')
+    if s.keep_checkpoints < 2:
+        raise UserError(f'keep_checkpoints is {s.keep_checkpoints}: expected at least 2, one to fall back to')
+    if s.batch_size < world:
+        raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
+    for split in ('train', 'val'):
+        if data.n_windows(split, s.block_size) < 1:
+            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
+                            f'block_size = {s.block_size}: use a smaller block_size or more data')
+
+
+def model_config(s, given, data, record):
+    """The model's Config: the saved one, or the user's values with the vocabulary of the data."""
+    if record:
+        if record['data']['n_ids'] != data.n_ids or record['data']['tokenizer'] != data.tokenizer:
+            raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {s.out_dir} was trained '
+                            f'with {record["data"]["tokenizer"]!r} and {record["data"]["n_ids"]}: give it its own data')
+        return make_config(record['model'], record['model_config'])
+    vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': data.eos_id if s.documents else None}
+    if given.get('n_ids', data.n_ids) != data.n_ids:
+        raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave n_ids out')
+    return make_config(s.model, {**vocabulary, **given})
+
+
+def claim_folder(s):
+    """Raises UserError if out_dir holds something that this run must not touch."""
+    out = Path(s.out_dir)
+    if s.resume or s.dry_run or s.eval_only or not out.exists():
+        return
+    if (out / 'config.json').exists():
+        if not s.overwrite:
+            raise UserError(f'{out} holds a run already: --resume goes on with it, --overwrite replaces it, '
+                            'another --out_dir keeps both')
+    elif not out.is_dir() or any(not p.name.startswith('.') for p in out.iterdir()):
+        raise UserError(f'{out} exists and is not a run folder: give another --out_dir')
+
+
+def start_log(s, step):
+    """Opens log.jsonl for appending, cut back to the records up to `step`: those after it will come again."""
+    path = Path(s.out_dir) / 'log.jsonl'
+    kept = [r for r in read_log(s.out_dir) if r['step'] <= step]
+    temporary = path.with_name('.log.jsonl.writing')
+    temporary.write_text(''.join(json.dumps(r) + '\n' for r in kept))
+    os.replace(temporary, path)
+    return open(path, 'a', buffering=1)
+
+
+def read_log(folder):
+    """The records of a run's log.jsonl; a last line cut by a kill is left out."""
+    path, records = Path(folder) / 'log.jsonl', []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def plot_loss(folder):
+    """Writes loss.png: training and validation loss against tokens."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    records = read_log(folder)
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
+    for key, style, label in (('nll', dict(alpha=0.5, linewidth=0.8), 'training'), ('val', dict(marker='o', markersize=3), 'validation')):
+        points = [(r['tokens'], r[key]) for r in records if key in r]
+        if points:
+            axes.plot(*zip(*points), label=label, **style)
+    axes.set(xlabel='tokens', ylabel='nats per token', title=str(folder))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(Path(folder) / 'loss.png', dpi=130)
+    plt.close(figure)
+
+
+# ---- schedule, optimizer, checkpoints ----
+
+def learning_rate(s, tokens):
+    """Learning rate of the step that ends at `tokens`."""
+    floor = s.learning_rate / 10 if s.min_lr is None else s.min_lr
+    if tokens < s.warmup_tokens:
+        return s.learning_rate * tokens / s.warmup_tokens
+    if s.schedule == 'wsd':
+        start = s.max_tokens * (1 - s.decay_fraction)
+        left = 1 - min(1.0, max(0.0, tokens - start) / max(1.0, s.max_tokens - start))
+    elif s.schedule == 'cosine':
+        done = (tokens - s.warmup_tokens) / max(1, s.max_tokens - s.warmup_tokens)
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    else:
+        left = 1.0
+    return floor + (s.learning_rate - floor) * left
+
+
+def make_optimizer(model, s):
+    """AdamW; weight decay on tensors of two and more dimensions."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': s.weight_decay},
+              {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+    return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=True)
+
+
+def save(s, model, optimizer, step, seconds):
+    """A checkpoint from which training goes on exactly. Random streams need no state: they are functions of seed and step."""
+    names = {p: name for name, p in model.named_parameters()}
+    moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
+    files = {'model.safetensors': {name: p for p, name in names.items()}, 'optimizer.safetensors': moments}
+    config.save_checkpoint(s.out_dir, step, files, {'step': step, 'seconds': seconds}, s.keep_checkpoints)
+
+
+def restore(s, model, optimizer):
+    """Loads the newest whole checkpoint of out_dir. Returns (step, seconds); (0, 0) if the run was stopped before its first."""
+    if not config.checkpoints(s.out_dir):
+        return 0, 0.0
+    state, files = config.load_checkpoint(s.out_dir)
+    config.load_weights(model, files['model.safetensors'], s.out_dir)
+    params = dict(model.named_parameters())
+    for name, value in files['optimizer.safetensors'].items():
+        key, param = name.split('/')
+        optimizer.state[params[param]][key] = value.to(params[param].device)
+    return state['step'], state['seconds']
+
+
+# ---- evaluation ----
+
+@torch.no_grad()
+def evaluate(model, data, s, rank, world, device, autocast):
+    """Validation loss in nats per token: the same tokens for any number of processes, summed in float64."""
+    model.eval()
+    T = s.block_size
+    n = min(data.n_windows('val', T), max(1, s.eval_tokens // T))
+    totals = torch.zeros(2, dtype=torch.float64)
+    mine = range(rank, n, world)
+    for a in range(0, len(mine), s.micro_batch_size):
+        windows = mine[a:a + s.micro_batch_size]
+        idx, targets = data.val_batch(windows, T)
+        count = counted(idx, targets, model.config.eos_id)
+        with autocast():
+            nll = model(idx.to(device), targets.to(device))['nll']
+        totals += torch.tensor([nll.item() * count, count], dtype=torch.float64)
+    if world > 1:
+        dist.all_reduce(totals)
+    model.train()
+    return (totals[0] / totals[1]).item()
+
+
+def counted(idx, targets, eos_id):
+    """How many positions the loss is a mean over: a target that counts, and an input that does not end a document."""
+    mask = targets >= 0
+    if eos_id is not None:
+        mask &= idx != eos_id
+    return int(mask.sum())
+
+
+def print_sample(model, data, s, device, autocast):
+    """Continues the start of the validation set."""
+    tokenizer = load_tokenizer(data.tokenizer)
+    room = min(s.sample_tokens, s.block_size // 2)
+    prompt = data.tokens('val', 0, min(32, s.block_size - room)).tolist()
+    with autocast():
+        new = generate(model.eval(), [prompt], room, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)[0]
+    text = [tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new)]
+    print(f'\na sample, from a prompt between bars:\n|{text[0]}|{text[1]}\n')
+
+
+# ---- the loop ----
+
+def describe(s, c, data, world):
+    """Parameters, costs and estimated memory, from a model without storage."""
+    with torch.device('meta'):
+        model = config.model_file(s.model).Model(c)
+    n = sum(p.numel() for p in model.parameters())
+    steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
+    rows = min(s.micro_batch_size, math.ceil(s.batch_size / world))
+    widths = sum(m.in_features + m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.head)
+    activations = rows * s.block_size * widths * 2  # what linear layers take and give, in bf16
+    print(f'model {s.model}: {n:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
+          f'data {data.folder}: {data.splits["train"]["tokens"]:,} training tokens, '
+          f'{s.max_tokens / data.splits["train"]["tokens"]:.2f} epochs\n'
+          f'{steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens, '
+          f'{model.flops_per_token(s.block_size) / 1e6:,.1f} MFLOP per token')
+    if s.dry_run:
+        print(f'estimated memory per process: {16 * n / 2**30:.2f} GiB for weights, gradients and AdamW, '
+              f'{activations / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks)')
+    return n, steps
+
+
+def progress(line, last=[0.0]):
+    """One updating line on a terminal; elsewhere a line every ten seconds."""
+    if sys.stdout.isatty():
+        print(f'\r{line:<100}', end='', flush=True)
+    elif time.time() - last[0] > 10:
+        last[0] = time.time()
+        print(line, flush=True)
+
+
+def say(line):
+    """A line of its own that stays, above the updating one."""
+    print(f'\r{line:<100}' if sys.stdout.isatty() else line, flush=True)
+
+
+def train_step(model, ddp, optimizer, data, s, step, rank, world, device, autocast, stop):
+    """One optimizer step. Returns (means of the loss parts over the global batch, gradient norm, whether any process must stop).
+
+    The loss is the mean over the counted tokens of the global batch: each micro-batch weighs as many as it has.
+    """
+    torch.manual_seed(((s.seed << 32) + (step << 10) + rank) % 2 ** 63)  # dropout's stream
+    lr = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
+    idx, targets = data.train_batch(step, s.batch_size, s.block_size, s.seed, mine)
+    micro = list(zip(idx.split(s.micro_batch_size), targets.split(s.micro_batch_size)))
+    counts = [counted(x, y, model.config.eos_id) for x, y in micro]
+    agreed = torch.tensor([sum(counts), stop], dtype=torch.int64)
+    if world > 1:
+        dist.all_reduce(agreed)  # on the host: does not wait for a GPU
+    total, stop = max(1, int(agreed[0])), bool(agreed[1])
+    parts = {}
+    for i, ((x, y), count) in enumerate(zip(micro, counts)):
+        x, y = (t.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else t for t in (x, y))
+        last = i == len(micro) - 1
+        with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
+            with autocast():
+                out = ddp(x, y)
+            (out['loss'] * (count / total * world)).backward()  # DDP takes the mean over processes
+        for name, value in out.items():
+            parts[name] = parts.get(name, 0) + value.detach() * (count / total)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return parts, norm, lr, stop
+
+
+def main():
+    with config.sentences():
+        s, given_model, record = read_settings(sys.argv[1:])
+        rank, world, device = start_processes(s)
+        master = rank == 0
+        if world > 1 and not master:
+            dist.barrier()  # the first process builds data that is not there yet
+        data = open_data(s.data)
+        if world > 1 and master:
+            dist.barrier()
+        if s.verify:
+            data.verify()
+        check_settings(s, data, world)
+        c = model_config(s, given_model, data, record)
+        claim_folder(s)
+    with config.sentences(), contextlib.redirect_stdout(sys.stdout if master else open(os.devnull, 'w')):
+        run(s, c, data, record, rank, world, device)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def run(s, c, data, record, rank, world, device):
+    master = rank == 0
+    n_params, n_steps = describe(s, c, data, world)
+    dtype = choose_dtype(s, device, n_params)
+    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    compile = s.compile if s.compile is not None else device.type == 'cuda'
+    print(f'{world} process{"es" * (world > 1)} on {device.type}, products in {str(dtype)[6:]}, {"" if compile else "not "}compiled')
+    if s.dry_run:
+        return
+
+    torch.manual_seed(s.seed)
+    model = config.model_file(s.model).Model(c).to(device)
+    if s.init_from:
+        config.load_weights(model, config.load_checkpoint(s.init_from, ('model.safetensors',))[1]['model.safetensors'], s.init_from)
+    optimizer = make_optimizer(model, s)
+    step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
+    fast = torch.compile(model) if compile else model
+    if s.eval_only:
+        print(f'validation loss {evaluate(fast, data, s, rank, world, device, autocast):.4f} nats per token at step {step}')
+        return
+    if step >= n_steps:
+        print(f'the run in {s.out_dir} is complete: step {step}. Next: python sample.py {s.out_dir}')
+        return
+    ddp = torch.nn.parallel.DistributedDataParallel(fast, device_ids=[device] if device.type == 'cuda' else None) if world > 1 else fast
+
+    if master:
+        if not record:
+            if s.overwrite and Path(s.out_dir).exists():
+                shutil.rmtree(s.out_dir)
+            flags = dict(resume=False, overwrite=False, eval_only=False, dry_run=False)
+            vocabulary = {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id}
+            config.save_run(s.out_dir, {
+                'model': s.model, 'settings': {**asdict(s), **flags}, 'model_config': asdict(c), 'data': vocabulary,
+                'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(device), 'processes': world}})
+        log = start_log(s, step)
+        wandb = start_wandb(s, c)
+    peak = peak_flops(device, dtype) * world
+    stop = []
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, lambda *_: stop.append(True))
+    tokens_per_step = s.batch_size * s.block_size
+    print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
+
+    since, since_step = time.perf_counter(), step
+    while step < n_steps:
+        parts, norm, lr, stopping = train_step(model, ddp, optimizer, data, s, step, rank, world, device, autocast, bool(stop))
+        step += 1
+        tokens = step * tokens_per_step
+        due = lambda interval: step % interval == 0 or step == n_steps or stopping
+        if due(s.log_interval) or due(s.save_interval) or due(s.eval_interval):
+            values = torch.stack([parts[k].float() for k in parts])
+            if world > 1:
+                dist.all_reduce(values)
+            values = dict(zip(parts, values.tolist()))  # waits for the device
+            now = time.perf_counter()
+            speed = (step - since_step) * tokens_per_step / (now - since)
+            seconds, since, since_step = seconds + now - since, now, step
+            if not math.isfinite(values['loss'] + norm.item()):
+                raise UserError(f'the loss became {values["loss"]} (gradient norm {norm.item()}) at step {step}, learning rate {lr:.2e}. The '
+                                f'checkpoints in {s.out_dir} are from before; try a lower learning_rate or a longer warmup_tokens')
+            record = {'step': step, 'tokens': tokens, 'seconds': seconds, **values, 'lr': lr, 'grad_norm': norm.item(),
+                      'tokens_per_s': speed, 'mfu': speed * model.flops_per_token(s.block_size) / peak}
+            left = (n_steps - step) * tokens_per_step / speed
+            progress(f'step {step}/{n_steps} | loss {values["loss"]:.4f} | {speed:,.0f} tokens/s | ETA {left // 60:.0f}m{left % 60:02.0f}s')
+            if due(s.eval_interval) and not stopping:
+                record['val'] = evaluate(fast, data, s, rank, world, device, autocast)
+                say(f'step {step}: training loss {values["nll"]:.4f}, validation loss {record["val"]:.4f} nats per token')
+            if master:
+                log.write(json.dumps(record) + '\n')
+                if wandb:
+                    wandb.log(record, step=step)
+                if due(s.save_interval):
+                    try:
+                        save(s, model, optimizer, step, seconds)
+                    except OSError as error:
+                        raise UserError(f'{error}. Earlier checkpoints are whole: make room, then go on with --resume')
+            since = time.perf_counter()  # evaluation and saving are not training time
+        if stopping:
+            say(f'stopped after step {step}. Go on with: {resume_command(world)}')
+            return
+
+    if master:
+        log.close()
+        plot_loss(s.out_dir)
+        if s.sample_tokens:
+            print_sample(model, data, s, device, autocast)
+        print(f'done in {seconds / 60:.1f} minutes of training. Next:\n  python sample.py {s.out_dir} "Return the"    generate text\n'
+              f'  {s.out_dir}/loss.png{" " * 20}the loss curve; log.jsonl has the numbers\n'
+              f'  python train.py --help{" " * 20}every setting')
+
+
+def resume_command(world):
+    args = [a for a in sys.argv[1:] if a not in ('--resume', '--overwrite')]
+    start = f'torchrun --nproc_per_node={world}' if world > 1 else 'python'
+    return ' '.join([start, 'train.py', *args, '--resume'])
+
+
+def start_wandb(s, c):
+    """A wandb run, or None if none is asked for."""
+    if not s.wandb_project:
+        return None
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or leave it out')
+    return wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(c)})
+
+
+if __name__ == '__main__':
+    main()

@@ -103,8 +103,9 @@ def cached_attention(q, k_cache, v_cache, positions, doc_start=None, window=None
         first = 0 if window is None else max(0, int(positions.min()) - window)
     slots = torch.arange(first, last, device=q.device)
     mask = visible(positions, slots, doc_start, window).unsqueeze(1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k_cache[:, first:last], v_cache[:, first:last]))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    queries = q.to(k_cache.dtype).transpose(1, 2)
+    k, v = k_cache[:, first:last].transpose(1, 2), v_cache[:, first:last].transpose(1, 2)
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).transpose(1, 2).to(q.dtype)
 
 
 def rms_norm_reference(x, weight, eps):
@@ -119,7 +120,13 @@ def rms_norm(x, weight, eps):
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return _RMSNorm.apply(x, weight, eps, dtype)
+    return _RMSNorm.apply(x, weight, eps, dtype) if torch.is_grad_enabled() else _rms_norm(x, weight, eps, dtype)[0]
+
+
+def _rms_norm(x, weight, eps, dtype):
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    r = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (x * r).mul_(weight).to(dtype), r
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -127,10 +134,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps, dtype):
-        x_up = x.to(torch.promote_types(x.dtype, torch.float32))
-        r = x_up.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        y, r = _rms_norm(x, weight, eps, dtype)
         ctx.save_for_backward(x, r, weight)
-        return (x_up * r).mul_(weight).to(dtype)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
@@ -161,7 +167,16 @@ def rotate(x, cos, sin):
 
     x (B, T, H, D) of any dtype; cos, sin (T, 1, D/2) or (B, T, 1, D/2) from `rope_table`.
     """
-    return _Rotate.apply(x, cos, sin)
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
+
+
+def _rotate(x, cos, sin):
+    a, b = x.to(cos.dtype).chunk(2, -1)
+    y = torch.empty_like(x)
+    y_a, y_b = y.chunk(2, -1)
+    y_a.copy_((a * cos).addcmul_(b, sin, value=-1))
+    y_b.copy_((b * cos).addcmul_(a, sin))
+    return y
 
 
 class _Rotate(torch.autograd.Function):
@@ -170,17 +185,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        a, b = x.to(cos.dtype).chunk(2, -1)
-        y = torch.empty_like(x)
-        y_a, y_b = y.chunk(2, -1)
-        y_a.copy_((a * cos).addcmul_(b, sin, value=-1))
-        y_b.copy_((b * cos).addcmul_(a, sin))
-        return y
+        return _rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return _Rotate.apply(grad, cos, -sin), None, None
+        return _rotate(grad, cos, -sin), None, None
 
 
 def linear_cross_entropy_reference(hidden, weight, targets):

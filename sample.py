@@ -74,7 +74,7 @@ class Decoder:
         self.graph = None
 
     def pick(self, logits, noise):
-        return logits.argmax(-1) if self.greedy else draw(token_probs(logits, **self.filters), noise)
+        return logits.float().argmax(-1) if self.greedy else draw(token_probs(logits, **self.filters), noise)
 
     def first(self, tokens, lengths):
         """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
@@ -123,7 +123,7 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
     """Continues each prompt. prompts: lists of token ids, of any lengths >= 1. Returns the new ids of each, up to and with eos_id.
 
     finished(row, new_ids) -> bool ends a row early; on_tokens(rows of new ids so far) is called as tokens arrive. Ids reach the
-    host every step on CPU, every 16 on a GPU. Pass a cache from model.new_cache(len(prompts), ...) to look at it afterwards.
+    host every step on CPU, every 16 on a GPU. Pass a cache from roomy_cache to look at it afterwards.
     """
     if not prompts or not all(prompts):
         raise ValueError('a prompt is empty: each needs at least one token')
@@ -135,7 +135,7 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
     for row, prompt in zip(tokens, prompts):
         row[:len(prompt)] = torch.tensor(prompt)
     if cache is None:
-        cache = model.new_cache(len(prompts), int(lengths.max()) + max_new_tokens)
+        cache = roomy_cache(model, prompts, max_new_tokens)
     generator = torch.Generator(device).manual_seed(seed)
     decoder = Decoder(model, cache, dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), generator)
     drawn = torch.empty(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
@@ -156,6 +156,12 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
         if all(done):
             break
     return new
+
+
+def roomy_cache(model, prompts, max_new_tokens):
+    """A cache with room for prompts and new tokens. On CPU it is fp32, which attention there reads several times faster."""
+    device = next(model.parameters()).device
+    return model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, dtype=torch.float32 if device.type == 'cpu' else None)
 
 
 # ---- a model made ready for decoding on CPU ----
@@ -228,7 +234,7 @@ def main():
         tokenizer = load_tokenizer(record['data']['tokenizer'])
         prompts = [fit(tokenizer.encode(text), s, record['settings']['block_size']) for text in texts]
     pack_weights(model)
-    cache = model.new_cache(len(prompts), max(map(len, prompts)) + s.max_new_tokens)
+    cache = roomy_cache(model, prompts, s.max_new_tokens)
     stop = s.stop and codecs.decode(s.stop, 'unicode_escape').encode('latin-1', 'backslashreplace')
     ends = [None] * len(prompts)  # where the stop string starts, in bytes
 

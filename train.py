@@ -156,9 +156,9 @@ def read_settings(argv):
         record = config.read_run(s.out_dir)
         saved = {**record['settings'], **record['model_config']}
         for name in given.keys() - SAME_RUN:
-            if saved.get(name, given[name]) != given[name]:
-                raise UserError(f'the run in {s.out_dir} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: leave {name} '
-                                'out to go on with that run, or start another with another --out_dir')
+            if s.resume and saved.get(name, given[name]) != given[name]:
+                raise UserError(f'the run in {s.out_dir} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go on as it was '
+                                f'with python train.py --out_dir={s.out_dir} --resume, or start another with another --out_dir')
         s = Settings(**{**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir})
     return s, {k: v for k, v in given.items() if k not in own}, record
 

@@ -204,9 +204,7 @@ def load_run(folder, device='cpu', dtype=None):
     record = read_run(folder)
     config = make_config(record['model'], record['model_config'])
     tensors = load_checkpoint(folder, ('model.safetensors',))[1]['model.safetensors']
-    with torch.device('meta'):
-        model = model_file(record['model']).Model(config)
-    model.to_empty(device='cpu')
+    model = model_file(record['model']).Model(config)
     load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), record
 

@@ -130,9 +130,8 @@ def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
 
 def open_data(name):
     """Data by name or by folder. Built-in data that is not there yet is built, which takes seconds."""
-    builtin = Path(__file__).with_name(f'{name}.py')
     folder = Path(name)
-    if str(name).isidentifier() and builtin.is_file():
+    if name in builtin_data():
         folder = BUILT / name
         if not folder.exists():
             print(f'building {folder} ...', flush=True)
@@ -140,14 +139,17 @@ def open_data(name):
     return Data(folder)
 
 
+def builtin_data():
+    return sorted(p.stem for p in Path(__file__).parent.glob('[a-z]*.py'))
+
+
 class Data:
     """A data folder, checked: meta.json complete, every shard there and of its size. Raises UserError otherwise."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        known = ', '.join(sorted(p.stem for p in Path(__file__).parent.glob('[a-z]*.py')))
         if not (self.folder / 'meta.json').is_file():
-            raise UserError(f'no data at {folder}: expected a folder with meta.json, or built-in data ({known})')
+            raise UserError(f'no data at {folder}: expected a folder with meta.json, or built-in data ({", ".join(builtin_data())})')
         try:
             meta = json.loads((self.folder / 'meta.json').read_text())
             self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']

@@ -1,0 +1,76 @@
+"""Side-by-side benchmarks. Machines are shared and noisy, so both sides run alternately and the figure is their ratio.
+
+    python -m bench.train_step      a training step beside Hugging Face Llama
+    python -m bench.generate        decoding beside Hugging Face generate
+    python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
+
+Each writes its figures with device, date, versions and commit to bench/results/.
+"""
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / 'results'
+
+
+def alternate(sides, rounds, warmup=2):
+    """Median seconds of each side's function over `rounds` rounds, the sides taking turns. sides {name: function} -> {name: s}."""
+    times = {name: [] for name in sides}
+    for i in range(warmup + rounds):
+        for name, function in sides.items():
+            start = time.perf_counter()
+            function()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if i >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def device_name():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path('/proc/cpuinfo')
+    models = [line.split(':')[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith('model name')] if cpuinfo.exists() else []
+    return f'{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads'
+
+
+def to_llama(model):
+    """A Hugging Face LlamaForCausalLM with the weights of a model_standard.Model (documents off: Llama knows none)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    c = model.config
+    llama = LlamaForCausalLM(LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta, tie_word_embeddings=c.tied_head,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, max_position_embeddings=8192))
+    weights = {'model.embed_tokens.weight': model.embed.weight, 'model.norm.weight': model.norm.weight, 'lm_head.weight': model.head.weight}
+    for i, block in enumerate(model.blocks):
+        q, k, v = block.qkv.weight.chunk(3)
+        gate, up = block.gate_up.weight.chunk(2)
+        weights |= {f'model.layers.{i}.{name}.weight': w for name, w in (
+            ('input_layernorm', block.attn_norm.weight), ('post_attention_layernorm', block.ffn_norm.weight),
+            ('self_attn.q_proj', q), ('self_attn.k_proj', k), ('self_attn.v_proj', v), ('self_attn.o_proj', block.attn_out.weight),
+            ('mlp.gate_proj', gate), ('mlp.up_proj', up), ('mlp.down_proj', block.ffn_out.weight))}
+    llama.load_state_dict({name: w.detach().clone() for name, w in weights.items()})
+    return llama.to(model.embed.weight.device).eval()
+
+
+def write_results(name, rows):
+    """Prints rows (dicts) and writes them to bench/results/<name>_<cpu or gpu>.json with where and when they were measured."""
+    import transformers
+    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+    record = {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
+              'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'transformers': transformers.__version__},
+              'rows': rows}
+    for row in rows:
+        print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
+    path.write_text(json.dumps(record, indent=1) + '\n')
+    print(f'written to {path}')

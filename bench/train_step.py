@@ -1,0 +1,81 @@
+"""Training tokens/s of model_standard beside Hugging Face Llama of the same shape: 8 layers, 512 wide, T 256, batch 8.
+
+'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator.
+'as a user runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's AdamW.
+"""
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+
+import torch
+
+import model_standard
+import train
+from bench import alternate, to_llama, write_results
+
+T, BATCH, VOCABULARY = 256, 8, 50304
+DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def make_step(side, dtype, fused=True):
+    """A function that does one optimizer step and returns its loss. side 'ours' or 'hf'."""
+    torch.manual_seed(0)
+    model = model_standard.Model(model_standard.Config(n_layer=8, n_head=8, n_embd=512, eos_id=None, n_ids=50304)).to(DEVICE)
+    forward = lambda x, y: model(x, y)['loss']
+    if side == 'hf':
+        model = to_llama(model).train()
+        forward = lambda x, y: model(input_ids=x, labels=x, shift_labels=y).loss
+    if fused:
+        optimizer = train.make_optimizer(model, train.Settings())
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
+    idx, targets = torch.randint(0, 50257, (2, BATCH, T), device=DEVICE)
+    autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(DEVICE.type, dtype)
+
+    def step():
+        with autocast():
+            loss = forward(idx, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+    return step
+
+
+def worker(side):
+    """One side as its user runs it; prints seconds per step."""
+    if side == 'ours':
+        s = train.Settings()
+        _, _, device = train.start_processes(s)
+        step = make_step('ours', train.choose_dtype(s, device, 53_000_000))
+    else:
+        step = make_step('hf', torch.float32, fused=False)
+    print(json.dumps(alternate({'step': step}, rounds=6)['step']))
+
+
+def main():
+    rows = []
+    train.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
+    for dtype in (torch.bfloat16, torch.float32):
+        steps = {side: make_step(side, dtype) for side in ('ours', 'hf')}
+        losses = {side: step() for side, step in steps.items()}
+        assert abs(losses['ours'] - losses['hf']) < 0.02, losses
+        seconds = alternate(steps, rounds=12)
+        rows.append({'terms': 'same', 'dtype': str(dtype)[6:], 'ours_tokens_per_s': round(BATCH * T / seconds['ours']),
+                     'hf_tokens_per_s': round(BATCH * T / seconds['hf']), 'ratio': round(seconds['hf'] / seconds['ours'], 3)})
+    seconds = {'ours': [], 'hf': []}
+    for _ in range(3):
+        for side, times in seconds.items():
+            out = subprocess.run([sys.executable, '-m', 'bench.train_step', side], capture_output=True, text=True, check=True).stdout
+            times.append(json.loads(out.splitlines()[-1]))
+    ours, hf = (statistics.median(times) for times in seconds.values())
+    rows.append({'terms': 'as a user runs it', 'dtype': 'ours default, hf float32', 'ours_tokens_per_s': round(BATCH * T / ours),
+                 'hf_tokens_per_s': round(BATCH * T / hf), 'ratio': round(hf / ours, 3)})
+    write_results('train_step', rows)
+
+
+if __name__ == '__main__':
+    worker(sys.argv[1]) if len(sys.argv) > 1 else main()

@@ -219,7 +219,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts = targets >= 0
         h, w = hidden.to(dtype), weight.to(dtype)
         h_counted = h * counts.unsqueeze(1)  # so that rows that do not count add nothing to weight's gradient
-        softmax_rows = max(1, 2 ** 20 // w.shape[0]) if h.device.type == 'cpu' else chunk_rows  # CPU: stay in the cache
+        on_cpu = h.device.type == 'cpu'
+        softmax_rows = max(1, 2 ** 20 // w.shape[0]) if on_cpu else chunk_rows  # on CPU a part stays in the cache
         softmax_dtype = torch.promote_types(dtype, torch.float32)
         loss = torch.zeros((), dtype=softmax_dtype, device=h.device)
         grad_h = torch.empty_like(h) if with_grad else None
@@ -230,9 +231,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = h[rows] @ w.T
                 for part, target, count in zip(*(x.split(softmax_rows) for x in (logits, targets[rows], counts[rows]))):
                     p = torch.softmax(part, -1, dtype=softmax_dtype)
-                    lse = part.amax(-1).to(p.dtype) - p.amax(-1).log()  # the largest probability cannot underflow
                     index = target.clamp(min=0).unsqueeze(1)
-                    loss += ((lse - part.gather(1, index).squeeze(1)) * count).sum()
+                    p_target = p.gather(1, index).squeeze(1)
+                    if on_cpu and p_target.min() > 1e-30:
+                        nll = -p_target.log()
+                    else:  # the target's probability may underflow, the largest one cannot
+                        nll = part.amax(-1).to(p.dtype) - p.amax(-1).log() - part.gather(1, index).squeeze(1)
+                    loss += (nll * count).sum()
                     if with_grad:  # d nll / d logits = softmax - one_hot, written over the logits
                         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
                         part.copy_(p)

@@ -163,7 +163,7 @@ def make_config(model_name, values):
 def load_weights(model, tensors, source):
     """Copies named tensors into the model's parameters; names and shapes must agree exactly."""
     params = dict(model.named_parameters())
-    for name in params.keys() | tensors.keys():
+    for name in (*params, *tensors):
         if name not in params or name not in tensors:
             raise UserError(f'{source} does not fit this model: {name} is only in the {"model" if name in params else "checkpoint"}')
         have, want = tuple(tensors[name].shape), tuple(params[name].shape)

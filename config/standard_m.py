@@ -1,0 +1,5 @@
+# Standard Transformer, M (379M): SPS paper, table 1.
+n_layer = 24
+n_head = 16
+n_embd = 1024
+warmup_tokens = 100_000_000  # M and up

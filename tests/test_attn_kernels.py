@@ -1,0 +1,98 @@
+"""Every fast form in attn_kernels.py against its reference in float64: values and gradients."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attn_kernels as K
+
+
+def documents(kind, B, T):
+    """idx (B, T) whose id 9 ends documents."""
+    idx = torch.zeros(B, T, dtype=torch.int64)
+    if kind == 'many':
+        idx[torch.rand(B, T, generator=torch.Generator().manual_seed(1)) < 0.2] = 9
+    elif kind == 'edges':  # on and off block edges, eos first and last
+        idx[0, [0, T - 1]] = 9
+        idx[1, [i for i in (15, 255, 256, 299) if i < T]] = 9
+    return idx
+
+
+def gradients(function, *inputs):
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    out = function(*inputs)
+    cotangent = torch.sin(torch.arange(out.numel(), dtype=out.dtype, device=out.device)).view(out.shape)
+    return out, *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], cotangent)
+
+
+def assert_close(got, want, tolerance):
+    for g, w in zip(got, want, strict=True):
+        assert (g.double() - w).abs().max() <= tolerance * (1 + w.abs().max()), (g.double() - w).abs().max()
+
+
+@pytest.mark.parametrize('T, window, kind, D', [
+    (1, None, None, 16), (17, None, None, 16), (129, 0, 'many', 48), (300, 64, 'edges', 64), (300, None, 'edges', 70),
+    (64, 1, None, 16), (520, None, 'many', 16), (520, 3, None, 64), (1100, 64, 'many', 16), (1100, None, 'edges', 16), (1100, None, None, 16)])
+def test_attention_equals_dense_reference(T, window, kind, D, device):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, T, 2, D, device=device)
+    starts = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
+    want = gradients(lambda q, k, v: K.attention_reference(q, k, v, starts, window), *(x.double() for x in (q, k, v)))
+    assert_close(gradients(lambda q, k, v: K.attention(q, k, v, starts, window), q, k, v), want, 2e-5)
+
+
+def test_document_starts():
+    idx = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 9]])
+    assert K.document_starts(idx, 9).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
+    assert K.document_starts(idx, None) is None
+
+
+@pytest.mark.parametrize('window', [None, 0, 5])
+def test_cached_attention_equals_the_last_rows_of_attention(window, device):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 50, 3, 16, device=device)
+    starts = K.document_starts(documents('many', 2, 50), 9).to(device)
+    want = K.attention_reference(*(x.double() for x in (q, k, v)), starts, window)
+    pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, 14), value=7.0)  # slots not filled yet hold anything
+    positions = torch.arange(44, 50, device=device).expand(2, -1)
+    got = K.cached_attention(q[:, 44:], pad(k), pad(v), positions, starts[:, 44:], window)
+    assert_close([got], [want[:, 44:]], 1e-5)
+
+
+def test_rms_norm_and_rotate_equal_their_references(device):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 7, 4, 16, device=device), torch.randn(16, device=device)
+    want = gradients(lambda x, w: K.rms_norm_reference(x, w, 1e-5), x.double(), weight.double())
+    assert_close(gradients(lambda x, w: K.rms_norm(x, w, 1e-5), x, weight), want, 1e-5)
+    rope = K.rope_table(torch.arange(7, device=device), 16, 10000.0)
+    want = gradients(lambda x: K.rotate_reference(x, *(t.double() for t in rope)), x.double())
+    assert_close(gradients(lambda x: K.rotate(x, *rope), x), want, 1e-5)
+
+
+@pytest.mark.parametrize('N, chunk', [(1, 2 ** 26), (40, 2 ** 26), (600, 300 * 320)])
+def test_linear_cross_entropy_equals_reference(N, chunk, device):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, 24, device=device), torch.randn(320, 24, device=device)
+    targets = torch.randint(-1, 320, (N,), device=device)
+    targets[0] = 3
+    want = gradients(lambda h, w: K.linear_cross_entropy_reference(h, w, targets), hidden.double(), weight.double())
+    got = gradients(lambda h, w: K.linear_cross_entropy(h, w, targets, chunk), hidden, weight)
+    assert_close(got, want, 2e-5)
+    with torch.no_grad():
+        assert_close([K.linear_cross_entropy(hidden, weight, targets, chunk)], want[:1], 1e-5)
+
+
+def test_linear_cross_entropy_in_bf16_takes_the_log_sum_exp_in_fp32(device):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(512, 64, device=device), torch.randn(50304, 64, device=device) * 0.02
+    targets = torch.randint(0, 50304, (512,), device=device)
+    want = K.linear_cross_entropy_reference(hidden, weight, targets)
+    with torch.autocast(device, torch.bfloat16):
+        assert abs(K.linear_cross_entropy(hidden, weight, targets) - want) < 2e-3
+
+
+def test_linear_cross_entropy_of_hopeless_targets_and_of_none(device):
+    hidden = torch.tensor([[200.0, 0.0]], device=device)
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]], device=device)
+    assert K.linear_cross_entropy(hidden, weight, torch.tensor([1], device=device)) == 200
+    loss, grad = gradients(lambda h: K.linear_cross_entropy(h, weight, torch.tensor([-1], device=device)), hidden)
+    assert loss == 0 and (grad == 0).all()

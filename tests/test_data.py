@@ -1,0 +1,105 @@
+"""Data folders: what is written, the order it is read in, and the sentence when it is damaged."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import data
+from data import Data, UserError, load_tokenizer, padded_vocab, permute
+
+
+def test_padded_vocabulary_leaves_a_free_row():
+    assert [padded_vocab(n) for n in (257, 32000, 50257, 64)] == [320, 32064, 50304, 128]
+
+
+def test_byte_tokenizer_round_trips():
+    tokenizer = load_tokenizer('byte')
+    text = 'naïve 日本\n'
+    assert tokenizer.decode(tokenizer.encode(text) + [tokenizer.eos_id]).decode() == text
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 17, 64, 1000])
+def test_permutation_visits_every_index_once(n):
+    orders = [[permute(i, n, [key, 2, 3, 4]) for i in range(n)] for key in (1, 9)]
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    assert n < 17 or orders[0] != orders[1]
+
+
+def test_shards_read_as_one_stream(tiny_data):
+    d = Data(tiny_data)
+    assert len(d.shards['train']) > 2
+    whole = np.concatenate(d.shards['train'])
+    assert (d.tokens('train', 4990, 6000) == whole[4990:10990]).all()
+    assert d.splits['train']['tokens'] == len(whole) == d.splits['train']['bytes'] + d.splits['train']['documents']
+
+
+def test_an_epoch_reads_every_window_once(tiny_data):
+    d, T = Data(tiny_data), 32
+    n = d.n_windows('train', T)
+    idx, targets = d.train_batch(0, n, T, seed=5)
+    whole = np.concatenate(d.shards['train'])
+    starts = []
+    for row in torch.cat([idx, targets[:, -1:]], 1).numpy():
+        found = [s for s in range(len(whole) - T) if whole[s] == row[0] and (whole[s:s + T + 1] == row).all()]
+        starts.append(found[0])
+    assert len(set(starts)) == n and len({s % T for s in starts}) == 1
+    assert not torch.equal(idx, d.train_batch(1, n, T, seed=5)[0])  # another order, another offset
+
+
+def test_batches_depend_on_seed_and_step_only(tiny_data):
+    d = Data(tiny_data)
+    idx, targets = d.train_batch(7, 8, 32, seed=1)
+    assert torch.equal(idx[:, 1:], targets[:, :-1])
+    parts = [d.train_batch(7, 8, 32, 1, slice(a, b))[0] for a, b in ((0, 3), (3, 8))]
+    assert torch.equal(torch.cat(parts), idx)
+    assert not torch.equal(d.train_batch(7, 8, 32, seed=2)[0], idx)
+
+
+def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path):
+    from data import python_docs
+    for name in ('a', 'b'):
+        python_docs.build(tmp_path / name)
+    meta = [json.loads((tmp_path / name / 'meta.json').read_text()) for name in ('a', 'b')]
+    assert meta[0] == meta[1]
+    assert 1.5e6 < meta[0]['splits']['train']['tokens'] < 4e6 and meta[0]['splits']['val']['tokens'] > 3e4
+    texts = {split: bytes(min(i, 255) for i in np.concatenate(Data(tmp_path / 'a').shards[split])).split(b'\xff') for split in ('train', 'val')}
+    assert not set(texts['train'][:-1]) & set(texts['val'][:-1])
+    assert len(set(texts['train'][:-1])) == meta[0]['splits']['train']['documents']
+
+
+@pytest.fixture
+def copy(tiny_data, tmp_path):
+    return shutil.copytree(tiny_data, tmp_path / 'copy')
+
+
+def test_damaged_data_is_a_sentence(copy):
+    def expect(sentence, act):
+        with pytest.raises(UserError) as error:
+            act()
+        assert sentence in str(error.value)
+
+    shard = copy / 'train_00001.bin'
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    expect(f'{shard} has {len(whole) - 2} bytes, meta.json says {len(whole)}', lambda: Data(copy))
+    shard.unlink()
+    expect(f'{shard} is missing', lambda: Data(copy))
+    shard.write_bytes(whole[:-2] + b'a\0' if whole[-2:] != b'a\0' else whole[:-2] + b'b\0')
+    expect(f'{shard} does not match its checksum', Data(copy).verify)
+    shard.write_bytes(b'\xff\xff' * (len(whole) // 2))
+    expect('holds id 65535, but its tokenizer has only 257 ids', lambda: Data(copy).tokens('train', 0, 10000))
+    meta = copy / 'meta.json'
+    meta.write_text(meta.read_text()[:50])
+    expect(f'{copy}/meta.json is damaged', lambda: Data(copy))
+    expect('no data at nowhere: expected a folder with meta.json, or built-in data (python_docs)', lambda: data.open_data('nowhere'))
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def documents():
+        yield 'train', 'text'
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        data.write_data(tmp_path / 'x', load_tokenizer('byte'), documents())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,151 @@
+"""The contract that every model file keeps, and what each one must equal."""
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config
+import model_standard
+from bench import to_llama
+
+SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
+VARIANTS = {
+    'standard': ('standard', dict(eos_id=None)),
+    'standard, documents': ('standard', dict(eos_id=59)),
+    'standard, window': ('standard', dict(eos_id=59, window=3)),
+    'standard, window 0, untied': ('standard', dict(eos_id=None, window=0, tied_head=False)),
+}
+
+
+def make(variant, device='cpu'):
+    name, values = VARIANTS[variant]
+    torch.manual_seed(0)
+    module = config.model_file(name)
+    model = module.Model(module.Config(**SMALL, **values)).to(device).eval()
+    for p in model.parameters():  # larger than at the start of training, so that attention is far from uniform
+        if p.dim() >= 2:
+            torch.nn.init.normal_(p, std=0.15)
+    return model
+
+
+def some_tokens(B, T, seed=0):
+    """Random ids with documents of various lengths, empty ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+    idx = torch.randint(0, 59, (B, T), generator=generator)
+    idx[torch.rand(B, T, generator=generator) < 0.1] = 59
+    idx[0, 4:6] = 59
+    return idx
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.parametrize('seed', range(3))
+def test_cached_decoding_equals_full_forward(variant, seed, device):
+    """Ragged rows, random cuts into extend calls, and rollbacks in between."""
+    rng = random.Random(seed)
+    model, idx, max_run = make(variant, device), some_tokens(3, 40, seed).to(device), 4
+    want = model.logits(idx)
+    cache = model.new_cache(3, 40, max_run)
+    assert cache.nbytes > 0
+    done = [0, 0, 0]
+    while min(done) < 40:
+        longest = rng.choice([1, 2, max_run, 17])
+        run = [min(rng.randint(1, longest), 40 - d) for d in done]
+        if min(run) == 0:  # a full row: nothing can be appended to it
+            break
+        tokens = torch.full((3, max(run)), 7, device=device)
+        for b, n in enumerate(run):
+            tokens[b, :n] = idx[b, done[b]:done[b] + n]
+        lengths = torch.tensor(run, device=device)
+        every = rng.random() < 0.5
+        logits = model.extend(tokens, cache, lengths, all_positions=every)
+        for b, n in enumerate(run):
+            got = logits[b, :n] if every else logits[b:b + 1]
+            expected = want[b, done[b]:done[b] + n] if every else want[b, done[b] + n - 1:done[b] + n]
+            assert (got[:, :60] - expected[:, :60]).abs().max() < 1e-4
+            done[b] += n
+        if max(run) <= max_run and rng.random() < 0.5:
+            back = [rng.randint(0, n) for n in run]
+            cache.rollback(torch.tensor(back, device=device))
+            done = [d - n for d, n in zip(done, back)]
+        assert cache.lengths.tolist() == done
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_cache_keeps_the_hidden_states_of_the_last_run(variant):
+    model, idx = make(variant), some_tokens(2, 12)
+    cache = model.new_cache(2, 12, max_run=3)
+    for tokens in (idx[:, :7], idx[:, 7:9], idx[:, 9:12]):
+        logits = model.extend(tokens, cache)
+        last = min(tokens.shape[1], 3) - 1
+        assert torch.allclose(model.head(cache.hidden[:, last])[:, :60], logits[:, :60], atol=1e-5)
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
+    model, idx = make(variant), some_tokens(2, 30)
+    targets = torch.roll(idx, -1, 1)
+    targets[1, 3:9] = -1
+    out = model(idx, targets)
+    logits = model.head(model._window(idx))  # padding ids take part in the training softmax
+    if model.config.eos_id is not None:
+        targets = targets.masked_fill(idx == 59, -1)
+    assert torch.allclose(out['nll'], F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-5)
+    out['loss'].backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert (model.logits(idx)[..., 60:] == float('-inf')).all()
+
+
+def test_documents_do_not_see_each_other():
+    model, idx = make('standard, documents'), some_tokens(1, 20)
+    idx[0, 9] = 59
+    other = idx.clone()
+    other[0, :9] = 1
+    assert torch.equal(model.logits(idx)[0, 10:], model.logits(other)[0, 10:])
+
+
+def test_a_full_cache_is_a_sentence():
+    model = make('standard')
+    cache = model.new_cache(1, 3)
+    with pytest.raises(ValueError, match='a row of 4 tokens does not fit a cache of max_tokens = 3'):
+        model.extend(torch.zeros(1, 4, dtype=torch.int64), cache)
+
+
+def test_checkpointed_blocks_give_the_same_gradients():
+    model = make('standard, documents').train()
+    again = copy.deepcopy(model)
+    again.config.checkpoint_blocks = True
+    idx = some_tokens(2, 20)
+    for m in (model, again):
+        m(idx, idx)['loss'].backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize('window', [None, 0, 3, 100])
+def test_flops_count_the_pairs_of_the_pattern(window):
+    model = model_standard.Model(model_standard.Config(**SMALL, window=window, eos_id=None))
+    T, C, L = 10, 32, 3
+    pairs = sum(min(t, T if window is None else window) + 1 for t in range(T))
+    weights = L * (4 * C * C + 3 * C * 3 * C) + 64 * C
+    assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * L * C * pairs / T)
+
+
+@pytest.mark.parametrize('scale, millions', [('xs', 53), ('s', 131), ('m', 379), ('l', 831), ('xl', 1678)])
+def test_parameters_at_the_five_scales(scale, millions):
+    values = config.read_config_file(f'config/standard_{scale}.py')
+    names = model_standard.Config.__dataclass_fields__
+    with torch.device('meta'):
+        model = model_standard.Model(model_standard.Config(**{k: v for k, v in values.items() if k in names}))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_logits_equal_hugging_face_llama(tied):
+    torch.manual_seed(0)
+    model = model_standard.Model(model_standard.Config(**SMALL, eos_id=None, tied_head=tied)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    idx = torch.randint(0, 60, (2, 50))
+    with torch.no_grad():
+        assert (model.logits(idx) - to_llama(model)(input_ids=idx).logits)[..., :60].abs().max() < 1e-4

@@ -1,0 +1,135 @@
+"""Generation: the tokens are those of the full forward, drawn from the distribution that was asked for."""
+import copy
+
+import pytest
+import torch
+
+import model_standard
+import sample
+from conftest import assert_sentence, run, train_tiny
+from sample import generate, pack_weights, token_probs
+
+
+def make(device='cpu', eos_id=None):
+    torch.manual_seed(0)
+    model = model_standard.Model(model_standard.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=eos_id))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model.to(device).eval()
+
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize('eos_id', [None, 59])
+def test_greedy_generation_equals_full_forwards(eos_id, device):
+    model = make(device, eos_id)
+    got = generate(model, PROMPTS, 20, temperature=0)
+    for prompt, new in zip(PROMPTS, got):
+        ids = list(prompt)
+        for _ in range(20):
+            ids.append(int(model.logits(torch.tensor([ids], device=device))[0, -1].argmax()))
+        assert new == ids[len(prompt):]
+
+
+def test_packed_weights_generate_the_same(device):
+    model = make(device)
+    want = generate(model, PROMPTS, 20, temperature=0)
+    assert generate(pack_weights(copy.deepcopy(model)), PROMPTS, 20, temperature=0) == want
+
+
+def test_draws_follow_the_distribution(device):
+    model = make(device)
+    rows = 4000
+    got = torch.tensor(generate(model, [[1, 2, 3]] * rows, 2, temperature=0.7, top_k=5, seed=3))
+    law = token_probs(model.logits(torch.tensor([[1, 2, 3]], device=device))[0, -1], 0.7, top_k=5).cpu()
+    counts = torch.bincount(got[:, 0], minlength=64)
+    assert (counts[law == 0] == 0).all()
+    chi2 = ((counts - rows * law).square() / (rows * law).clamp(min=1e-9))[law > 0].sum()
+    assert chi2 < 25  # 4 degrees of freedom: beyond 25 in 5 of 100,000 draws
+    first = int(law.argmax())  # the second token, given the first
+    law2 = token_probs(model.logits(torch.tensor([[1, 2, 3, first]], device=device))[0, -1], 0.7, top_k=5).cpu()
+    second = torch.bincount(got[got[:, 0] == first, 1], minlength=64)
+    assert (second / second.sum() - law2).abs().max() < 0.06
+
+
+def test_same_seed_same_text_and_another_seed_another():
+    model = make()
+    texts = [generate(model, PROMPTS, 10, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_filters():
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+    expect = lambda want, **kw: torch.testing.assert_close(token_probs(logits, **kw), torch.tensor(want))
+    expect([0.5, 0.25, 0.15, 0.1])
+    expect([1.0, 0, 0, 0], temperature=0)
+    expect([2 / 3, 1 / 3, 0, 0], top_k=2)
+    expect([2 / 3, 1 / 3, 0, 0], top_p=0.7)
+    expect([1.0, 0, 0, 0], top_p=0.5)
+    expect([1.0, 0, 0, 0], top_p=1e-9)
+    expect([5 / 9, 2.5 / 9, 1.5 / 9, 0], min_p=0.25)
+    expect([x / 0.345 for x in (0.25, 0.0625, 0.0225, 0.01)], temperature=0.5)
+
+
+def test_rows_end_at_eos_and_at_finished():
+    model = make()
+    free = generate(model, PROMPTS, 20, temperature=0)
+    eos = free[0][4]
+    stopped = generate(model, PROMPTS, 20, temperature=0, eos_id=eos)
+    for full, cut in zip(free, stopped):
+        assert cut == (full[:full.index(eos) + 1] if eos in full else full)
+    cut = generate(model, PROMPTS, 20, temperature=0, finished=lambda row, ids: row == 1 and len(ids) == 3)
+    assert [len(c) for c in cut] == [20, 3, 20]
+
+
+def test_empty_prompt_is_a_sentence():
+    with pytest.raises(ValueError, match='a prompt is empty'):
+        generate(make(), [[1], []], 5)
+
+
+# ---- the command line ----
+
+@pytest.fixture(scope='module')
+def trained(tiny_data, tmp_path_factory):
+    out = tmp_path_factory.mktemp('runs') / 'trained'
+    assert train_tiny(tiny_data, out, '--block_size=64', steps=10).returncode == 0
+    return out
+
+
+def test_command_line(trained, tmp_path):
+    one = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
+    assert one.returncode == 0 and one.stdout.startswith('ab cd') and '20 tokens in' in one.stderr and 'cache' in one.stderr
+    (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
+    many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
+    assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
+    again = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
+    assert again.stdout == one.stdout
+
+
+def test_stop_strings_and_utf8(trained, monkeypatch, capsys):
+    """A stop string cut into tokens never shows; a character cut into bytes shows whole."""
+    text = 'é日x END tail'.encode()
+
+    def fake(model, prompts, n, *, finished, on_tokens, **_):
+        new = [[]]
+        for byte in text:
+            new[0].append(byte)
+            done = finished(0, new[0])
+            on_tokens(new)
+            if done:
+                break
+        return new
+    monkeypatch.setattr(sample, 'generate', fake)
+    monkeypatch.setattr('sys.argv', ['sample.py', str(trained), 'p', '--stop=END', '--max_new_tokens=20'])
+    sample.main()
+    assert capsys.readouterr().out == 'pé日x \n'
+
+
+def test_bad_input_is_a_sentence(trained, tmp_path):
+    assert_sentence(run('sample.py'), 'which run?')
+    assert_sentence(run('sample.py', tmp_path / 'none', 'a'), f'{tmp_path}/none is not a run folder')
+    assert_sentence(run('sample.py', trained), 'a prompt is empty')
+    assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
+    assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones', '64', '--truncate')
+    assert run('sample.py', trained, 'a' * 60, '--max_new_tokens=20', '--truncate').returncode == 0

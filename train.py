@@ -9,6 +9,7 @@ Reads top to bottom: settings, processes and device, run folder, schedule and op
 """
 import contextlib
 import ctypes
+import importlib.util
 import json
 import math
 import os
@@ -85,8 +86,21 @@ PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A
 
 # ---- processes and device ----
 
+@dataclass
+class Machine:
+    """Where this process runs: its rank among `world` processes, its device, and the dtype of its products."""
+
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
 def start_processes(s):
-    """Joins torchrun's processes, if any, and picks this one's device. Returns (rank, world, device)."""
+    """Joins torchrun's processes, if any, and picks this one's device. Returns the Machine."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
     kind = s.device if s.device != 'auto' else 'cuda' if torch.cuda.is_available() else 'cpu'
     if kind not in ('cuda', 'cpu'):
@@ -105,7 +119,7 @@ def start_processes(s):
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
         dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
-    return rank, world, device
+    return Machine(rank, world, device)
 
 
 def keep_freed_memory():
@@ -174,19 +188,29 @@ def check_settings(s, data, world):
         raise UserError(f'keep_checkpoints is {s.keep_checkpoints}: expected at least 2, one to fall back to')
     if s.batch_size < world:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
+    if s.wandb_project and importlib.util.find_spec('wandb') is None:
+        raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or leave it out')
     for split in ('train', 'val'):
         if data.n_windows(split, s.block_size) < 1:
             raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
                             f'block_size = {s.block_size}: use a smaller block_size or more data')
 
 
+def check_vocabulary(record, data, folder):
+    """Raises UserError unless the run in `folder` was trained with the tokenizer of the data."""
+    want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids}
+    if any(want[key] != have[key] for key in have):
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} was trained '
+                        f'with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
+
+
 def model_config(s, given, data, record):
     """The model's Config: the saved one, or the user's values with the vocabulary of the data."""
     if record:
-        if record['data']['n_ids'] != data.n_ids or record['data']['tokenizer'] != data.tokenizer:
-            raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {s.out_dir} was trained '
-                            f'with {record["data"]["tokenizer"]!r} and {record["data"]["n_ids"]}: give it its own data')
+        check_vocabulary(record, data, s.out_dir)
         return make_config(record['model'], record['model_config'])
+    if s.init_from:
+        check_vocabulary(config.read_run(s.init_from), data, s.init_from)
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': data.eos_id if s.documents else None}
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave n_ids out')
@@ -204,6 +228,17 @@ def claim_folder(s):
                             'another --out_dir keeps both')
     elif not out.is_dir() or any(not p.name.startswith('.') for p in out.iterdir()):
         raise UserError(f'{out} exists and is not a run folder: give another --out_dir')
+
+
+def start_folder(s, c, data, machine):
+    """Makes the run folder of a new run."""
+    if s.overwrite and Path(s.out_dir).exists():
+        shutil.rmtree(s.out_dir)
+    flags = dict(resume=False, overwrite=False, eval_only=False, dry_run=False)
+    config.save_run(s.out_dir, {
+        'model': s.model, 'settings': {**asdict(s), **flags}, 'model_config': asdict(c),
+        'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id},
+        'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device), 'processes': machine.world}})
 
 
 def start_log(s, step):
@@ -293,21 +328,20 @@ def restore(s, model, optimizer):
 # ---- evaluation ----
 
 @torch.no_grad()
-def evaluate(model, data, s, rank, world, device, autocast):
+def evaluate(model, data, s, machine):
     """Validation loss in nats per token: the same tokens for any number of processes, summed in float64."""
     model.eval()
     T = s.block_size
     n = min(data.n_windows('val', T), max(1, s.eval_tokens // T))
     totals = torch.zeros(2, dtype=torch.float64)
-    mine = range(rank, n, world)
+    mine = range(machine.rank, n, machine.world)
     for a in range(0, len(mine), s.micro_batch_size):
-        windows = mine[a:a + s.micro_batch_size]
-        idx, targets = data.val_batch(windows, T)
+        idx, targets = data.val_batch(mine[a:a + s.micro_batch_size], T)
         count = counted(idx, targets, model.config.eos_id)
-        with autocast():
-            nll = model(idx.to(device), targets.to(device))['nll']
+        with machine.autocast():
+            nll = model(idx.to(machine.device), targets.to(machine.device))['nll']
         totals += torch.tensor([nll.item() * count, count], dtype=torch.float64)
-    if world > 1:
+    if machine.world > 1:
         dist.all_reduce(totals)
     model.train()
     return (totals[0] / totals[1]).item()
@@ -321,12 +355,12 @@ def counted(idx, targets, eos_id):
     return int(mask.sum())
 
 
-def print_sample(model, data, s, device, autocast):
+def print_sample(model, data, s, machine):
     """Continues the start of the validation set."""
     tokenizer = load_tokenizer(data.tokenizer)
     room = min(s.sample_tokens, s.block_size // 2)
     prompt = data.tokens('val', 0, min(32, s.block_size - room)).tolist()
-    with autocast():
+    with machine.autocast():
         new = generate(model.eval(), [prompt], room, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)[0]
     text = [tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new)]
     print(f'\na sample, from a prompt between bars:\n|{text[0]}|{text[1]}\n')
@@ -368,15 +402,16 @@ def say(line):
     print(f'\r{line:<100}' if sys.stdout.isatty() else line, flush=True)
 
 
-def train_step(model, ddp, optimizer, data, s, step, rank, world, device, autocast, stop):
+def train_step(model, ddp, optimizer, data, s, step, machine, stop):
     """One optimizer step. Returns (means of the loss parts over the global batch, gradient norm, whether any process must stop).
 
-    The loss is the mean over the counted tokens of the global batch: each micro-batch weighs as many as it has.
+    The loss is the mean over the counted tokens of the global batch: each micro-batch weighs as many as it has. The parts are
+    this process's share; their sum over processes is the mean.
     """
+    rank, world = machine.rank, machine.world
     torch.manual_seed(((s.seed << 32) + (step << 10) + rank) % 2 ** 63)  # dropout's stream
-    lr = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
     for group in optimizer.param_groups:
-        group['lr'] = lr
+        group['lr'] = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
     idx, targets = data.train_batch(step, s.batch_size, s.block_size, s.seed, mine)
     micro = list(zip(idx.split(s.micro_batch_size), targets.split(s.micro_batch_size)))
@@ -387,10 +422,11 @@ def train_step(model, ddp, optimizer, data, s, step, rank, world, device, autoca
     total, stop = max(1, int(agreed[0])), bool(agreed[1])
     parts = {}
     for i, ((x, y), count) in enumerate(zip(micro, counts)):
-        x, y = (t.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else t for t in (x, y))
+        if machine.device.type == 'cuda':
+            x, y = (t.pin_memory().to(machine.device, non_blocking=True) for t in (x, y))
         last = i == len(micro) - 1
         with contextlib.nullcontext() if world == 1 or last else ddp.no_sync():
-            with autocast():
+            with machine.autocast():
                 out = ddp(x, y)
             (out['loss'] * (count / total * world)).backward()  # DDP takes the mean over processes
         for name, value in out.items():
@@ -398,119 +434,125 @@ def train_step(model, ddp, optimizer, data, s, step, rank, world, device, autoca
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return parts, norm, lr, stop
+    return parts, norm, stop
+
+
+def read_numbers(parts, norm, machine):
+    """The global means of the loss parts and the gradient norm as Python numbers. Waits for the device."""
+    values = torch.stack([*(v.float() for v in parts.values())])
+    if machine.world > 1:
+        dist.all_reduce(values)
+    return {**dict(zip(parts, values.tolist())), 'grad_norm': norm.item()}
 
 
 def main():
     with config.sentences():
         s, given_model, record = read_settings(sys.argv[1:])
-        rank, world, device = start_processes(s)
-        master = rank == 0
-        if world > 1 and not master:
+        machine = start_processes(s)
+        master = machine.rank == 0
+        if not master:
             dist.barrier()  # the first process builds data that is not there yet
         data = open_data(s.data)
-        if world > 1 and master:
+        if master and machine.world > 1:
             dist.barrier()
         if s.verify:
             data.verify()
-        check_settings(s, data, world)
+        check_settings(s, data, machine.world)
         c = model_config(s, given_model, data, record)
         claim_folder(s)
-    with config.sentences(), contextlib.redirect_stdout(sys.stdout if master else open(os.devnull, 'w')):
-        run(s, c, data, record, rank, world, device)
-    if world > 1:
+        with contextlib.redirect_stdout(sys.stdout if master else open(os.devnull, 'w')):
+            run(s, c, data, record, machine)
+    if machine.world > 1:
         dist.destroy_process_group()
 
 
-def run(s, c, data, record, rank, world, device):
-    master = rank == 0
-    n_params, n_steps = describe(s, c, data, world)
-    dtype = choose_dtype(s, device, n_params)
-    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+def run(s, c, data, record, machine):
+    """Everything after the settings are known to be good: model, optimizer, loop."""
+    n_params, n_steps = describe(s, c, data, machine.world)
+    device = machine.device
+    machine.dtype = choose_dtype(s, device, n_params)
     compile = s.compile if s.compile is not None else device.type == 'cuda'
-    print(f'{world} process{"es" * (world > 1)} on {device.type}, products in {str(dtype)[6:]}, {"" if compile else "not "}compiled')
+    print(f'{machine.world} process{"es" * (machine.world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}, '
+          f'{"" if compile else "not "}compiled')
     if s.dry_run:
         return
 
     torch.manual_seed(s.seed)
     model = config.model_file(s.model).Model(c).to(device)
     if s.init_from:
-        config.load_weights(model, config.load_checkpoint(s.init_from, ('model.safetensors',))[1]['model.safetensors'], s.init_from)
+        weights = config.load_checkpoint(s.init_from, ('model.safetensors',))[1]['model.safetensors']
+        config.load_weights(model, weights, s.init_from)
     optimizer = make_optimizer(model, s)
     step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
     fast = torch.compile(model) if compile else model
     if s.eval_only:
-        print(f'validation loss {evaluate(fast, data, s, rank, world, device, autocast):.4f} nats per token at step {step}')
+        print(f'validation loss {evaluate(fast, data, s, machine):.4f} nats per token at step {step}')
         return
-    if step >= n_steps:
-        print(f'the run in {s.out_dir} is complete: step {step}. Next: python sample.py {s.out_dir}')
-        return
-    ddp = torch.nn.parallel.DistributedDataParallel(fast, device_ids=[device] if device.type == 'cuda' else None) if world > 1 else fast
+    ddp = fast
+    if machine.world > 1:
+        ddp = torch.nn.parallel.DistributedDataParallel(fast, device_ids=[device] if device.type == 'cuda' else None)
 
-    if master:
+    log = wandb = None
+    if machine.rank == 0:
         if not record:
-            if s.overwrite and Path(s.out_dir).exists():
-                shutil.rmtree(s.out_dir)
-            flags = dict(resume=False, overwrite=False, eval_only=False, dry_run=False)
-            vocabulary = {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id}
-            config.save_run(s.out_dir, {
-                'model': s.model, 'settings': {**asdict(s), **flags}, 'model_config': asdict(c), 'data': vocabulary,
-                'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(device), 'processes': world}})
-        log = start_log(s, step)
-        wandb = start_wandb(s, c)
-    peak = peak_flops(device, dtype) * world
-    stop = []
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda *_: stop.append(True))
-    tokens_per_step = s.batch_size * s.block_size
+            start_folder(s, c, data, machine)
+        log, wandb = start_log(s, step), start_wandb(s, c)
+    stop = catch_signals()
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
-
+    peak = peak_flops(device, machine.dtype) * machine.world
+    tokens_per_step = s.batch_size * s.block_size
     since, since_step = time.perf_counter(), step
     while step < n_steps:
-        parts, norm, lr, stopping = train_step(model, ddp, optimizer, data, s, step, rank, world, device, autocast, bool(stop))
+        parts, norm, stopping = train_step(model, ddp, optimizer, data, s, step, machine, bool(stop))
         step += 1
-        tokens = step * tokens_per_step
-        due = lambda interval: step % interval == 0 or step == n_steps or stopping
-        if due(s.log_interval) or due(s.save_interval) or due(s.eval_interval):
-            values = torch.stack([parts[k].float() for k in parts])
-            if world > 1:
-                dist.all_reduce(values)
-            values = dict(zip(parts, values.tolist()))  # waits for the device
+        log_due, save_due, eval_due = (step % n == 0 or step == n_steps for n in (s.log_interval, s.save_interval, s.eval_interval))
+        if log_due or save_due or eval_due or stopping:
+            numbers = read_numbers(parts, norm, machine)
             now = time.perf_counter()
+            seconds += now - since
             speed = (step - since_step) * tokens_per_step / (now - since)
-            seconds, since, since_step = seconds + now - since, now, step
-            if not math.isfinite(values['loss'] + norm.item()):
-                raise UserError(f'the loss became {values["loss"]} (gradient norm {norm.item()}) at step {step}, learning rate {lr:.2e}. The '
-                                f'checkpoints in {s.out_dir} are from before; try a lower learning_rate or a longer warmup_tokens')
-            record = {'step': step, 'tokens': tokens, 'seconds': seconds, **values, 'lr': lr, 'grad_norm': norm.item(),
-                      'tokens_per_s': speed, 'mfu': speed * model.flops_per_token(s.block_size) / peak}
+            lr = optimizer.param_groups[0]['lr']
+            if not math.isfinite(numbers['loss'] + numbers['grad_norm']):
+                raise UserError(f'the loss became {numbers["loss"]} (gradient norm {numbers["grad_norm"]}) at step {step}, learning rate '
+                                f'{lr:.2e}. The checkpoints in {s.out_dir} are from before; try a lower learning_rate or more warmup_tokens')
+            record = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr, 'tokens_per_s': speed,
+                      'mfu': speed * model.flops_per_token(s.block_size) / peak}
             left = (n_steps - step) * tokens_per_step / speed
-            progress(f'step {step}/{n_steps} | loss {values["loss"]:.4f} | {speed:,.0f} tokens/s | ETA {left // 60:.0f}m{left % 60:02.0f}s')
-            if due(s.eval_interval) and not stopping:
-                record['val'] = evaluate(fast, data, s, rank, world, device, autocast)
-                say(f'step {step}: training loss {values["nll"]:.4f}, validation loss {record["val"]:.4f} nats per token')
-            if master:
+            progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | ETA {left // 60:.0f}m{left % 60:02.0f}s')
+            if eval_due:
+                record['val'] = evaluate(fast, data, s, machine)
+                say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {record["val"]:.4f} nats per token')
+            if log:
                 log.write(json.dumps(record) + '\n')
-                if wandb:
-                    wandb.log(record, step=step)
-                if due(s.save_interval):
-                    try:
-                        save(s, model, optimizer, step, seconds)
-                    except OSError as error:
-                        raise UserError(f'{error}. Earlier checkpoints are whole: make room, then go on with --resume')
-            since = time.perf_counter()  # evaluation and saving are not training time
+            if wandb:
+                wandb.log(record, step=step)
+            if log and (save_due or stopping):
+                save(s, model, optimizer, step, seconds)
+            since, since_step = time.perf_counter(), step  # evaluation and saving are not training time
         if stopping:
-            say(f'stopped after step {step}. Go on with: {resume_command(world)}')
+            say(f'stopped after step {step}. Go on with: {resume_command(machine.world)}')
             return
 
-    if master:
-        log.close()
+    if machine.rank == 0:
         plot_loss(s.out_dir)
         if s.sample_tokens:
-            print_sample(model, data, s, device, autocast)
-        print(f'done in {seconds / 60:.1f} minutes of training. Next:\n  python sample.py {s.out_dir} "Return the"    generate text\n'
-              f'  {s.out_dir}/loss.png{" " * 20}the loss curve; log.jsonl has the numbers\n'
-              f'  python train.py --help{" " * 20}every setting')
+            print_sample(model, data, s, machine)
+        print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
+              f'  python sample.py {s.out_dir} "Return the"    generates text\n'
+              f'  {s.out_dir}/loss.png                   is the loss curve; log.jsonl has its numbers\n'
+              f'  python train.py --help                     lists every setting')
+
+
+def catch_signals():
+    """A list that the first SIGINT or SIGTERM makes non-empty; the second ends the program as usual."""
+    stop = []
+
+    def on_signal(number, _):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return stop
 
 
 def resume_command(world):
@@ -523,10 +565,7 @@ def start_wandb(s, c):
     """A wandb run, or None if none is asked for."""
     if not s.wandb_project:
         return None
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or leave it out')
+    import wandb
     return wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(c)})
 
 

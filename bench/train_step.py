@@ -19,11 +19,12 @@ T, BATCH, VOCABULARY = 256, 8, 50304
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
-def make_step(side, dtype, fused=True):
+def make_step(side, dtype, fused=True, compile=False):
     """A function that does one optimizer step and returns its loss. side 'ours' or 'hf'."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(n_layer=8, n_head=8, n_embd=512, eos_id=None, n_ids=50304)).to(DEVICE)
-    forward = lambda x, y: model(x, y)['loss']
+    called = torch.compile(model) if compile else model
+    forward = lambda x, y: called(x, y)['loss']
     if side == 'hf':
         model = to_llama(model).train()
         forward = lambda x, y: model(input_ids=x, labels=x, shift_labels=y).loss
@@ -49,8 +50,8 @@ def worker(side):
     """One side as its user runs it; prints seconds per step."""
     if side == 'ours':
         s = train.Settings()
-        _, _, device = train.start_processes(s)
-        step = make_step('ours', train.choose_dtype(s, device, 53_000_000))
+        machine = train.start_processes(s)
+        step = make_step('ours', train.choose_dtype(s, machine.device, 53_000_000), compile=DEVICE.type == 'cuda')
     else:
         step = make_step('hf', torch.float32, fused=False)
     print(json.dumps(alternate({'step': step}, rounds=6)['step']))

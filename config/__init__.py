@@ -39,11 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @contextmanager
 def sentences():
-    """Ends the program with the sentence of a UserError, without a traceback, and exit status 1."""
+    """Ends the program with exit status 1 and a sentence instead of a traceback, where the cause is input, disk or memory."""
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.exit(f'{Path(sys.argv[0]).name}: {error}')
+    except torch.OutOfMemoryError as error:
+        sys.exit(f'{Path(sys.argv[0]).name}: the GPU has too little memory: lower micro_batch_size (training) or give fewer or shorter '
+                 f'prompts (sampling). {str(error).splitlines()[0]}')
 
 
 # ---- settings ----
@@ -215,7 +218,7 @@ def save_checkpoint(folder, step, tensor_files, state, keep=2):
     """Writes ckpt/step_<step> of a run folder, all or nothing, then removes all but the newest `keep` checkpoints.
 
     tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder, reach the
-    disk (fsync), and get their final name by one rename. Raises OSError with nothing changed when the disk is full.
+    disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk is full.
     """
     ckpt = Path(folder) / 'ckpt'
     final, temporary = ckpt / f'step_{step:08d}', ckpt / f'.writing_{step:08d}'
@@ -237,7 +240,7 @@ def save_checkpoint(folder, step, tensor_files, state, keep=2):
         sync_folder(ckpt)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f'{final} could not be written: {error}') from error
+        raise UserError(f'{final} could not be written: {error}. Earlier checkpoints are whole: make room, then go on with --resume')
     for old in checkpoints(folder)[keep:]:
         shutil.rmtree(old)
 

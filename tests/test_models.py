@@ -122,6 +122,17 @@ def test_checkpointed_blocks_give_the_same_gradients():
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), again.parameters()))
 
 
+@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_compiled_cuda_training_is_one_graph_and_equals_eager(variant):
+    model, idx = make(variant, 'cuda').train(), some_tokens(2, 64).cuda()
+    model(idx, idx)['loss'].backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, fullgraph=True)(idx, idx)['loss'].backward()
+    assert all((p.grad - w).abs().max() < 1e-4 * (1 + w.abs().max()) for p, w in zip(model.parameters(), want))
+
+
 @pytest.mark.parametrize('window', [None, 0, 3, 100])
 def test_flops_count_the_pairs_of_the_pattern(window):
     model = model_standard.Model(model_standard.Config(**SMALL, window=window, eos_id=None))

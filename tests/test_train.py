@@ -173,7 +173,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     (['--dtype=float8'], ["dtype is 'float8'"]),
     (['--data=/nowhere'], ['no data at /nowhere']),
     (['--resume'], ['is not a run folder']),
-    (['--init_from=/nowhere'], ['/nowhere has no checkpoint']),
+    (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
     (['--wandb_project=x'], ['wandb is not installed'])])
 def test_bad_input_is_a_sentence_and_creates_nothing(tiny_data, tmp_path, args, parts):
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), *parts)
@@ -236,6 +236,6 @@ def test_the_loss_weighs_tokens_not_micro_batches(tiny_data):
     idx, targets = data.train_batch(3, 4, 32, s.seed)
     assert len({train.counted(x, y, 256) for x, y in zip(idx, targets)}) > 1
     want = model(idx, targets)['loss'].item()
-    parts, *_ = train.train_step(model, model, train.make_optimizer(model, s), data, s, 3, 0, 1, torch.device('cpu'),
-                                 lambda: torch.autocast('cpu', enabled=False), False)
+    parts, *_ = train.train_step(model, model, train.make_optimizer(model, s), data, s, 3,
+                                 train.Machine(0, 1, torch.device('cpu')), False)
     assert parts['loss'].item() == pytest.approx(want, abs=1e-6)

@@ -1,0 +1,53 @@
+"""All that needs a GPU, in order of need, within a time limit: python bench/gpu.py [--limit=540] [--out=FOLDER]
+
+Each step gets the time that is left; a step that fails or runs out of time does not stop the ones after it. With --out, the
+figures and the output are also copied there.
+"""
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = {
+    'tests': ['-m', 'pytest', '-q', 'tests', '-k', 'cuda'],
+    'training': ['train.py', 'config/quickstart.py', '--max_tokens=500_000', '--out_dir=out/gpu_check', '--overwrite'],
+    'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
+    'train_step': ['-m', 'bench.train_step'],
+    'generate': ['-m', 'bench.generate'],
+}
+
+
+def main():
+    options = dict(arg.removeprefix('--').split('=', 1) for arg in sys.argv[1:])
+    end = time.time() + float(options.pop('limit', 540))
+    out = options.pop('out', None)
+    if options:
+        sys.exit(f'gpu.py: unknown option {next(iter(options))!r}: expected --limit=SECONDS or --out=FOLDER')
+    log, failed = [], []
+    for name, args in STEPS.items():
+        left = end - time.time()
+        if left < 10:
+            log.append(f'== {name}: not run, the time limit is reached')
+        else:
+            start = time.time()
+            try:
+                done = subprocess.run([sys.executable, *args], cwd=ROOT, timeout=left, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                text, status = done.stdout[-6000:], f'exit status {done.returncode}'
+            except subprocess.TimeoutExpired as error:
+                text, status = (error.stdout or b'').decode(errors='replace')[-6000:], 'out of time'
+            log.append(f'== {name}: {status}, {time.time() - start:.0f} s\n{text}')
+            if status != 'exit status 0':
+                failed.append(name)
+        print(log[-1], flush=True)
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / 'gpu.log').write_text('\n'.join(log))
+        for path in (ROOT / 'bench/results').glob('*_gpu.json'):
+            shutil.copy(path, out)
+    sys.exit(f'failed: {", ".join(failed)}' if failed else 0)
+
+
+if __name__ == '__main__':
+    main()

@@ -11,11 +11,12 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from math import inf
 
 import torch
 import torch.nn as nn
 
-from config import UserError, load_run, load_settings, sentences
+from config import UserError, load_run, load_settings, pick_device, pick_dtype, sentences
 from data import load_tokenizer
 
 
@@ -27,7 +28,7 @@ class Settings:
     top_p: float | None = None  # keep the likeliest tokens that together reach this probability
     min_p: float | None = None  # keep tokens at least this fraction as likely as the likeliest
     seed: int = 0  # of the random numbers
-    stop: str | None = None  # end a text where this string appears; escapes such as \n are understood
+    stop: str | None = None  # end a text where this string appears; \n means a line end
     file: str | None = None  # read prompts from this file, one a line
     truncate: bool = False  # keep the end of a prompt that is too long, instead of an error
     ignore_eos: bool = False  # go on after the end of a document
@@ -46,7 +47,7 @@ def token_probs(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # so that no temperature overflows
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, float('-inf'))
@@ -62,7 +63,7 @@ def token_probs(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
 
 def draw(probs, noise):
     """Tokens (B,) with probability probs (B, V): the winner of an exponential race, noise (B, V) ~ Exp(1). No host sync."""
-    return (probs / noise).argmax(-1)
+    return (probs / noise.clamp(min=2 ** -24)).argmax(-1)  # noise rounded to 0 would let an impossible token win
 
 
 class Decoder:
@@ -188,14 +189,6 @@ def pack_weights(model):
 
 # ---- the command line ----
 
-def pick_dtype(name, device):
-    if name not in ('auto', 'float32', 'bfloat16'):
-        raise UserError(f"dtype is {name!r}: expected 'auto', 'float32' or 'bfloat16'")
-    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')
-    has_units = device == 'cuda' or any(getattr(torch.cpu, t, bool)() for t in tests)
-    return getattr(torch, name) if name != 'auto' else torch.bfloat16 if has_units else torch.float32
-
-
 def read_prompts(s, texts):
     if s.file:
         if not os.path.isfile(s.file):
@@ -225,17 +218,17 @@ def main():
         s, positional, _ = load_settings(Settings, sys.argv[1:])
         if not positional:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
-        for name, low in (('temperature', 0), ('max_new_tokens', 1), ('top_k', 1), ('top_p', 1e-9), ('min_p', 0)):
-            if getattr(s, name) is not None and getattr(s, name) < low:
-                raise UserError(f'{name} is {getattr(s, name)}: expected at least {low}')
+        for name, low, high in (('temperature', 0, inf), ('max_new_tokens', 1, inf), ('top_k', 1, inf), ('top_p', 1e-9, 1), ('min_p', 0, 1)):
+            if getattr(s, name) is not None and not low <= getattr(s, name) <= high:
+                raise UserError(f'{name} is {getattr(s, name)}: expected {low} to {high}')
         texts = read_prompts(s, positional[1:])
-        device = s.device if s.device != 'auto' else 'cuda' if torch.cuda.is_available() else 'cpu'
+        device = pick_device(s.device)
         model, record = load_run(positional[0], device, pick_dtype(s.dtype, device))
         tokenizer = load_tokenizer(record['data']['tokenizer'])
         prompts = [fit(tokenizer.encode(text), s, record['settings']['block_size']) for text in texts]
     pack_weights(model)
     cache = roomy_cache(model, prompts, s.max_new_tokens)
-    stop = s.stop and codecs.decode(s.stop, 'unicode_escape').encode('latin-1', 'backslashreplace')
+    stop = s.stop and s.stop.replace('\\n', '\n').encode()
     ends = [None] * len(prompts)  # where the stop string starts, in bytes
 
     def finished(row, ids):

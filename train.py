@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import config
-from config import UserError, load_settings, make_config
+from config import UserError, load_settings, make_config, pick_device, pick_dtype
 from data import load_tokenizer, open_data, padded_vocab
 from sample import generate
 
@@ -102,9 +102,7 @@ class Machine:
 def start_processes(s):
     """Joins torchrun's processes, if any, and picks this one's device. Returns the Machine."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
-    kind = s.device if s.device != 'auto' else 'cuda' if torch.cuda.is_available() else 'cpu'
-    if kind not in ('cuda', 'cpu'):
-        raise UserError(f"device is {s.device!r}: expected 'auto', 'cuda' or 'cpu'")
+    kind = pick_device(s.device)
     if kind == 'cuda' and local >= torch.cuda.device_count():
         raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
                         'Start fewer processes, or use --device=cpu')
@@ -128,17 +126,6 @@ def keep_freed_memory():
         libc = ctypes.CDLL('libc.so.6')
         for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap and trim thresholds, top pad
             libc.mallopt(parameter, value)
-
-
-def choose_dtype(s, device, n_params):
-    """The dtype of the products: bf16 on GPUs, and on CPUs with bf16 units once the model is large enough to gain."""
-    if s.dtype not in ('auto', 'bfloat16', 'float32'):
-        raise UserError(f"dtype is {s.dtype!r}: expected 'auto', 'bfloat16' or 'float32'")
-    if s.dtype != 'auto':
-        return getattr(torch, s.dtype)
-    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private, so they may be missing
-    has_units = device.type == 'cuda' or any(getattr(torch.cpu, t, bool)() for t in tests)
-    return torch.bfloat16 if has_units and (device.type == 'cuda' or n_params >= BF16_PARAMETERS) else torch.float32
 
 
 def peak_flops(device, dtype):
@@ -470,7 +457,7 @@ def run(s, c, data, record, machine):
     """Everything after the settings are known to be good: model, optimizer, loop."""
     n_params, n_steps = describe(s, c, data, machine.world)
     device = machine.device
-    machine.dtype = choose_dtype(s, device, n_params)
+    machine.dtype = pick_dtype(s.dtype, device.type, n_params >= BF16_PARAMETERS)
     compile = s.compile if s.compile is not None else device.type == 'cuda'
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}, '
           f'{"" if compile else "not "}compiled')

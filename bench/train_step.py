@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+import config
 import model_standard
 import train
 from bench import alternate, to_llama, write_results
@@ -49,9 +50,8 @@ def make_step(side, dtype, fused=True, compile=False):
 def worker(side):
     """One side as its user runs it; prints seconds per step."""
     if side == 'ours':
-        s = train.Settings()
-        machine = train.start_processes(s)
-        step = make_step('ours', train.choose_dtype(s, machine.device, 53_000_000), compile=DEVICE.type == 'cuda')
+        train.start_processes(train.Settings())
+        step = make_step('ours', config.pick_dtype('auto', DEVICE.type), compile=DEVICE.type == 'cuda')
     else:
         step = make_step('hf', torch.float32, fused=False)
     print(json.dumps(alternate({'step': step}, rounds=6)['step']))

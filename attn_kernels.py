@@ -171,7 +171,7 @@ def rotate(x, cos, sin):
 
 
 def _rotate(x, cos, sin):
-    a, b = x.to(cos.dtype).chunk(2, -1)
+    a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
     y = torch.empty_like(x)
     y_a, y_b = y.chunk(2, -1)
     y_a.copy_((a * cos).addcmul_(b, sin, value=-1))

@@ -36,6 +36,13 @@ class Config:
     eos_id: int | None = 50256  # the id that ends a document: attention stops there; None: one endless document
 
     def __post_init__(self):
+        for name in ('n_layer', 'n_head', 'n_embd', 'rope_theta', 'norm_eps', 'init_std'):
+            if not getattr(self, name) > 0:
+                raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
+        if self.window is not None and self.window < 0:
+            raise ValueError(f'window = {self.window}: expected 0 or more positions, or None for all')
+        if self.n_ffn is not None and self.n_ffn < 1:
+            raise ValueError(f'n_ffn = {self.n_ffn}: expected at least 1, or None for 3 n_embd')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: n_embd / n_head must be an even whole number')
         if self.n_ids > self.vocab_size:
@@ -157,11 +164,12 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Appends tokens (B, n), right-padded to lengths (B,) if given, to the rows of the cache.
+        """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
         Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left.
+        shapes and never wait for the device. Raises ValueError if a row has no room left; in a run of n <= max_run on a GPU,
+        where looking would mean waiting, keeping within max_tokens is the caller's part.
         """
         B, n = tokens.shape
         if tokens.device.type == 'cpu' or n > cache.max_run:

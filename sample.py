@@ -13,10 +13,12 @@ import time
 from dataclasses import dataclass
 from math import inf
 
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait longer leave the core to other programs
+
 import torch
 import torch.nn as nn
 
-from config import UserError, load_run, load_settings, pick_device, pick_dtype, sentences
+from config import UserError, check_ranges, load_run, load_settings, pick_device, pick_dtype, sentences
 from data import load_tokenizer
 
 
@@ -128,9 +130,13 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
     """
     if not prompts or not all(prompts):
         raise ValueError('a prompt is empty: each needs at least one token')
+    if cache is not None and cache.max_tokens < max(map(len, prompts)) + max_new_tokens:
+        raise ValueError(f'the cache holds {cache.max_tokens} tokens a row: the longest prompt and {max_new_tokens} new ones do not fit')
     if max_new_tokens < 1:
         return [[] for _ in prompts]
     device = next(model.parameters()).device
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # where the graph is captured
     lengths = torch.tensor([len(p) for p in prompts])
     tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
     for row, prompt in zip(tokens, prompts):
@@ -170,7 +176,8 @@ def roomy_cache(model, prompts, max_new_tokens):
 def pack_weights(model):
     """Stores every linear layer's weight in the layout of the CPU's matrix units, where this PyTorch can (private operators).
 
-    In place, for inference only; one token at a time is bound by reading weights, and this reads them in order.
+    For inference only, in place; the plain weights stay beside the packed ones. Decoding is bound by reading weights, and this
+    reads them in order.
     """
     reorder = getattr(torch.ops.mkldnn, '_reorder_linear_weight', None)
     if reorder is None or not torch.backends.mkldnn.is_available():
@@ -195,11 +202,11 @@ def read_prompts(s, texts):
             raise UserError(f'there is no prompt file {s.file}')
         with open(s.file, encoding='utf-8', errors='replace') as file:
             texts = texts + [line.rstrip('\n') for line in file if line.strip()]
-    if not texts and not sys.stdin.isatty():
-        texts = [sys.stdin.read()]
+    elif not texts and not sys.stdin.isatty():
+        texts = [sys.stdin.buffer.read().decode(errors='replace')]
     if not texts or not all(texts):
         raise UserError('a prompt is empty: give text after the run folder, with --file or on standard input')
-    return texts
+    return [text.encode(errors='replace').decode() for text in texts]
 
 
 def fit(ids, s, block_size):
@@ -213,19 +220,8 @@ def fit(ids, s, block_size):
     return ids[-room:]
 
 
-def main():
-    with sentences():
-        s, positional, _ = load_settings(Settings, sys.argv[1:])
-        if not positional:
-            raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
-        for name, low, high in (('temperature', 0, inf), ('max_new_tokens', 1, inf), ('top_k', 1, inf), ('top_p', 1e-9, 1), ('min_p', 0, 1)):
-            if getattr(s, name) is not None and not low <= getattr(s, name) <= high:
-                raise UserError(f'{name} is {getattr(s, name)}: expected {low} to {high}')
-        texts = read_prompts(s, positional[1:])
-        device = pick_device(s.device)
-        model, record = load_run(positional[0], device, pick_dtype(s.dtype, device))
-        tokenizer = load_tokenizer(record['data']['tokenizer'])
-        prompts = [fit(tokenizer.encode(text), s, record['settings']['block_size']) for text in texts]
+def write_texts(s, model, tokenizer, record, texts, prompts):
+    """Generates and prints: one prompt as its tokens arrive, several one after the other."""
     pack_weights(model)
     cache = roomy_cache(model, prompts, s.max_new_tokens)
     stop = s.stop and s.stop.replace('\\n', '\n').encode()
@@ -265,6 +261,20 @@ def main():
             print(f'--- {row + 1}\n{text}{text_of(row, new[row]).decode(errors="replace")}')
     count = sum(map(len, new))
     print(f'{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s; cache {cache.nbytes / 2**20:.1f} MiB', file=sys.stderr)
+
+
+def main():
+    with sentences():
+        s, positional, _ = load_settings(Settings, sys.argv[1:])
+        if not positional:
+            raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
+        check_ranges(s, seed=(0, 2 ** 63), temperature=(0, inf), max_new_tokens=(1, inf), top_k=(1, inf), top_p=(1e-9, 1), min_p=(0, 1))
+        texts = read_prompts(s, positional[1:])
+        device = pick_device(s.device)
+        model, record = load_run(positional[0], device, pick_dtype(s.dtype, device))
+        tokenizer = load_tokenizer(record['data']['tokenizer'])
+        prompts = [fit(tokenizer.encode(text), s, record['settings']['block_size']) for text in texts]
+        write_texts(s, model, tokenizer, record, texts, prompts)
 
 
 if __name__ == '__main__':

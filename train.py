@@ -14,6 +14,8 @@ import json
 import math
 import os
 import platform
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -21,11 +23,13 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait longer leave the core to other programs
+
 import torch
 import torch.distributed as dist
 
 import config
-from config import UserError, load_settings, make_config, pick_device, pick_dtype
+from config import UserError, check_ranges, load_settings, make_config, pick_device, pick_dtype
 from data import load_tokenizer, open_data, padded_vocab
 from sample import generate
 
@@ -77,10 +81,10 @@ class Settings:
     threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes
 
 
-SAME_RUN = {'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
-            'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # may change on --resume
+MAY_CHANGE = {'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
+            'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # on --resume
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size and above; 4 layers x 128 (0.8M) may lose
-PEAK_FLOPS = {'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12,
+PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12,
               'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}  # dense bf16 (V100: fp16), vendors' data sheets
 
 
@@ -132,7 +136,7 @@ def peak_flops(device, dtype):
     """FLOP/s the device can reach: from its data sheet, else by timing a large product in this dtype."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         for name, flops in PEAK_FLOPS.items():
-            if name in torch.cuda.get_device_name(device):
+            if re.search(rf'\b{name}\b', torch.cuda.get_device_name(device)):
                 return flops
     n = 8192 if device.type == 'cuda' else 1024
     a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -156,11 +160,14 @@ def read_settings(argv):
     if s.resume or (s.eval_only and not s.init_from):
         record = config.read_run(s.out_dir)
         saved = {**record['settings'], **record['model_config']}
-        for name in given.keys() - SAME_RUN:
+        for name in given.keys() - MAY_CHANGE:
             if s.resume and saved.get(name, given[name]) != given[name]:
                 raise UserError(f'the run in {s.out_dir} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go on as it was '
                                 f'with python train.py --out_dir={s.out_dir} --resume, or start another with another --out_dir')
-        s = Settings(**{**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir})
+        try:
+            s = Settings(**{**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir})
+        except TypeError as error:
+            raise UserError(f'{s.out_dir}/config.json has other settings than this train.py ({error})')
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 
@@ -168,11 +175,13 @@ def check_settings(s, data, world):
     """Raises UserError for what would fail later."""
     if s.schedule not in ('wsd', 'cosine', 'constant'):
         raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
-    for name in ('batch_size', 'micro_batch_size', 'block_size', 'max_tokens', 'eval_interval', 'log_interval', 'save_interval'):
-        if getattr(s, name) < 1:
-            raise UserError(f'{name} is {getattr(s, name)}: expected at least 1')
-    if s.keep_checkpoints < 2:
-        raise UserError(f'keep_checkpoints is {s.keep_checkpoints}: expected at least 2, one to fall back to')
+    inf = math.inf
+    check_ranges(s, batch_size=(1, inf), micro_batch_size=(1, inf), block_size=(1, inf), max_tokens=(1, inf), eval_interval=(1, inf),
+                 log_interval=(1, inf), save_interval=(1, inf), keep_checkpoints=(2, inf), threads=(1, inf), sample_tokens=(0, inf),
+                 learning_rate=(0, inf), min_lr=(0, inf), warmup_tokens=(0, inf), decay_fraction=(0, 1), beta1=(0, 1), beta2=(0, 1),
+                 weight_decay=(0, inf), grad_clip=(0, inf), seed=(0, 2 ** 31))
+    if s.sample_tokens:
+        load_tokenizer(data.tokenizer)  # now, not after the training
     if s.batch_size < world:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
     if s.wandb_project and importlib.util.find_spec('wandb') is None:
@@ -195,6 +204,9 @@ def model_config(s, given, data, record):
     """The model's Config: the saved one, or the user's values with the vocabulary of the data."""
     if record:
         check_vocabulary(record, data, s.out_dir)
+        if s.resume and record['data']['sha256'] != data.sha256:
+            raise UserError(f'{data.folder} is not the data that the run in {s.out_dir} was trained on (its checksums differ): '
+                            'bring that data back, or start another run with --init_from')
         return make_config(record['model'], record['model_config'])
     if s.init_from:
         check_vocabulary(config.read_run(s.init_from), data, s.init_from)
@@ -207,24 +219,28 @@ def model_config(s, given, data, record):
 def claim_folder(s):
     """Raises UserError if out_dir holds something that this run must not touch."""
     out = Path(s.out_dir)
-    if s.resume or s.dry_run or s.eval_only or not out.exists():
+    if s.resume or s.eval_only or not out.exists():
         return
     if (out / 'config.json').exists():
         if not s.overwrite:
             raise UserError(f'{out} holds a run already: --resume goes on with it, --overwrite replaces it, '
                             'another --out_dir keeps both')
-    elif not out.is_dir() or any(not p.name.startswith('.') for p in out.iterdir()):
+    elif not out.is_dir() or any(p.name != '.config.json.writing' for p in out.iterdir()):  # left by a kill at the very start
         raise UserError(f'{out} exists and is not a run folder: give another --out_dir')
 
 
 def start_folder(s, c, data, machine):
     """Makes the run folder of a new run."""
-    if s.overwrite and Path(s.out_dir).exists():
-        shutil.rmtree(s.out_dir)
-    flags = dict(resume=False, overwrite=False, eval_only=False, dry_run=False)
+    out = Path(s.out_dir)
+    if (out / 'config.json').exists():  # claim_folder has seen --overwrite; one rename, so that a kill leaves no half of it
+        old = out.with_name(f'.{out.name}.replaced')
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(out, old)
+        shutil.rmtree(old)
+    flags = dict(resume=False, overwrite=False, eval_only=False, dry_run=False, dtype=str(machine.dtype)[6:])
     config.save_run(s.out_dir, {
         'model': s.model, 'settings': {**asdict(s), **flags}, 'model_config': asdict(c),
-        'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id},
+        'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id, 'sha256': data.sha256},
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device), 'processes': machine.world}})
 
 
@@ -233,7 +249,10 @@ def start_log(s, step):
     path = Path(s.out_dir) / 'log.jsonl'
     kept = [r for r in read_log(s.out_dir) if r['step'] <= step]
     temporary = path.with_name('.log.jsonl.writing')
-    temporary.write_text(''.join(json.dumps(r) + '\n' for r in kept))
+    with open(temporary, 'w') as file:
+        file.write(''.join(json.dumps(r) + '\n' for r in kept))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
     return open(path, 'a', buffering=1)
 
@@ -307,7 +326,9 @@ def restore(s, model, optimizer):
     config.load_weights(model, files['model.safetensors'], s.out_dir)
     params = dict(model.named_parameters())
     for name, value in files['optimizer.safetensors'].items():
-        key, param = name.split('/')
+        key, _, param = name.partition('/')
+        if param not in params:
+            raise UserError(f'optimizer.safetensors of {s.out_dir} does not fit this model: it has a tensor {name!r}')
         optimizer.state[params[param]][key] = value.to(params[param].device)
     return state['step'], state['seconds']
 
@@ -356,7 +377,7 @@ def print_sample(model, data, s, machine):
 # ---- the loop ----
 
 def describe(s, c, data, world):
-    """Parameters, costs and estimated memory, from a model without storage."""
+    """Prints parameters, costs and estimated memory. Returns a model without storage and the number of steps."""
     with torch.device('meta'):
         model = config.model_file(s.model).Model(c)
     n = sum(p.numel() for p in model.parameters())
@@ -372,7 +393,7 @@ def describe(s, c, data, world):
     if s.dry_run:
         print(f'estimated memory per process: {16 * n / 2**30:.2f} GiB for weights, gradients and AdamW, '
               f'{activations / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks)')
-    return n, steps
+    return model, steps
 
 
 def progress(line, last=[0.0]):
@@ -401,7 +422,8 @@ def train_step(model, ddp, optimizer, data, s, step, machine, stop):
         group['lr'] = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
     idx, targets = data.train_batch(step, s.batch_size, s.block_size, s.seed, mine)
-    micro = list(zip(idx.split(s.micro_batch_size), targets.split(s.micro_batch_size)))
+    n_micro = math.ceil(len(idx) / s.micro_batch_size)
+    micro = list(zip(idx.tensor_split(n_micro), targets.tensor_split(n_micro)))  # of one size where they can be
     counts = [counted(x, y, model.config.eos_id) for x, y in micro]
     agreed = torch.tensor([sum(counts), stop], dtype=torch.int64)
     if world > 1:
@@ -439,9 +461,11 @@ def main():
         master = machine.rank == 0
         if not master:
             dist.barrier()  # the first process builds data that is not there yet
-        data = open_data(s.data)
-        if master and machine.world > 1:
-            dist.barrier()
+        try:
+            data = open_data(s.data)
+        finally:
+            if master and machine.world > 1:
+                dist.barrier()
         if s.verify:
             data.verify()
         check_settings(s, data, machine.world)
@@ -455,26 +479,34 @@ def main():
 
 def run(s, c, data, record, machine):
     """Everything after the settings are known to be good: model, optimizer, loop."""
-    n_params, n_steps = describe(s, c, data, machine.world)
+    model, n_steps = describe(s, c, data, machine.world)
     device = machine.device
-    machine.dtype = pick_dtype(s.dtype, device.type, n_params >= BF16_PARAMETERS)
+    machine.dtype = pick_dtype(s.dtype, device.type, sum(p.numel() for p in model.parameters()) >= BF16_PARAMETERS)
     compile = s.compile if s.compile is not None else device.type == 'cuda'
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}, '
           f'{"" if compile else "not "}compiled')
+    state, source, weights = {'step': 0}, None, None
+    if s.eval_only and record:
+        source = s.out_dir
+    elif not (record and config.checkpoints(s.out_dir)):
+        source = s.init_from
+    if source:
+        state, files = config.load_checkpoint(source, ('model.safetensors',))
+        weights = files['model.safetensors']
+        config.check_weights(model, weights, source)
     if s.dry_run:
         return
 
     torch.manual_seed(s.seed)
     model = config.model_file(s.model).Model(c).to(device)
-    if s.init_from:
-        weights = config.load_checkpoint(s.init_from, ('model.safetensors',))[1]['model.safetensors']
-        config.load_weights(model, weights, s.init_from)
-    optimizer = make_optimizer(model, s)
-    step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
+    if weights:
+        config.load_weights(model, weights, source)
     fast = torch.compile(model) if compile else model
     if s.eval_only:
-        print(f'validation loss {evaluate(fast, data, s, machine):.4f} nats per token at step {step}')
+        print(f'validation loss {evaluate(fast, data, s, machine):.4f} nats per token at step {state["step"]} of {source}')
         return
+    optimizer = make_optimizer(model, s)
+    step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
     ddp = fast
     if machine.world > 1:
         ddp = torch.nn.parallel.DistributedDataParallel(fast, device_ids=[device] if device.type == 'cuda' else None)
@@ -502,19 +534,21 @@ def run(s, c, data, record, machine):
             lr = optimizer.param_groups[0]['lr']
             if not math.isfinite(numbers['loss'] + numbers['grad_norm']):
                 raise UserError(f'the loss became {numbers["loss"]} (gradient norm {numbers["grad_norm"]}) at step {step}, learning rate '
-                                f'{lr:.2e}. The checkpoints in {s.out_dir} are from before; try a lower learning_rate or more warmup_tokens')
-            record = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr, 'tokens_per_s': speed,
+                                f'{lr:.2e}. Its checkpoints are from before: start another run with a lower learning_rate or more '
+                                f'warmup_tokens, from its weights with --init_from={s.out_dir} or from the beginning')
+            line = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr, 'tokens_per_s': speed,
                       'mfu': speed * model.flops_per_token(s.block_size) / peak}
             left = (n_steps - step) * (seconds - first_seconds) / (step - first_step)
             progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | ETA {left // 60:.0f}m{left % 60:02.0f}s')
             if eval_due:
-                record['val'] = evaluate(fast, data, s, machine)
-                say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {record["val"]:.4f} nats per token')
+                line['val'] = evaluate(fast, data, s, machine)
+                say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token')
             if log:
-                log.write(json.dumps(record) + '\n')
+                log.write(json.dumps(line) + '\n')
             if wandb:
-                wandb.log(record, step=step)
+                wandb.log(line, step=step)
             if log and (save_due or stopping):
+                os.fsync(log.fileno())  # never behind the checkpoint
                 save(s, model, optimizer, step, seconds)
             since, since_step = time.perf_counter(), step  # evaluation and saving are not training time
         if stopping:
@@ -546,7 +580,7 @@ def catch_signals():
 def resume_command(world):
     args = [a for a in sys.argv[1:] if a not in ('--resume', '--overwrite')]
     start = f'torchrun --nproc_per_node={world}' if world > 1 else 'python'
-    return ' '.join([start, 'train.py', *args, '--resume'])
+    return f'{start} {shlex.join(["train.py", *args, "--resume"])}'
 
 
 def start_wandb(s, c):

@@ -64,7 +64,7 @@ def to_llama(model):
 def write_results(name, rows):
     """Prints rows (dicts) and writes them to bench/results/<name>_<cpu or gpu>.json with where and when they were measured."""
     import transformers
-    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+    commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
     record = {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
               'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'transformers': transformers.__version__},
               'rows': rows}

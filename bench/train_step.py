@@ -5,6 +5,7 @@
 """
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def worker(side):
     print(json.dumps(alternate({'step': step}, rounds=6)['step']))
 
 
-def main():
+def same_terms():
+    """Both sides in this process; prints the rows."""
     rows = []
     train.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
     for dtype in (torch.bfloat16, torch.float32):
@@ -67,11 +69,21 @@ def main():
         seconds = alternate(steps, rounds=12)
         rows.append({'terms': 'same', 'dtype': str(dtype)[6:], 'ours_tokens_per_s': round(BATCH * T / seconds['ours']),
                      'hf_tokens_per_s': round(BATCH * T / seconds['hf']), 'ratio': round(seconds['hf'] / seconds['ours'], 3)})
-    seconds = {'ours': [], 'hf': []}
+    print(json.dumps(rows))
+
+
+def in_a_process(what):
+    """What `python -m bench.train_step WHAT` prints last; all but 'hf' with train.py's environment."""
+    env = os.environ | ({} if what == 'hf' else {'GOMP_SPINCOUNT': '1000'})
+    out = subprocess.run([sys.executable, '-m', 'bench.train_step', what], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def main():
+    rows, seconds = in_a_process('same'), {'ours': [], 'hf': []}
     for _ in range(3):
         for side, times in seconds.items():
-            out = subprocess.run([sys.executable, '-m', 'bench.train_step', side], capture_output=True, text=True, check=True).stdout
-            times.append(json.loads(out.splitlines()[-1]))
+            times.append(in_a_process(side))
     ours, hf = (statistics.median(times) for times in seconds.values())
     rows.append({'terms': 'as a user runs it', 'dtype': 'ours default, hf float32', 'ours_tokens_per_s': round(BATCH * T / ours),
                  'hf_tokens_per_s': round(BATCH * T / hf), 'ratio': round(hf / ours, 3)})
@@ -79,4 +91,4 @@ def main():
 
 
 if __name__ == '__main__':
-    worker(sys.argv[1]) if len(sys.argv) > 1 else main()
+    {'same': same_terms, 'ours': lambda: worker('ours'), 'hf': lambda: worker('hf'), '': main}[''.join(sys.argv[1:])]()

@@ -14,10 +14,12 @@ A run folder holds
 import ast
 import dataclasses
 import difflib
+import errno
 import hashlib
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import runpy
@@ -42,11 +44,19 @@ def sentences():
     """Ends the program with exit status 1 and a sentence instead of a traceback, where the cause is input, disk or memory."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (UserError, OSError) as error:
-        sys.exit(f'{Path(sys.argv[0]).name}: {error}')
-    except torch.OutOfMemoryError as error:
-        sys.exit(f'{Path(sys.argv[0]).name}: the GPU has too little memory: lower micro_batch_size (training) or give fewer or shorter '
-                 f'prompts (sampling). {str(error).splitlines()[0]}')
+        remedy = ': make room; a training run then goes on with --resume' if getattr(error, 'errno', 0) == errno.ENOSPC else ''
+        sys.exit(f'{Path(sys.argv[0]).name}: {error}{remedy}')
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        sys.exit(f'{Path(sys.argv[0]).name}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks; sampling: '
+                 f'give fewer or shorter prompts. {str(error).splitlines()[0]}')
 
 
 # ---- settings ----
@@ -64,7 +74,7 @@ def load_settings(Settings, argv, parse_model=False):
             help_wanted = True
         elif arg.startswith('--'):
             name, equals, text = arg[2:].partition('=')
-            given[name], where[name] = Text(text if equals else 'True'), 'on the command line'
+            given[name], where[name] = Text(text) if equals else True, 'on the command line'
         else:
             positional.append(arg)
     if parse_model and positional:
@@ -82,7 +92,7 @@ def load_settings(Settings, argv, parse_model=False):
     if help_wanted:
         print_help(Settings, model_file(model_name).Config if parse_model else None)
         sys.exit(0)
-    types_of = {name: field.type for name, field in fields.items()}
+    types_of = typing.get_type_hints(Settings) | (typing.get_type_hints(model_file(model_name).Config) if parse_model else {})
     for name in given:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 3, 0.6)
@@ -106,8 +116,7 @@ def read_config_file(path):
         names = runpy.run_path(str(path))
     except Exception as error:
         raise UserError(f'config file {path} does not run: {type(error).__name__}: {error}')
-    skip = (types.ModuleType, types.FunctionType, type)
-    return {k: v for k, v in names.items() if not k.startswith('_') and not isinstance(v, skip)}
+    return {k: v for k, v in names.items() if not k.startswith('_') and not callable(v) and not isinstance(v, types.ModuleType)}
 
 
 def typed(name, value, annotation, where):
@@ -127,8 +136,18 @@ def typed(name, value, annotation, where):
             return float(value)
         if type(value) is option:
             return value
+    if value is True and where == 'on the command line':
+        raise UserError(f'--{name} needs a value: write --{name}=VALUE')
     wanted = ' or '.join('None' if o is type(None) else o.__name__ for o in options)
     raise UserError(f'setting {name!r} {where} is {value!r}, a {type(value).__name__}: expected {wanted}')
+
+
+def check_ranges(settings, **ranges):
+    """Raises UserError for a setting outside its (low, high), both included; None is always inside."""
+    for name, (low, high) in ranges.items():
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            raise UserError(f'{name} is {value}: expected {f"{low} to {high}" if high < math.inf else f"at least {low}"}')
 
 
 def print_help(Settings, ModelConfig=None):
@@ -186,8 +205,8 @@ def make_config(model_name, values):
         raise UserError(f'model {model_name!r}: {error}')
 
 
-def load_weights(model, tensors, source):
-    """Copies named tensors into the model's parameters; names and shapes must agree exactly."""
+def check_weights(model, tensors, source):
+    """Raises UserError unless the names and shapes of the tensors are those of the model's parameters."""
     params = dict(model.named_parameters())
     for name in (*params, *tensors):
         if name not in params or name not in tensors:
@@ -195,8 +214,13 @@ def load_weights(model, tensors, source):
         have, want = tuple(tensors[name].shape), tuple(params[name].shape)
         if have != want:
             raise UserError(f'{source} does not fit this model: {name} has shape {have}, the model needs {want}')
+
+
+def load_weights(model, tensors, source):
+    """Copies named tensors into the model's parameters; UserError unless they fit exactly."""
+    check_weights(model, tensors, source)
     with torch.no_grad():
-        for name, p in params.items():
+        for name, p in model.named_parameters():
             p.copy_(tensors[name])
 
 
@@ -217,6 +241,9 @@ def read_run(folder):
         raise UserError(f'{folder} is not a run folder (it has no config.json); {known}')
     try:
         record = json.loads(path.read_text())
+        for part, keys in (('settings', ['block_size']), ('model_config', []), ('data', ['tokenizer', 'n_ids', 'eos_id', 'sha256'])):
+            if not isinstance(record[part], dict) or not all(key in record[part] for key in keys):
+                raise ValueError(f'{part} is incomplete')
         return {key: record[key] for key in ('model', 'settings', 'model_config', 'data', 'versions')}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f'{path} is damaged ({type(error).__name__}: {error}); copy the run again or train it anew')
@@ -264,7 +291,9 @@ def save_checkpoint(folder, step, tensor_files, state, keep=2):
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f'{final} could not be written: {error}. Earlier checkpoints are whole: make room, then go on with --resume')
-    for old in checkpoints(folder)[keep:]:
+    newest_first = checkpoints(folder)
+    at = newest_first.index(final)  # those above are damaged ones that this run fell back from
+    for old in newest_first[:at] + newest_first[at + keep:]:
         shutil.rmtree(old)
 
 
@@ -294,5 +323,8 @@ def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')
 
 
 def sha256(path):
+    digest = hashlib.sha256()
     with open(path, 'rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
+        while block := file.read(2 ** 24):
+            digest.update(block)
+    return digest.hexdigest()

@@ -85,8 +85,13 @@ def padded_vocab(n_ids):
 # ---- writing ----
 
 def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
-    """Builds a data folder from documents, an iterable of (split, text). All or nothing: it appears under its name when whole."""
+    """Builds a data folder from documents, an iterable of (split, text), the splits being 'train' and 'val'.
+
+    All or nothing: it appears under its name when it is whole. Raises UserError if the folder exists or a split stays empty.
+    """
     folder = Path(folder)
+    if folder.exists():
+        raise UserError(f'{folder} exists: remove it first, or write to another folder')
     folder.parent.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype('<u2' if tokenizer.n_ids <= 2 ** 16 else '<u4')
     temporary = Path(tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent))
@@ -94,34 +99,37 @@ def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
 
     def flush(split):
         info = splits[split]
-        tokens = np.array(info.pop('pending'), dtype)
+        tokens = np.concatenate(info.pop('pending'))
         name = f'{split}_{len(info["shards"]):05d}.bin'
         with open(temporary / name, 'wb') as file:
             file.write(tokens.tobytes())
             os.fsync(file.fileno())
         info['shards'].append({'file': name, 'tokens': len(tokens), 'sha256': hashlib.sha256(tokens.tobytes()).hexdigest()})
-        info['pending'] = []
+        info['pending'], info['waiting'] = [], 0
 
     try:
         for split, text in documents:
-            info = splits.setdefault(split, {'tokens': 0, 'documents': 0, 'bytes': 0, 'shards': [], 'pending': []})
-            ids = tokenizer.encode(text) + [tokenizer.eos_id]
-            info['pending'] += ids
+            info = splits.setdefault(split, {'tokens': 0, 'documents': 0, 'bytes': 0, 'shards': [], 'pending': [], 'waiting': 0})
+            ids = np.array(tokenizer.encode(text) + [tokenizer.eos_id], dtype)
+            info['pending'].append(ids)
             info['tokens'] += len(ids)
+            info['waiting'] += len(ids)
             info['documents'] += 1
             info['bytes'] += len(text.encode())
-            if len(info['pending']) >= shard_tokens:
+            if info['waiting'] >= shard_tokens:
                 flush(split)
         for split, info in splits.items():
             if info['pending']:
                 flush(split)
-            del info['pending']
+            del info['pending'], info['waiting']
+        if splits.keys() != {'train', 'val'}:
+            raise UserError(f"{folder} would have the splits {sorted(splits)}: expected documents for 'train' and for 'val'")
         write_json(temporary / 'meta.json', {'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
                                              'dtype': 'uint16' if dtype.itemsize == 2 else 'uint32', 'splits': splits})
-        if not folder.exists():  # another process may have built the same meanwhile
-            os.replace(temporary, folder)
+        os.replace(temporary, folder)
     except OSError as error:
-        raise UserError(f'{folder} could not be written: {error}')
+        if not folder.exists():  # where it does, another process has built it meanwhile
+            raise UserError(f'{folder} could not be written: {error}')
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -167,6 +175,11 @@ class Data:
                     raise UserError(f'{path} {state}, meta.json says {want}; copy or build the data again')
             self.shards[split] = [np.memmap(path, dtype, 'r') for path, _ in files]
             self.starts[split] = np.cumsum([0] + [tokens for _, tokens in files])
+
+    @property
+    def sha256(self):
+        """One checksum for all shards, by which a resumed run knows its data."""
+        return hashlib.sha256(json.dumps(self.splits, sort_keys=True).encode()).hexdigest()
 
     def verify(self):
         """Reads every shard and compares its sha256 with meta.json."""

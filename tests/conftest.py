@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # as train.py does, before torch
+
 import pytest
 import torch
 

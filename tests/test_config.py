@@ -1,4 +1,5 @@
 """Settings: what is accepted, and the sentence for what is not."""
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -32,6 +33,7 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
 @pytest.mark.parametrize('arg, sentence', [
     ('--count=2.5', "setting 'count' on the command line is 2.5, a float: expected int"),
     ('--count=x', "setting 'count' on the command line is 'x', a str: expected int"),
+    ('--count', '--count needs a value: write --count=VALUE'),
     ('--flag=1', "setting 'flag' on the command line is 1, a int: expected bool"),
     ('--limit=a', "expected int or None"),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
@@ -48,7 +50,7 @@ def write(path, text):
 
 
 def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
-    path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nn_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
+    path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nfrom math import sqrt\nn_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
     settings, _, given = load_settings(with_warmup(), [path, '--count=5'], parse_model=True)
     assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'count': 5}
     assert settings.count == 5
@@ -105,6 +107,15 @@ def load(folder):
 def test_the_newest_whole_checkpoint_is_loaded_and_old_ones_go(run_folder):
     assert load(run_folder) == (2, 2.0)
     config.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.zeros(3)}}, {'step': 3})
+    assert [p.name for p in config.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
+
+
+def test_a_new_checkpoint_outlives_damaged_ones_with_higher_steps(run_folder):
+    for step in (8, 9):
+        shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
+        (run_folder / f'ckpt/step_0000000{step}/model.safetensors').write_bytes(b'')
+    config.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
+    assert load(run_folder) == (3, 3.0)
     assert [p.name for p in config.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
 
 

@@ -96,6 +96,14 @@ def test_damaged_data_is_a_sentence(copy):
     expect('no data at nowhere: expected a folder with meta.json, or built-in data (python_docs)', lambda: data.open_data('nowhere'))
 
 
+def test_writing_never_replaces_data_and_needs_both_splits(tiny_data, tmp_path):
+    with pytest.raises(UserError, match='exists: remove it first'):
+        data.write_data(tiny_data, load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
+    with pytest.raises(UserError, match="expected documents for 'train' and for 'val'"):
+        data.write_data(tmp_path / 'x', load_tokenizer('byte'), [('train', 'a')])
+    assert not (tmp_path / 'x').exists()
+
+
 def test_a_failed_write_leaves_nothing(tmp_path):
     def documents():
         yield 'train', 'text'

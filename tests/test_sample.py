@@ -35,7 +35,10 @@ def test_greedy_generation_equals_full_forwards(eos_id, device):
 def test_packed_weights_generate_the_same(device):
     model = make(device)
     want = generate(model, PROMPTS, 20, temperature=0)
-    assert generate(pack_weights(copy.deepcopy(model)), PROMPTS, 20, temperature=0) == want
+    packed = pack_weights(copy.deepcopy(model))
+    assert generate(packed, PROMPTS, 20, temperature=0) == want
+    if device == 'cpu' and hasattr(torch.ops.mkldnn, '_reorder_linear_weight'):
+        assert 'forward' in packed.head.__dict__  # it did pack
 
 
 def test_draws_follow_the_distribution(device):
@@ -100,6 +103,7 @@ def trained(tiny_data, tmp_path_factory):
 def test_command_line(trained, tmp_path):
     one = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
     assert one.returncode == 0 and one.stdout.startswith('ab cd') and '20 tokens in' in one.stderr and 'cache' in one.stderr
+    assert_sentence(run('sample.py', trained, 'a', '--stop', 'END'), '--stop needs a value: write --stop=VALUE')
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
@@ -130,7 +134,7 @@ def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py'), 'which run?')
     assert_sentence(run('sample.py', tmp_path / 'none', 'a'), f'{tmp_path}/none is not a run folder')
     assert_sentence(run('sample.py', trained), 'a prompt is empty')
-    assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected 1 to inf')
+    assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
     assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')
     assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones', '64', '--truncate')
     assert run('sample.py', trained, 'a' * 60, '--max_new_tokens=20', '--truncate').returncode == 0

@@ -1,4 +1,5 @@
 """Training: the same losses however it is cut up, nothing lost however it is stopped, a sentence for whatever is wrong."""
+import importlib.util
 import json
 import random
 import resource
@@ -14,6 +15,7 @@ import torch
 import config
 import train
 from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, train_tiny
+from data import load_tokenizer, open_data, write_data
 
 
 def losses(out):
@@ -147,8 +149,16 @@ def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
     new = tmp_path / 'new'
     assert train_tiny(tiny_data, new, f'--init_from={undisturbed}', steps=2).returncode == 0
     assert losses(new)[1][0] < losses(undisturbed)[1][0] - 1
-    assert_sentence(train_tiny(tiny_data, tmp_path / 'other', f'--init_from={undisturbed}', '--n_embd=32'), 'embed.weight has shape')
+    for more in ([], ['--dry_run']):
+        wider = train_tiny(tiny_data, tmp_path / 'other', f'--init_from={undisturbed}', '--n_embd=32', *more)
+        assert_sentence(wider, 'embed.weight has shape')
     assert not (tmp_path / 'other').exists()
+    record = json.loads((new / 'config.json').read_text())
+    record['settings'] |= {'init_from': '/gone', 'max_tokens': 3 * STEP_TOKENS}
+    (new / 'config.json').write_text(json.dumps(record))
+    assert run('train.py', f'--out_dir={new}', '--resume').returncode == 0  # the first run's folder is needed no more
+    shutil.rmtree(new / 'ckpt')
+    assert_sentence(run('train.py', f'--out_dir={new}', '--eval_only'), 'has no checkpoint to load')
 
 
 def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_path):
@@ -159,7 +169,12 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine/thesis.txt').write_text('years of work')
     assert_sentence(train_tiny(tiny_data, tmp_path / 'mine', '--overwrite'), 'is not a run folder')
-    assert (tmp_path / 'mine/thesis.txt').exists()
+    (tmp_path / 'mine/thesis.txt').rename(tmp_path / 'mine/.thesis')
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'mine', '--overwrite'), 'is not a run folder')
+    assert (tmp_path / 'mine/.thesis').exists()
+    copy = shutil.copytree(undisturbed, tmp_path / 'copy')
+    assert train_tiny(tiny_data, copy, '--overwrite', steps=2).returncode == 0
+    assert len(losses(copy)) == 2 and sorted(p.name for p in tmp_path.iterdir()) == ['copy', 'mine']
 
 
 @pytest.mark.parametrize('args, parts', [
@@ -174,7 +189,12 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     (['--data=/nowhere'], ['no data at /nowhere']),
     (['--resume'], ['is not a run folder']),
     (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
-    (['--wandb_project=x'], ['wandb is not installed'])])
+    (['--window=-1'], ['window = -1: expected 0 or more']),
+    (['--n_layer=0'], ['n_layer = 0: expected more than 0']),
+    (['--grad_clip=-1.0'], ['grad_clip is -1.0: expected at least 0']),
+    (['--device=tpu'], ["device is 'tpu'"]),
+    pytest.param(['--wandb_project=x'], ['wandb is not installed'], marks=pytest.mark.skipif(
+        importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
 def test_bad_input_is_a_sentence_and_creates_nothing(tiny_data, tmp_path, args, parts):
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), *parts)
     assert not (tmp_path / 'out').exists()
@@ -205,6 +225,15 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, un
     assert losses(out) == losses(undisturbed)
 
 
+def test_resume_wants_the_same_data(tiny_data, undisturbed, tmp_path):
+    other, out = tmp_path / 'other', shutil.copytree(undisturbed, tmp_path / 'run')
+    write_data(other, load_tokenizer('byte'), [('train', 'another text ' * 100), ('val', 'of other words ' * 10)])
+    record = json.loads((out / 'config.json').read_text())
+    record['settings']['data'] = str(other)
+    (out / 'config.json').write_text(json.dumps(record))
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), f'{other} is not the data that the run in {out} was trained on')
+
+
 def test_a_vocabulary_that_does_not_fit_the_run_is_a_sentence(tiny_data, undisturbed, tmp_path):
     other, out = shutil.copytree(tiny_data, tmp_path / 'other'), shutil.copytree(undisturbed, tmp_path / 'run')
     meta = json.loads((other / 'meta.json').read_text())
@@ -227,7 +256,6 @@ def test_schedules():
 
 def test_the_loss_weighs_tokens_not_micro_batches(tiny_data):
     """One micro-batch with few counted tokens weighs little: the gradient is that of the global mean."""
-    from data import open_data
     s = train.Settings(data=str(tiny_data), batch_size=4, micro_batch_size=1, block_size=32, warmup_tokens=0, grad_clip=0.0)
     data = open_data(s.data)
     c = config.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256))

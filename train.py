@@ -82,10 +82,10 @@ class Settings:
 
 
 MAY_CHANGE = {'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
-            'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # on --resume
+              'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # on --resume
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size and above; 4 layers x 128 (0.8M) may lose
-PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12,
-              'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}  # dense bf16 (V100: fp16), vendors' data sheets
+PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12,
+              'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}  # dense bf16 (V100: fp16), vendors' data sheets
 
 
 # ---- processes and device ----
@@ -113,7 +113,6 @@ def start_processes(s):
     device = torch.device(kind, local) if kind == 'cuda' else torch.device('cpu')
     if kind == 'cuda':
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = True
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
         torch.set_num_threads(s.threads or max(1, cores // int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
@@ -178,7 +177,7 @@ def check_settings(s, data, world):
     inf = math.inf
     check_ranges(s, batch_size=(1, inf), micro_batch_size=(1, inf), block_size=(1, inf), max_tokens=(1, inf), eval_interval=(1, inf),
                  log_interval=(1, inf), save_interval=(1, inf), keep_checkpoints=(2, inf), threads=(1, inf), sample_tokens=(0, inf),
-                 learning_rate=(0, inf), min_lr=(0, inf), warmup_tokens=(0, inf), decay_fraction=(0, 1), beta1=(0, 1), beta2=(0, 1),
+                 learning_rate=(0, inf), min_lr=(0, inf), warmup_tokens=(0, inf), decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9),
                  weight_decay=(0, inf), grad_clip=(0, inf), seed=(0, 2 ** 31))
     if s.sample_tokens:
         load_tokenizer(data.tokenizer)  # now, not after the training
@@ -316,6 +315,17 @@ def save(s, model, optimizer, step, seconds):
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
     files = {'model.safetensors': {name: p for p, name in names.items()}, 'optimizer.safetensors': moments}
     config.save_checkpoint(s.out_dir, step, files, {'step': step, 'seconds': seconds}, s.keep_checkpoints)
+
+
+def read_weights(s, record):
+    """The weights to start from, if not from random ones or by `restore`: (run folder, state, tensors) or (None, None, None)."""
+    source = s.init_from
+    if record:
+        source = s.out_dir if s.eval_only else None if config.checkpoints(s.out_dir) else s.init_from
+    if not source:
+        return None, None, None
+    state, files = config.load_checkpoint(source, ('model.safetensors',))
+    return source, state, files['model.safetensors']
 
 
 def restore(s, model, optimizer):
@@ -485,21 +495,15 @@ def run(s, c, data, record, machine):
     compile = s.compile if s.compile is not None else device.type == 'cuda'
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}, '
           f'{"" if compile else "not "}compiled')
-    state, source, weights = {'step': 0}, None, None
-    if s.eval_only and record:
-        source = s.out_dir
-    elif not (record and config.checkpoints(s.out_dir)):
-        source = s.init_from
+    source, state, weights = read_weights(s, record)
     if source:
-        state, files = config.load_checkpoint(source, ('model.safetensors',))
-        weights = files['model.safetensors']
         config.check_weights(model, weights, source)
     if s.dry_run:
         return
 
     torch.manual_seed(s.seed)
     model = config.model_file(s.model).Model(c).to(device)
-    if weights:
+    if source:
         config.load_weights(model, weights, source)
     fast = torch.compile(model) if compile else model
     if s.eval_only:

@@ -22,7 +22,7 @@ B batch, T positions, H heads, D head size, S slots of a cache, n positions of a
 import torch
 import torch.nn.functional as F
 
-DENSE_T = 1024  # up to this T, CPU attention keeps its probabilities for the backward: 1.6 to 3 times faster in bf16
+DENSE_T = 1024  # up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention.py), but T^2 memory
 QUERY_BLOCK = 256  # queries per product on CPU: small enough to skip most of the upper triangle
 
 
@@ -67,7 +67,8 @@ def attention(q, k, v, doc_start=None, window=None):
     T = q.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
     on_cpu = q.device.type == 'cpu'
-    if doc_start is None and (window is None or window >= T - 1) and not (on_cpu and T <= DENSE_T):
+    dense = on_cpu and q.dtype == torch.bfloat16 and T <= DENSE_T
+    if doc_start is None and (window is None or window >= T - 1) and not dense:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     position = torch.arange(T, device=q.device)
     blocks = []
@@ -79,7 +80,7 @@ def attention(q, k, v, doc_start=None, window=None):
             first = max(first, int(doc_start[:, a].min()))
         doc = None if doc_start is None else doc_start[:, a:b]
         mask = visible(position[a:b], position[first:b], doc, window).unsqueeze(-3)  # one mask for all heads
-        attend = _dense_attention if on_cpu and T <= DENSE_T else F.scaled_dot_product_attention
+        attend = _dense_attention if dense else F.scaled_dot_product_attention
         blocks.append(attend(q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], mask))
     return torch.cat(blocks, 2).transpose(1, 2)
 
@@ -206,7 +207,7 @@ def linear_cross_entropy(hidden, weight, targets, max_logits=2 ** 26):
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    chunk_rows = max(1, max_logits // (256 * weight.shape[0])) * 256  # whole tiles: other sizes cost the products a fifth
+    chunk_rows = max(1, max_logits // (256 * weight.shape[0])) * 256  # whole tiles of the products
     return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk_rows)
 
 

@@ -40,6 +40,15 @@ def test_attention_equals_dense_reference(T, window, kind, D, device):
     assert_close(gradients(lambda q, k, v: K.attention(q, k, v, starts, window), q, k, v), want, 2e-5)
 
 
+@pytest.mark.parametrize('T, window, kind', [(64, None, None), (300, 64, 'edges'), (520, None, 'many'), (1100, 64, 'many')])
+def test_attention_in_bf16_stays_close_to_float64(T, window, kind, device):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, T, 2, 16, device=device).bfloat16()
+    starts = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
+    want = gradients(lambda q, k, v: K.attention_reference(q, k, v, starts, window), *(x.double() for x in (q, k, v)))
+    assert_close(gradients(lambda q, k, v: K.attention(q, k, v, starts, window), q, k, v), want, 1e-2)
+
+
 def test_document_starts():
     idx = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 9]])
     assert K.document_starts(idx, 9).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]

@@ -116,7 +116,7 @@ def start_processes(s):
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
         torch.set_num_threads(s.threads or max(1, cores // int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
-        torch.set_flush_denormal(True)  # denormal numbers make a step ten times slower
+        torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
         dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
@@ -124,7 +124,7 @@ def start_processes(s):
 
 
 def keep_freed_memory():
-    """Tells glibc to keep freed blocks instead of returning them to the kernel: on CPU the page faults cost a third of a step."""
+    """Tells glibc to keep freed blocks instead of returning them to the kernel: page faults slow CPU training."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')
         for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap and trim thresholds, top pad

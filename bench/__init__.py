@@ -2,6 +2,7 @@
 
     python -m bench.train_step      a training step beside Hugging Face Llama
     python -m bench.generate        decoding beside Hugging Face generate
+    python -m bench.attention       the two forms of attention on CPU
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
 Each writes its figures with device, date, versions and commit to bench/results/.

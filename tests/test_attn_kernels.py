@@ -20,7 +20,7 @@ def documents(kind, B, T):
 def gradients(function, *inputs):
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     out = function(*inputs)
-    cotangent = torch.cos(torch.arange(out.numel(), dtype=out.dtype, device=out.device)).view(out.shape)
+    cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape).to(out.dtype)
     return out, *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], cotangent)
 
 

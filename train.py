@@ -158,15 +158,15 @@ def read_settings(argv):
     record = None
     if s.resume or (s.eval_only and not s.init_from):
         record = config.read_run(s.out_dir)
+        if s.dtype == 'auto':
+            given.pop('dtype', None)  # the run recorded what auto was
         saved = {**record['settings'], **record['model_config']}
         for name in given.keys() - MAY_CHANGE:
             if s.resume and saved.get(name, given[name]) != given[name]:
                 raise UserError(f'the run in {s.out_dir} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go on as it was '
                                 f'with python train.py --out_dir={s.out_dir} --resume, or start another with another --out_dir')
-        try:
-            s = Settings(**{**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir})
-        except TypeError as error:
-            raise UserError(f'{s.out_dir}/config.json has other settings than this train.py ({error})')
+        values = {**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir}
+        s = config.saved_settings(Settings, values, f'{s.out_dir}/config.json')
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 

@@ -142,6 +142,14 @@ def typed(name, value, annotation, where):
     raise UserError(f'setting {name!r} {where} is {value!r}, a {type(value).__name__}: expected {wanted}')
 
 
+def saved_settings(Settings, values, path):
+    """Settings from the dict of a config.json at `path`, or a UserError if a name or a type is not as it was written."""
+    types_of = typing.get_type_hints(Settings)
+    if values.keys() != types_of.keys():
+        raise UserError(f'{path} is not of this version: the settings {sorted(values.keys() ^ types_of.keys())} are unknown or missing')
+    return Settings(**{name: typed(name, value, types_of[name], f'in {path}') for name, value in values.items()})
+
+
 def check_ranges(settings, **ranges):
     """Raises UserError for a setting outside its (low, high), both included; None is always inside."""
     for name, (low, high) in ranges.items():

@@ -244,6 +244,22 @@ def test_a_vocabulary_that_does_not_fit_the_run_is_a_sentence(tiny_data, undistu
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), "has tokenizer 'byte' with 300 ids", "'byte' and 257")
 
 
+@pytest.mark.parametrize('change, part', [
+    ({'batch_size': 'many'}, "setting 'batch_size' in"), ({'colour': 1}, "['colour'] are unknown or missing")])
+def test_a_damaged_config_json_is_a_sentence(undisturbed, tmp_path, change, part):
+    out = shutil.copytree(undisturbed, tmp_path / 'run')
+    record = json.loads((out / 'config.json').read_text())
+    record['settings'] |= change
+    (out / 'config.json').write_text(json.dumps(record))
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), str(out / 'config.json'), part)
+
+
+def test_resume_keeps_the_dtype_that_auto_was(undisturbed):
+    record = json.loads((undisturbed / 'config.json').read_text())
+    s, _, _ = train.read_settings([f'--out_dir={undisturbed}', '--resume', '--dtype=auto'])
+    assert s.dtype == record['settings']['dtype'] == 'float32'
+
+
 def test_schedules():
     s = train.Settings(learning_rate=1.0, warmup_tokens=100, max_tokens=1000)
     wsd = [train.learning_rate(s, t) for t in (10, 100, 500, 900, 950, 1000, 1100)]

@@ -484,7 +484,10 @@ def main():
         with contextlib.redirect_stdout(sys.stdout if master else open(os.devnull, 'w')):
             run(s, c, data, record, machine)
     if machine.world > 1:
-        dist.destroy_process_group()
+        if master and s.wandb_project:
+            importlib.import_module('wandb').finish()  # its exit hook will not run
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads now and then abort a process that ends in the usual way
 
 
 def run(s, c, data, record, machine):

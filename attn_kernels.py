@@ -17,10 +17,24 @@ A pattern says which keys a query sees. Here it is causal, cut at document start
 A document is a range of keys, never an id per key: `doc_start[b, t]` is the position where t's document starts and does not
 decrease in t, so a block of queries [i, j) needs only the keys from doc_start[i] on.
 
+Two streams x and rho, one vector of each per position, have one such pattern for each stream's keys: here x persists (all of the
+past) and rho is windowed (window = 2). Only the diagonal knows which stream asks: x comes before rho, so x_t does not see rho_t.
+
+      k  x: 0 1 2 3 4 5   rho: 0 1 2 3 4 5
+    t 0     #                  o                 '#' both x_t and rho_t see it
+      1     # #                # o               'o' rho_t alone
+      2     # # #              # # o
+      3     # # # #            . # # o
+      4     # # # # #          . . # # o
+      5     # # # # # #        . . . # # o
+
+The streams stay apart in memory: a tile of queries of both reads a triangle of one stream's keys and a short band of the other's.
+
 B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
 """
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 DENSE_T = 1024  # up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention.py), but T^2 memory
 QUERY_BLOCK = 256  # queries per product on CPU: small enough to skip most of the upper triangle
@@ -102,11 +116,82 @@ def cached_attention(q, k_cache, v_cache, positions, doc_start=None, window=None
     if q.device.type == 'cpu':
         last = min(last, int(positions.max()) + 1)
         first = 0 if window is None else max(0, int(positions.min()) - window)
-    slots = torch.arange(first, last, device=q.device)
-    mask = visible(positions, slots, doc_start, window).unsqueeze(1)
-    queries = q.to(k_cache.dtype).transpose(1, 2)
-    k, v = k_cache[:, first:last].transpose(1, 2), v_cache[:, first:last].transpose(1, 2)
-    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).transpose(1, 2).to(q.dtype)
+    mask = visible(positions, torch.arange(first, last, device=q.device), doc_start, window)
+    return slot_attention(q, k_cache[:, first:last], v_cache[:, first:last], mask)
+
+
+def slot_attention(q, k, v, mask):
+    """Attention over the slots of a cache, in its dtype. q (B, n, H, D); k, v (B, S, H, D); mask (B, n, S). Returns (B, n, H, D)."""
+    queries, k, v = (x.transpose(1, 2) for x in (q.to(k.dtype), k, v))
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask.unsqueeze(1)).transpose(1, 2).to(q.dtype)
+
+
+STREAMS = {'input': [0], 'predict': [1], 'both': [0, 1]}  # x is stream 0, rho stream 1
+
+
+def stream_windows(persistent, window, persistent_window=None):
+    """[window of the x keys, window of the rho keys], None for all: persistent is 'input', 'predict' or 'both'."""
+    return [persistent_window if stream in STREAMS[persistent] else window for stream in (0, 1)]
+
+
+def two_stream_visible(query_pos, x_pos, rho_pos, windows, doc_start=None, queries='both'):
+    """The pattern of two streams as booleans: one row of the result per query, those of x first, over [x keys | rho keys].
+
+    query_pos, doc_start (..., n); x_pos (..., S), rho_pos (..., R): positions of the keys; windows from `stream_windows`.
+    Returns (..., n or 2n, S + R).
+    """
+    x_keys = visible(query_pos, x_pos, doc_start, windows[0])
+    rho_keys = visible(query_pos, rho_pos, doc_start, windows[1])
+    earlier = rho_pos.unsqueeze(-2) < query_pos.unsqueeze(-1)  # x_t comes before rho_t
+    rows = [torch.cat([x_keys, rho_keys & earlier if stream == 0 else rho_keys], -1) for stream in STREAMS[queries]]
+    return torch.cat(rows, -2)
+
+
+def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
+    """`two_stream_attention` as its definition: one softmax over all keys of both streams. Exact in float64."""
+    position = torch.arange(q.shape[2], device=q.device)
+    windows = stream_windows(persistent, window, persistent_window)
+    mask = two_stream_visible(position, position, position, windows, doc_start, queries).unsqueeze(-3)
+    q_all, k_all, v_all = (x.flatten(1, 2) for x in (q, k, v))
+    scores = torch.einsum('bqhd,bkhd->bhqk', q_all, k_all) * q.shape[-1] ** -0.5
+    return torch.einsum('bhqk,bkhd->bqhd', scores.masked_fill(~mask, float('-inf')).softmax(-1), v_all).view_as(q)
+
+
+def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
+    """Attention of two streams over the keys of both; SPS paper, eq. 5, with persistent = 'input'.
+
+    Position t sees x_j for j <= t and rho_j for j <= t, but x_t not rho_t; of a stream that does not persist, and with
+    persistent_window of the others too, only j >= t - window; nothing before doc_start[t].
+
+    k, v (B, 2, T, H, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one stream that
+    queries = 'input' or 'predict' names. persistent 'input', 'predict' or 'both'; windows in positions, None for all;
+    doc_start (B, T) int64. Returns the shape of q.
+    """
+    if q.shape[1] != len(STREAMS[queries]):
+        raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', 1 with 'input' or 'predict'")
+    T, windows, on_cpu = q.shape[2], stream_windows(persistent, window, persistent_window), q.device.type == 'cpu'
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
+    attend = F.scaled_dot_product_attention
+    if on_cpu:
+        attend = _dense_attention if T <= DENSE_T or not torch.is_grad_enabled() else _dense_attention_again
+    position = torch.arange(T, device=q.device)
+    tiles = []
+    step = T if not on_cpu else QUERY_BLOCK if T > QUERY_BLOCK else QUERY_BLOCK // 2  # bench/attention.py
+    for a in range(0, T, step):
+        b = min(a + step, T)
+        document = 0 if doc_start is None or a == 0 else int(doc_start[:, a].min())
+        x_keys, rho_keys = (slice(max(document, 0 if w is None else a - w), b) for w in windows)
+        doc = None if doc_start is None else doc_start[:, a:b]
+        mask = two_stream_visible(position[a:b], position[x_keys], position[rho_keys], windows, doc, queries)
+        q_tile = q[:, :, :, a:b].transpose(1, 2).flatten(2, 3)  # (B, H, streams n, D)
+        k_tile, v_tile = (torch.cat([x[:, 0, :, x_keys], x[:, 1, :, rho_keys]], 2) for x in (k, v))
+        tiles.append(attend(q_tile, k_tile, v_tile, mask.unsqueeze(-3)).unflatten(2, (-1, b - a)))
+    return torch.cat(tiles, 3).permute(0, 2, 3, 1, 4)
+
+
+def _dense_attention_again(q, k, v, mask):
+    """`_dense_attention` that computes its probabilities a second time in the backward instead of keeping them."""
+    return checkpoint(_dense_attention, q, k, v, mask, use_reentrant=False)
 
 
 def rms_norm_reference(x, weight, eps):

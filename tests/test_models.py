@@ -16,6 +16,23 @@ VARIANTS = {
     'standard, documents': ('standard', dict(eos_id=59)),
     'standard, window': ('standard', dict(eos_id=59, window=3)),
     'standard, window 0, untied': ('standard', dict(eos_id=None, window=0, tied_head=False)),
+    'sps': ('sps', dict(eos_id=59, window=3)),
+    'sps, window 0': ('sps', dict(eos_id=59, window=0)),
+    'sps, window 1, no documents, untied': ('sps', dict(eos_id=None, window=1, tied_head=False)),
+    'sps, window 16': ('sps', dict(eos_id=59, window=16)),
+    'sps, all': ('sps', dict(eos_id=59, window=None)),
+    'sps, beyond the paper': ('sps', dict(eos_id=59, window=3, predict_layers=2, predict_input='token')),
+    'sps, window 0, top layer': ('sps', dict(eos_id=None, window=0, predict_layers=1)),
+    'sps, persistent window': ('sps', dict(eos_id=59, window=2, persistent_window=5)),
+    'two_x_memory': ('sps', dict(eos_id=59, method='two_x_memory', window=None)),
+    'two_x_memory, no documents, top layer': ('sps', dict(eos_id=None, method='two_x_memory', window=None, predict_layers=1)),
+    'delayed_state': ('sps', dict(eos_id=59, method='delayed_state', window=3)),
+    'delayed_state, window 0, no documents': ('sps', dict(eos_id=None, method='delayed_state', window=0)),
+    'delayed_state, beyond the paper': ('sps', dict(eos_id=59, method='delayed_state', window=3, predict_layers=2, predict_input='token')),
+    'reverse_sps': ('sps', dict(eos_id=59, method='reverse_sps', window=3)),
+    'reverse_sps, window 0': ('sps', dict(eos_id=59, method='reverse_sps', window=0)),
+    'reverse_sps, all': ('sps', dict(eos_id=59, method='reverse_sps', window=None)),
+    'reverse_sps, top layer': ('sps', dict(eos_id=None, method='reverse_sps', window=2, predict_layers=1)),
 }
 
 

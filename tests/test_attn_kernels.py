@@ -49,6 +49,29 @@ def test_attention_in_bf16_stays_close_to_float64(T, window, kind, device):
     assert_close(gradients(lambda q, k, v: K.attention(q, k, v, starts, window), q, k, v), want, 1e-2)
 
 
+@pytest.mark.parametrize('T, persistent, window, kind, queries', [
+    (1, 'input', 0, None, 'both'), (17, 'predict', 1, 'many', 'both'), (129, 'both', None, 'many', 'predict'), (300, 'input', 64, 'edges', 'both'),
+    (300, 'predict', 3, 'edges', 'input'), (520, 'input', 0, None, 'predict'), (520, 'input', 600, 'many', 'both'),
+    (1100, 'input', 64, None, 'both'), (1100, 'predict', 64, 'edges', 'predict')])
+def test_two_stream_attention_equals_dense_reference(T, persistent, window, kind, queries, device):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, T, 2, 16, device=device)
+    if queries != 'both':
+        q = q[:, :1]
+    starts = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
+    for dtype, persistent_window, tolerance in ((torch.float32, None, 2e-5), (torch.float32, 5, 2e-5), (torch.bfloat16, None, 1e-2)):
+        inputs = [x.to(dtype) for x in (q, k, v)]
+        options = persistent, window, starts, persistent_window, queries
+        want = gradients(lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options), *(x.double() for x in inputs))
+        assert_close(gradients(lambda q, k, v: K.two_stream_attention(q, k, v, *options), *inputs), want, tolerance)
+
+
+def test_two_stream_attention_refuses_a_query_that_is_not_what_it_says():
+    q = torch.zeros(1, 1, 4, 1, 2)
+    with pytest.raises(ValueError, match="q has 1 streams and queries = 'both'"):
+        K.two_stream_attention(q, q, q, 'input', 1)
+
+
 def test_document_starts():
     idx = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 9]])
     assert K.document_starts(idx, 9).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]

@@ -1,0 +1,5 @@
+# Delayed State, L (831M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+from config.standard_l import *
+
+model = 'sps'
+method = 'delayed_state'

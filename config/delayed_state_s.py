@@ -1,0 +1,5 @@
+# Delayed State, S (131M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+from config.standard_s import *
+
+model = 'sps'
+method = 'delayed_state'

@@ -1,0 +1,5 @@
+# Delayed State, XS (53M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+from config.standard_xs import *
+
+model = 'sps'
+method = 'delayed_state'

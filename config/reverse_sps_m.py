@@ -1,0 +1,5 @@
+# Reverse SPS, M (379M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+from config.standard_m import *
+
+model = 'sps'
+method = 'reverse_sps'

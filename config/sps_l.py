@@ -1,0 +1,4 @@
+# SPS, L (831M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+from config.standard_l import *
+
+model = 'sps'

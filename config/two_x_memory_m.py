@@ -1,0 +1,6 @@
+# 2x Memory, M (379M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+from config.standard_m import *
+
+model = 'sps'
+method = 'two_x_memory'
+window = None  # both streams persist

@@ -1,0 +1,6 @@
+# 2x Memory, XL (1.678B): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+from config.standard_xl import *
+
+model = 'sps'
+method = 'two_x_memory'
+window = None  # both streams persist

@@ -1,0 +1,197 @@
+"""The SPS family against its definition: the interleaved sequence of eq. 3 with a mask built pair by pair."""
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config
+import model_sps
+import model_standard
+
+EOS = 59
+SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
+PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps') for window in (0, 1, 3, 16, None)] + [('two_x_memory', None)]
+
+
+def make(module=model_sps, **values):
+    torch.manual_seed(0)
+    model = module.Model(module.Config(**SMALL, **values)).eval()
+    for p in model.parameters():  # larger than at the start of training, so that attention is far from uniform
+        if p.dim() >= 2:
+            torch.nn.init.normal_(p, std=0.15)
+    return model
+
+
+def layouts(T=22):
+    """Rows with no end of document, several, one alone at the end of a document that it is all of, and one at the very start."""
+    idx = torch.randint(0, 59, (4, T), generator=torch.Generator().manual_seed(1))
+    idx[1, [3, 9, 17]] = EOS
+    idx[2, 7:9] = EOS
+    idx[3, [0, 12]] = EOS
+    return idx
+
+
+def sees(method, window, query, key, document):
+    """Whether a query (step, stream) sees a key (step, stream): the paper's section 3 and 4, in words. document: of each step."""
+    (i, asks), (k, read) = query, key
+    if k > i or document[k] != document[i]:
+        return False
+    if k == i and asks == 'x' and read == 'rho':  # x_i comes before rho_i
+        return False
+    persistent = {'sps': 'x', 'two_x_memory': 'x rho', 'delayed_state': 'rho', 'reverse_sps': 'rho'}[method].split()
+    return read in persistent or window is None or k >= i - window
+
+
+def pairwise_mask(method, window, row, documents=True):
+    """(2T, 2T) over x_0, rho_0, x_1, rho_1, ..."""
+    document = [int((row[:i] == EOS).sum()) if documents else 0 for i in range(len(row))]
+    steps = [(i, stream) for i in range(len(row)) for stream in ('x', 'rho')]
+    return torch.tensor([[sees(method, window, q, k, document) for k in steps] for q in steps])
+
+
+def interleaved_logits(model, idx, masks):
+    """Appendix A on the sequence of eq. 3, all layers in full, in the dtype of the weights. idx (B, T), masks (B, 2T, 2T) -> (B, T, V)."""
+    c, B, T = model.config, *idx.shape
+    x = model.embed.weight[idx]
+    rho = model.embed.weight[c.n_ids] + (x if c.predict_input == 'token' else torch.zeros_like(x))
+    h = torch.stack([x, rho], 2).view(B, 2 * T, c.n_embd)
+    norm = lambda h, layer: h / (h.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * layer.weight
+    D = c.n_embd // c.n_head
+    angles = torch.arange(T, dtype=torch.float32).repeat_interleave(2)[:, None] * c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]  # (2T, 1, D/2)
+
+    def rotated(x):
+        y = torch.complex(*x.double().chunk(2, -1)) * turn
+        return torch.cat([y.real, y.imag], -1).to(x.dtype)
+
+    for block in model.blocks:
+        q, k, v = (x.view(B, 2 * T, c.n_head, D) for x in (norm(h, block.attn_norm) @ block.qkv.weight.T).chunk(3, -1))
+        scores = torch.einsum('bqhd,bkhd->bhqk', rotated(q), rotated(k)) / D ** 0.5
+        p = scores.masked_fill(~masks[:, None], float('-inf')).softmax(-1)
+        h = h + torch.einsum('bhqk,bkhd->bqhd', p, v).flatten(2) @ block.attn_out.weight.T
+        gate, up = (norm(h, block.ffn_norm) @ block.gate_up.weight.T).chunk(2, -1)
+        h = h + (F.silu(gate) * up) @ block.ffn_out.weight.T
+    emitted = h[:, 0::2] if c.method == 'reverse_sps' else h[:, 1::2]
+    return norm(emitted, model.norm) @ model.head.weight.T
+
+
+def relative_error(got, want):
+    return (got.double() - want).abs().max() / want.abs().max()
+
+
+@pytest.mark.parametrize('predict_input', ['predict', 'token'])
+@pytest.mark.parametrize('documents', [True, False])
+@pytest.mark.parametrize('method, window', PATTERNS)
+def test_logits_and_gradients_equal_a_mask_built_pair_by_pair(method, window, documents, predict_input):
+    model, idx = make(method=method, window=window, eos_id=EOS if documents else None, predict_input=predict_input), layouts()
+    exact = copy.deepcopy(model).double()
+    masks = torch.stack([pairwise_mask(method, window, row, documents) for row in idx])
+    logits, want = model.logits(idx), interleaved_logits(exact, idx, masks)
+    assert relative_error(logits[..., :60], want[..., :60]) < 1e-5
+    targets = idx.roll(-1, 1)
+    model(idx, targets)['loss'].backward()
+    counted = idx != EOS if documents else torch.ones_like(idx, dtype=torch.bool)
+    F.cross_entropy(want[counted], targets[counted]).backward()
+    for p, q in zip(model.parameters(), exact.parameters()):
+        assert relative_error(p.grad, q.grad) < 1e-5
+
+
+def test_layers_below_predict_layers_hold_x_alone():
+    """With predict_layers = n_layer nothing changes; with fewer, the first layers are those of a standard Transformer."""
+    whole, idx = make(eos_id=EOS, window=3), layouts()
+    part = make(eos_id=EOS, window=3, predict_layers=3)
+    assert torch.equal(whole.logits(idx), part.logits(idx))
+    one, standard = make(eos_id=EOS, window=3, predict_layers=1), make(model_standard, eos_id=EOS)
+    seen = {}
+    for name, model in (('sps', one), ('standard', standard)):
+        model.blocks[1].register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+        model.logits(idx)
+    assert seen['sps'].shape == (4, 1, 22, 32) and torch.allclose(seen['sps'][:, 0], seen['standard'], atol=1e-6)
+
+
+@pytest.mark.parametrize('method, window', PATTERNS)
+def test_last_layer_elision_is_exact(method, window):
+    model, idx = make(method=method, window=window, eos_id=EOS), layouts()
+    want = model.logits(idx)
+    last, forward = model.blocks[-1], model.blocks[-1].forward
+    last.forward = lambda h, rope, attend, emit: forward(h, rope, attend)[:, emit]
+    assert relative_error(model.logits(idx)[..., :60], want[..., :60].double()) < 1e-5
+
+
+@pytest.mark.parametrize('eos_id', [EOS, None])
+def test_prefill_without_a_window_runs_x_alone_and_is_exact(eos_id):
+    model, idx = make(window=0, eos_id=eos_id), layouts()
+    lengths, max_run = torch.tensor([22, 2, 9, 13]), 4
+    fast, slow = model.new_cache(4, 40, max_run), model.new_cache(4, 40, max_run)
+    streams = []
+    model.blocks[0].register_forward_hook(lambda module, args, out: streams.append(tuple(out.shape[1:3])))
+    got, want = model.extend(idx, fast, lengths), model.extend(idx, slow, lengths, all_positions=True)
+    assert streams == [(1, 22), (1, max_run), (2, 22)]
+    assert relative_error(got[:, :60], want[torch.arange(4), lengths - 1, :60].double()) < 1e-5
+    for n in (3, 1, 7):  # and the cache goes on alike, after a prefill, a step, and a long run on a cache that is not empty
+        got, want = model.extend(idx[:, :n], fast), model.extend(idx[:, :n], slow, all_positions=True)[:, -1]
+        assert relative_error(got[:, :60], want[:, :60].double()) < 1e-5
+
+
+@pytest.mark.parametrize('method, window', PATTERNS)
+def test_a_document_has_the_same_perplexity_alone_and_packed(method, window):
+    model, idx = make(method=method, window=window, eos_id=EOS), layouts()[1:2]
+
+    def nll(tokens, start, stop):
+        logits = model.logits(tokens[:, :-1])[0].log_softmax(-1)
+        return -logits[start:stop - 1].gather(1, tokens[0, start + 1:stop, None]).mean()
+
+    assert abs(nll(idx, 10, 18) - nll(idx[:, 10:18], 0, 8)) < 1e-5
+
+
+@pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
+def test_every_method_has_exactly_the_parameters_of_standard(scale):
+    sizes = {}
+    for name in ('standard', 'sps', 'two_x_memory', 'delayed_state', 'reverse_sps'):
+        values = config.read_config_file(f'config/{name}_{scale}.py')
+        module = config.model_file(values.get('model', 'standard'))
+        with torch.device('meta'):
+            model = module.Model(module.Config(**{k: v for k, v in values.items() if k in module.Config.__dataclass_fields__}))
+        sizes[name] = {key: p.shape for key, p in model.named_parameters()}
+        assert name == 'standard' or model.config.method == name
+    assert all(shapes == sizes['standard'] for shapes in sizes.values())
+
+
+def test_cache_is_the_size_of_standards_and_a_ring():
+    sizes = {}
+    for name, module, values in (('standard', model_standard, {}), ('sps', model_sps, dict(window=64)),
+                                 ('two_x_memory', model_sps, dict(method='two_x_memory', window=None))):
+        with torch.device('meta'):
+            sizes[name] = module.Model(module.Config(**values)).new_cache(16, 4096).nbytes
+    assert sizes['sps'] / sizes['standard'] <= 1.03
+    assert sizes['two_x_memory'] / sizes['standard'] == pytest.approx(2, abs=0.005)
+
+
+@pytest.mark.parametrize('values', [dict(), dict(window=0), dict(window=3, predict_layers=2), dict(method='two_x_memory', window=None),
+                                    dict(method='delayed_state', window=4), dict(method='reverse_sps', window=50)])
+def test_flops_count_the_pairs_of_the_pattern(values):
+    model, T, C, L = make(eos_id=None, **values), 12, 32, 3
+    c = model.config
+    mask = pairwise_mask(c.method, c.window, torch.zeros(T))
+    x, rho = mask[0::2], mask[1::2]
+    emits = x if c.method == 'reverse_sps' else rho
+    below = L - (c.predict_layers or L)
+    pairs = below * x[:, 0::2].sum() + (L - below - 1) * mask.sum() + emits.sum()
+    block = 4 * C * C + 3 * C * 3 * C
+    weights = block * (below + 2 * (L - below) - 1) + 2 * C * C + 64 * C
+    assert model.flops_per_token(T) == pytest.approx(float(6 * weights + 12 * C * pairs / T))
+
+
+@pytest.mark.parametrize('values, sentence', [
+    (dict(window=-1), 'window = -1: expected 0 or more positions, or None for all'),
+    (dict(method='two_x_memory', window=64), 'window = 64 with method = two_x_memory, where both streams persist: set window = None'),
+    (dict(method='sp'), "method = 'sp': expected one of sps, two_x_memory, delayed_state, reverse_sps"),
+    (dict(predict_input='x'), "predict_input = 'x': expected 'predict' or 'token'"),
+    (dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None for all'),
+    (dict(n_embd=36, n_head=4), 'n_embd = 36 and n_head = 4: n_embd / n_head must be an even whole number'),
+    (dict(n_ids=50304), 'vocab_size = 50304 has no room for the 50304 ids of the tokenizer and <predict>')])
+def test_bad_values_are_sentences(values, sentence):
+    with pytest.raises(ValueError) as error:
+        model_sps.Config(**values)
+    assert str(error.value) == sentence

@@ -180,10 +180,13 @@ class Model(nn.Module):
         positions = cache.lengths[:, None] + torch.arange(n, device=tokens.device)
         positions = positions.clamp(max=cache.max_tokens)  # padding past the end goes to the spare slot
         doc_start = self._extend_documents(tokens, cache, rows, positions) if c.eos_id is not None else None
+        first = n > cache.max_run and not cache.lengths.any()  # the cache is empty: these tokens see only each other
 
         def attend(layer, q, k, v):
             cache.k[layer, rows, positions] = k.to(cache.k.dtype)
             cache.v[layer, rows, positions] = v.to(cache.v.dtype)
+            if first:
+                return attention(q, k, v, doc_start, c.window)
             return cached_attention(q, cache.k[layer], cache.v[layer], positions, doc_start, c.window)
 
         h = self._hidden(tokens, tuple(table[positions] for table in cache.rope), attend)

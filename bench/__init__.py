@@ -2,7 +2,8 @@
 
     python -m bench.train_step      a training step beside Hugging Face Llama
     python -m bench.generate        decoding beside Hugging Face generate
-    python -m bench.attention       the two forms of attention on CPU
+    python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
+    python -m bench.attention       the forms of attention on CPU
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
 Each writes its figures with device, date, versions and commit to bench/results/.
@@ -17,7 +18,30 @@ from pathlib import Path
 
 import torch
 
+import config
+
 RESULTS = Path(__file__).parent / 'results'
+FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaults)
+    'standard': ('standard', {}),
+    'sps': ('sps', {}),
+    'sps_window_0': ('sps', {'window': 0}),
+    'two_x_memory': ('sps', {'method': 'two_x_memory', 'window': None}),
+    'delayed_state': ('sps', {'method': 'delayed_state'}),
+    'reverse_sps': ('sps', {'method': 'reverse_sps'}),
+}
+
+
+def make_model(name, **values):
+    """A model of FAMILY with seed 0, on the GPU if there is one."""
+    file, own = FAMILY[name]
+    torch.manual_seed(0)
+    module = config.model_file(file)
+    return module.Model(module.Config(**own, **values)).to('cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def over_standard(seconds):
+    """{name: s} -> {name: times Standard's}."""
+    return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
 
 
 def alternate(sides, rounds, warmup=2):

@@ -1,8 +1,12 @@
 """Attention in bf16 on CPU, forward and backward: blocks of dense products beside PyTorch's fused kernel, both skipping the same blocks.
 
 Decides `DENSE_T` in attn_kernels.py; in fp32 the fused kernel is the faster one. Also, for decoding, a cache in fp32 beside one in bf16.
+
+Two streams, window 64: tiles of dense products beside one library call with a boolean mask over the keys of both streams; tiles
+of 256 queries beside 128; probabilities kept for the backward beside computed again, which past `DENSE_T` saves memory.
 """
 import torch
+import torch.nn.functional as F
 
 import attn_kernels
 from bench import alternate, write_results
@@ -20,6 +24,24 @@ def training(T, documents, dense):
     return call
 
 
+def two_streams(T, documents, dtype, tile=256, keep=True, one_call=False):
+    B, window = max(1, TOKENS // 2 // T), 64
+    q, k, v = torch.randn(3, B, 2, T, H, D, dtype=dtype).requires_grad_().unbind(0)
+    doc_start = (torch.arange(T) // 300 * 300).expand(B, T) if documents else None
+
+    def masked_call():
+        position = torch.arange(T)
+        mask = attn_kernels.two_stream_visible(position, position, position, [None, window], doc_start)
+        q_all, k_all, v_all = (x.flatten(1, 2).transpose(1, 2) for x in (q, k, v))
+        F.scaled_dot_product_attention(q_all, k_all, v_all, mask.unsqueeze(-3)).sum().backward()
+
+    def tiles():
+        attn_kernels.DENSE_T = T if keep else 0
+        attn_kernels.QUERY_BLOCK = tile if T > tile else 2 * tile  # either way tiles of `tile` queries
+        attn_kernels.two_stream_attention(q, k, v, 'input', window, doc_start).sum().backward()
+    return masked_call if one_call else tiles
+
+
 def decoding(batch_size, dtype, length=512):
     q = torch.randn(batch_size, 1, H, D, dtype=torch.bfloat16)
     cache = torch.randn(2, batch_size, length, H, D, dtype=dtype)
@@ -33,6 +55,13 @@ def main():
         for documents in (False, True):
             seconds = alternate({name: training(T, documents, name == 'dense') for name in ('dense', 'fused')}, rounds=7)
             rows.append({'pass': 'training', 'T': T, 'documents': documents, 'dense_over_fused_speed': round(seconds['fused'] / seconds['dense'], 2)})
+    forms = {'one_call': dict(one_call=True), 'tiles_of_128': dict(tile=128), 'tiles_of_256': {}, 'computed_again': dict(keep=False)}
+    for dtype in (torch.bfloat16, torch.float32):
+        for T in (256, 1024, 4096):
+            for documents in (False, True):
+                seconds = alternate({name: two_streams(T, documents, dtype, **form) for name, form in forms.items()}, rounds=5)
+                rows.append({'pass': 'two streams, training', 'dtype': str(dtype)[6:], 'T': T, 'documents': documents}
+                            | {f'{name}_over_one_call_speed': round(seconds['one_call'] / seconds[name], 2) for name in forms if name != 'one_call'})
     for batch_size in (1, 16):
         seconds = alternate({str(dtype)[6:]: decoding(batch_size, dtype) for dtype in (torch.float32, torch.bfloat16)}, rounds=50)
         rows.append({'pass': 'decoding', 'batch': batch_size, 'fp32_over_bf16_cache_speed': round(seconds['bfloat16'] / seconds['float32'], 2)})

@@ -2,11 +2,12 @@
 vocabulary 50304, prompts of 16 tokens and 128 new ones, greedy.
 
 'float32': both in fp32. 'best': each in the dtype that is fastest for it; ours with packed weights.
+Then the time of each two-stream method, which runs a pair of positions per token, over Standard's.
 """
 import torch
 
 import model_standard
-from bench import alternate, to_llama, write_results
+from bench import FAMILY, alternate, make_model, over_standard, to_llama, write_results
 from sample import generate, pack_weights
 
 PROMPT, NEW = 16, 128
@@ -38,6 +39,12 @@ def main():
             rows.append({'terms': terms, 'batch': batch_size, 'ours_tokens_per_s': round(speed['ours']), 'hf_tokens_per_s': round(speed['hf']),
                          'ours_dtype': str(dtypes['ours'])[6:], 'hf_dtype': str(dtypes['hf'])[6:],
                          'ratio': round(speed['ours'] / speed['hf'], 3)})
+    for batch_size in (1, 16):
+        prompts = torch.randint(0, 50256, (batch_size, PROMPT)).tolist()
+        for dtype in (torch.float32, torch.bfloat16):
+            models = {name: pack_weights(make_model(name, n_layer=8, n_head=8, n_embd=512).eval().to(dtype)) for name in FAMILY}
+            sides = {name: lambda model=model: generate(model, prompts, NEW, temperature=0) for name, model in models.items()}
+            rows.append({'terms': 'time over standard', 'batch': batch_size, 'dtype': str(dtype)[6:]} | over_standard(alternate(sides, rounds=5, warmup=1)))
     write_results('generate', rows)
 
 

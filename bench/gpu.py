@@ -16,6 +16,7 @@ STEPS = {
     'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
     'train_step': ['-m', 'bench.train_step'],
     'generate': ['-m', 'bench.generate'],
+    'inference': ['-m', 'bench.inference'],
 }
 
 

@@ -2,6 +2,8 @@
 
 'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator.
 'as a user runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's AdamW.
+
+And the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same tokens.
 """
 import contextlib
 import json
@@ -15,7 +17,7 @@ import torch
 import config
 import model_standard
 import train
-from bench import alternate, to_llama, write_results
+from bench import FAMILY, alternate, make_model, over_standard, to_llama, write_results
 
 T, BATCH, VOCABULARY = 256, 8, 50304
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -30,22 +32,43 @@ def make_step(side, dtype, fused=True, compile=False):
     if side == 'hf':
         model = to_llama(model).train()
         forward = lambda x, y: model(input_ids=x, labels=x, shift_labels=y).loss
-    if fused:
-        optimizer = train.make_optimizer(model, train.Settings())
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
-    idx, targets = torch.randint(0, 50257, (2, BATCH, T), device=DEVICE)
+    optimizer = train.make_optimizer(model, train.Settings()) if fused else torch.optim.AdamW(model.parameters(), lr=6e-4)
+    return optimizer_step(model, forward, optimizer, torch.randint(0, 50257, (2, BATCH, T), device=DEVICE), dtype)
+
+
+def optimizer_step(model, forward, optimizer, tokens, dtype):
+    """A function that does one step on tokens (2, B, T), inputs and targets, and returns its loss."""
     autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(DEVICE.type, dtype)
 
     def step():
         with autocast():
-            loss = forward(idx, targets)
+            loss = forward(*tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
     return step
+
+
+def two_streams():
+    """The time of each method's step over Standard's; prints the rows."""
+    rows = []
+    train.start_processes(train.Settings())
+    shapes = ((1024, 2), (256, 8)) if DEVICE.type == 'cpu' else ((4096, 8),)
+    for block_size, batch_size in shapes:
+        tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
+        tokens[torch.rand(tokens.shape, device=DEVICE) < 1 / 200] = 50256
+        for dtype in (torch.bfloat16, torch.float32):
+            steps = {}
+            for name in FAMILY:
+                model = make_model(name, n_layer=6, n_head=6, n_embd=384)
+                called = torch.compile(model) if DEVICE.type == 'cuda' else model
+                forward = lambda x, y, called=called: called(x, y)['loss']
+                steps[name] = optimizer_step(model, forward, train.make_optimizer(model, train.Settings()), tokens, dtype)
+            rows.append({'terms': 'time over standard', 'dtype': str(dtype)[6:], 'T': block_size, 'batch': batch_size, 'documents': True}
+                        | over_standard(alternate(steps, rounds=7)))
+    print(json.dumps(rows))
 
 
 def worker(side):
@@ -87,8 +110,8 @@ def main():
     ours, hf = (statistics.median(times) for times in seconds.values())
     rows.append({'terms': 'as a user runs it', 'dtype': 'ours default, hf float32', 'ours_tokens_per_s': round(BATCH * T / ours),
                  'hf_tokens_per_s': round(BATCH * T / hf), 'ratio': round(hf / ours, 3)})
-    write_results('train_step', rows)
+    write_results('train_step', rows + in_a_process('two_streams'))
 
 
 if __name__ == '__main__':
-    {'same': same_terms, 'ours': lambda: worker('ours'), 'hf': lambda: worker('hf'), '': main}[''.join(sys.argv[1:])]()
+    {'same': same_terms, 'two_streams': two_streams, 'ours': lambda: worker('ours'), 'hf': lambda: worker('hf'), '': main}[''.join(sys.argv[1:])]()

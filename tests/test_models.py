@@ -60,15 +60,15 @@ def some_tokens(B, T, seed=0):
 @pytest.mark.parametrize('seed', range(3))
 def test_cached_decoding_equals_full_forward(variant, seed, device):
     """Ragged rows, random cuts into extend calls, and rollbacks in between."""
-    rng = random.Random(seed)
-    model, idx, max_run = make(variant, device), some_tokens(3, 40, seed).to(device), 4
+    rng, T = random.Random(seed), 70
+    model, idx, max_run = make(variant, device), some_tokens(3, T, seed).to(device), 4
     want = model.logits(idx)
-    cache = model.new_cache(3, 40, max_run)
+    cache = model.new_cache(3, T, max_run)
     assert cache.nbytes > 0
     done = [0, 0, 0]
-    while min(done) < 40:
-        longest = rng.choice([1, 2, max_run, 17])
-        run = [min(rng.randint(1, longest), 40 - d) for d in done]
+    while min(done) < T:
+        longest = rng.choice([1, 2, max_run, 17, 45])
+        run = [min(rng.randint(1, longest), T - d) for d in done]
         if min(run) == 0:  # a full row: nothing can be appended to it
             break
         tokens = torch.full((3, max(run)), 7, device=device)
@@ -82,7 +82,7 @@ def test_cached_decoding_equals_full_forward(variant, seed, device):
             expected = want[b, done[b]:done[b] + n] if every else want[b, done[b] + n - 1:done[b] + n]
             assert (got[:, :60] - expected[:, :60]).abs().max() < 1e-4
             done[b] += n
-        if max(done) + max_run <= 40 and rng.random() < 0.5:  # a draft that is refused: wrong tokens, ends of documents among them
+        if max(done) + max_run <= T and rng.random() < 0.5:  # a draft that is refused: wrong tokens, ends of documents among them
             wrong = torch.tensor([[rng.choice([59, 3, 8]) for _ in range(max_run)] for _ in range(3)], device=device)
             keep = [rng.randint(0, max_run) for _ in range(3)]
             for b, n in enumerate(keep):

@@ -1,0 +1,66 @@
+"""Prefill and decoding of the SPS family by the paper's protocol (table 2): throughput and memory as ratios to Standard's.
+
+On a GPU 16 sequences, prefill 1024, 3072 decode steps at S, every method as a CUDA graph; on CPU 4 sequences, 256 + 128 at XS.
+Speed: one process, the methods in turn. Memory: a process for each, its peak and what it holds at the end, over what it held
+before there was a model. Both through sample.generate.
+"""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from bench import FAMILY, alternate, make_model, over_standard, write_results
+from sample import generate, pack_weights, roomy_cache
+
+GPU = torch.cuda.is_available()
+BATCH, PREFILL, NEW = (16, 1024, 3072) if GPU else (4, 256, 128)
+SHAPE = dict(n_layer=12, n_head=12, n_embd=768) if GPU else dict(n_layer=8, n_head=8, n_embd=512)
+
+
+def make_side(name):
+    """(function that decodes NEW tokens after the prefill, function that does the prefill and one token)."""
+    model = pack_weights(make_model(name, **SHAPE).eval().to(torch.bfloat16))
+    prompts = torch.randint(0, 50256, (BATCH, PREFILL), generator=torch.Generator().manual_seed(0)).tolist()
+    return lambda: generate(model, prompts, NEW, temperature=0), lambda: generate(model, prompts, 1, temperature=0)
+
+
+def memory(name):
+    """Bytes {'peak', 'held', 'cache'} of generating once with this method; to be called in a fresh process."""
+    torch.zeros(1, device='cuda' if GPU else 'cpu')
+    before = resident()['held']
+    run, _ = make_side(name)
+    if not GPU:
+        Path('/proc/self/clear_refs').write_text('5')  # the peak starts again, at what is held
+    run()
+    used = {k: v - before for k, v in resident().items()}
+    model = make_model(name, **SHAPE).to(torch.bfloat16)
+    return used | {'cache': roomy_cache(model, [[0] * PREFILL] * BATCH, NEW).nbytes}
+
+
+def resident():
+    if GPU:
+        torch.cuda.synchronize()
+        return {'peak': torch.cuda.max_memory_allocated(), 'held': torch.cuda.memory_allocated()}
+    status = dict(line.split(':') for line in Path('/proc/self/status').read_text().splitlines())
+    return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
+
+
+def main():
+    sides = {name: make_side(name) for name in FAMILY}
+    whole = alternate({name: side[0] for name, side in sides.items()}, rounds=3, warmup=1)
+    prefill = alternate({name: side[1] for name, side in sides.items()}, rounds=7, warmup=1)
+    rows = [{'what': what} | {name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}
+            for what, seconds in (('end-to-end tokens/s', whole), ('prefill tokens/s', prefill))]
+    del sides
+    used = {}
+    for name in FAMILY:
+        out = subprocess.run([sys.executable, '-m', 'bench.inference', name], stdout=subprocess.PIPE, text=True, check=True).stdout
+        used[name] = json.loads(out.splitlines()[-1])
+    rows += [{'what': f'{what} memory'} | over_standard({name: u[what] for name, u in used.items()}) for what in ('peak', 'held', 'cache')]
+    write_results('inference', rows)
+
+
+if __name__ == '__main__':
+    print(json.dumps(memory(sys.argv[1]))) if sys.argv[1:] else main()

@@ -5,7 +5,8 @@ A data folder holds shards of token ids, little-endian and nothing else, and met
     {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "dtype": "uint16",
      "splits": {"train": {"tokens": ..., "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}}
 
-Every document is followed by one eos. Built-in data is one file each in this folder, with a function build(folder).
+Every document is followed by one eos. Built-in data is one file each in this folder, with a function build(folder). A folder of
+.txt files is data too: its bytes are built into such a folder on first use.
 """
 import hashlib
 import importlib
@@ -19,7 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data goes; ignored by git
+BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
+VAL_SHARE = 0.05  # of the documents of built-in data and of text folders
+PIECE = 10_000  # characters of a document that is cut out of a .txt file, at least
 
 
 class UserError(ValueError):
@@ -134,16 +137,39 @@ def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def split_of(text):
+    """'train' or 'val' by a hash of the text, so that equal documents are never in both."""
+    hashed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
+    return 'val' if hashed < VAL_SHARE else 'train'
+
+
+def text_documents(paths):
+    """Yields the texts of files in pieces of PIECE characters and more that end at a line's end."""
+    for path in paths:
+        piece = ''
+        for line in path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True):
+            piece += line
+            if len(piece) >= PIECE:
+                yield piece
+                piece = ''
+        if piece.strip():
+            yield piece
+
+
 # ---- reading ----
 
 def open_data(name):
-    """Data by name or by folder. Built-in data that is not there yet is built, which takes seconds."""
-    folder = Path(name)
+    """Data by name, by data folder, or by a folder of .txt files. What is not built yet is built, which takes seconds."""
+    folder, build = Path(name), None
     if name in builtin_data():
-        folder = BUILT / name
-        if not folder.exists():
-            print(f'building {folder} ...', flush=True)
-            importlib.import_module(f'data.{name}').build(folder)
+        folder, build = BUILT / name, importlib.import_module(f'data.{name}').build
+    elif not (folder / 'meta.json').exists() and (paths := sorted(folder.rglob('*.txt'))):
+        files = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+        folder = BUILT / f'{folder.resolve().name}-{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]}'
+        build = lambda folder: write_data(folder, load_tokenizer('byte'), ((split_of(text), text) for text in text_documents(paths)))
+    if build and not folder.exists():
+        print(f'building {folder} ...', flush=True)
+        build(folder)
     return Data(folder)
 
 
@@ -157,7 +183,7 @@ class Data:
     def __init__(self, folder):
         self.folder = Path(folder)
         if not (self.folder / 'meta.json').is_file():
-            raise UserError(f'no data at {folder}: expected a folder with meta.json, or built-in data ({", ".join(builtin_data())})')
+            raise UserError(f'no data at {folder}: expected a folder with meta.json or with .txt files, or built-in data ({", ".join(builtin_data())})')
         try:
             meta = json.loads((self.folder / 'meta.json').read_text())
             self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']

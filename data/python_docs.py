@@ -4,27 +4,20 @@ One document per language-reference topic (what `help('for')` prints) and per do
 About 1.8 million bytes, English with some code. The exact text, and so the exact loss, depends on the Python version.
 """
 import ast
-import hashlib
 import inspect
 import sysconfig
 from pathlib import Path
 
-from data import load_tokenizer, write_data
+from data import load_tokenizer, split_of, write_data
 
 LEFT_OUT = ('test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3')
 MIN_CHARACTERS = 80  # shorter docstrings repeat the name of their function
-VAL_SHARE = 0.05
 
 
 def build(folder):
     """Builds the data folder: byte tokens, deduplicated, split by a hash of each document's text."""
     unique = dict.fromkeys(documents())
     write_data(folder, load_tokenizer('byte'), ((split_of(text), text) for text in unique))
-
-
-def split_of(text):
-    hashed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
-    return 'val' if hashed < VAL_SHARE else 'train'
 
 
 def documents():

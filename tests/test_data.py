@@ -69,6 +69,22 @@ def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path)
     assert len(set(texts['train'][:-1])) == meta[0]['splits']['train']['documents']
 
 
+def test_a_folder_of_texts_is_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'BUILT', tmp_path / 'built')
+    (tmp_path / 'texts/more').mkdir(parents=True)
+    lines = [f'Line {i} of a text that is not long.\n' for i in range(20_000)]
+    (tmp_path / 'texts/a.txt').write_text(''.join(lines[:19_000]))
+    (tmp_path / 'texts/more/b.txt').write_text(''.join(lines[19_000:]))
+    d = data.open_data(str(tmp_path / 'texts'))
+    stream = np.concatenate([*d.shards['train'], *d.shards['val']])
+    pieces = bytes(min(i, 255) for i in stream).decode('latin1').split('\xff')
+    assert sorted(''.join(pieces).splitlines(keepends=True)) == sorted(lines)
+    assert d.splits['val']['documents'] > 0 and d.splits['train']['documents'] > 30
+    assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len(list((tmp_path / 'built').iterdir())) == 1
+    (tmp_path / 'texts/a.txt').write_text(''.join(lines))  # another text is other data
+    assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len(list((tmp_path / 'built').iterdir())) == 2
+
+
 @pytest.fixture
 def copy(tiny_data, tmp_path):
     return shutil.copytree(tiny_data, tmp_path / 'copy')
@@ -93,7 +109,7 @@ def test_damaged_data_is_a_sentence(copy):
     meta = copy / 'meta.json'
     meta.write_text(meta.read_text()[:50])
     expect(f'{copy}/meta.json is damaged', lambda: Data(copy))
-    expect('no data at nowhere: expected a folder with meta.json, or built-in data (python_docs)', lambda: data.open_data('nowhere'))
+    expect('no data at nowhere: expected a folder with meta.json or with .txt files, or built-in data (python_docs)', lambda: data.open_data('nowhere'))
 
 
 def test_writing_never_replaces_data_and_needs_both_splits(tiny_data, tmp_path):

@@ -393,16 +393,20 @@ def describe(s, c, data, world):
     n = sum(p.numel() for p in model.parameters())
     steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
     rows = min(s.micro_batch_size, math.ceil(s.batch_size / world))
-    widths = sum(m.in_features + m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.head)
-    activations = rows * s.block_size * widths * 2  # what linear layers take and give, in bf16
     print(f'model {s.model}: {n:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {data.splits["train"]["tokens"]:,} training tokens, '
           f'{s.max_tokens / data.splits["train"]["tokens"]:.2f} epochs\n'
           f'{steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens, '
           f'{model.flops_per_token(s.block_size) / 1e6:,.1f} MFLOP per token')
     if s.dry_run:
+        values = []  # that linear layers take and give in a forward pass, here of shapes alone
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda module, args, out: values.append(args[0].numel() + out.numel()))
+        idx = torch.zeros(rows, s.block_size, dtype=torch.int64, device='meta')
+        model(idx, idx)
         print(f'estimated memory per process: {16 * n / 2**30:.2f} GiB for weights, gradients and AdamW, '
-              f'{activations / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks)')
+              f'{2 * sum(values) / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks)')
     return model, steps
 
 

@@ -1,11 +1,14 @@
 """Settings: what is accepted, and the sentence for what is not."""
+import dataclasses
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 import config
+import train
 from config import UserError, load_settings
 
 
@@ -74,6 +77,13 @@ def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence
     with pytest.raises(UserError) as error:
         load_settings(Example, [path], parse_model=True)
     assert sentence.format(path) in str(error.value)
+
+
+@pytest.mark.parametrize('path', sorted(p for p in Path('config').glob('*.py') if p.name != '__init__.py'), ids=lambda p: p.stem)
+def test_every_config_file_is_a_model_and_settings(path):
+    _, _, given = load_settings(train.Settings, [str(path)], parse_model=True)
+    names = {f.name for f in dataclasses.fields(config.model_file(given.get('model', 'standard')).Config)}
+    config.make_config(given.get('model', 'standard'), {k: v for k, v in given.items() if k in names})
 
 
 def test_missing_config_file_names_the_nearest():

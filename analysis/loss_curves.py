@@ -1,0 +1,116 @@
+"""Validation loss against training tokens and against training time, runs that differ only in the seed averaged (SPS paper, figure 2).
+
+    python -m analysis.loss_curves RUN RUN ... --out=NAME
+
+Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where each
+line goes below the first one's for good. Time is that of the runs' own logs: compare runs that had the same machine.
+"""
+import csv
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import UserError, load_settings, read_run, sentences
+
+
+@dataclass
+class Settings:
+    out: str = 'loss_curves'  # NAME of the files to write, without ending
+
+
+def group(runs):
+    """{label: [run folder, one a seed]}. The label is the model's name and the values in which runs of that model differ."""
+    values = {}
+    for run in runs:
+        record = read_run(run)
+        settings = {k: v for k, v in record['settings'].items() if k not in ('seed', 'out_dir', 'resume', 'overwrite')}
+        values[run] = settings | record['model_config']
+    groups = {}
+    for run, own in values.items():
+        same_model = [v for v in values.values() if v['model'] == own['model']]
+        differs = [k for k in own if any(v[k] != own[k] for v in same_model)]
+        label = ', '.join([own.get('method', own['model']), *(f'{k}={own[k]}' for k in differs if k != 'method')])
+        groups.setdefault(label, []).append(run)
+    return groups
+
+
+def curve(runs):
+    """Points {'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'} at the steps where every run has a validation loss."""
+    logs = []
+    for run in runs:
+        records = [json.loads(line) for line in (Path(run) / 'log.jsonl').read_text().splitlines()]
+        logs.append({r['tokens']: r for r in records if 'val' in r})
+    points = []
+    for tokens in sorted(set.intersection(*map(set, logs))):
+        losses = [log[tokens]['val'] for log in logs]
+        points.append({'tokens': tokens, 'minutes': statistics.mean(log[tokens]['seconds'] for log in logs) / 60, 'mean': statistics.mean(losses),
+                       'lowest': min(losses), 'highest': max(losses), 'seeds': len(logs)})
+    if not points:
+        raise UserError(f'{" ".join(map(str, runs))}: no validation loss that all of these runs logged at the same step')
+    return points
+
+
+def loss_at(points, axis, at):
+    """The mean loss of a curve at a value of 'tokens' or 'minutes', linear between its points, None outside."""
+    for a, b in zip(points, points[1:]):
+        if a[axis] <= at <= b[axis]:
+            return a['mean'] + (b['mean'] - a['mean']) * (at - a[axis]) / (b[axis] - a[axis])
+    return None
+
+
+def crossing(points, first, axis):
+    """Where `points` go below the curve `first` and stay there, or None."""
+    where = None
+    for p in points:
+        other = loss_at(first, axis, p[axis])
+        if other is not None:
+            where = None if p['mean'] >= other else p[axis] if where is None else where
+    return where
+
+
+def plot(curves, path):
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout='constrained')
+    for axes, axis, scale, name in zip(both, ('tokens', 'minutes'), (1e-6, 1), ('million tokens', 'minutes of training')):
+        for label, points in curves.items():
+            x = [p[axis] * scale for p in points]
+            axes.plot(x, [p['mean'] for p in points], label=label, marker='o', markersize=3)
+            axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2)
+        axes.set(xlabel=name)
+        axes.grid(alpha=0.3)
+    lowest = min(p['lowest'] for points in curves.values() for p in points)
+    both[0].set(ylabel='validation loss, nats per token', ylim=(lowest - 0.03, lowest + 0.75))
+    both[1].legend()
+    figure.savefig(path, dpi=130)
+
+
+def main():
+    with sentences():
+        s, runs, _ = load_settings(Settings, sys.argv[1:])
+        if not runs:
+            raise UserError('which runs? python -m analysis.loss_curves RUN RUN ... --out=NAME')
+        curves = {label: curve(folders) for label, folders in group(runs).items()}
+        with open(f'{s.out}.csv', 'w', newline='') as file:
+            rows = [{'label': label} | p for label, points in curves.items() for p in points]
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        plot(curves, f'{s.out}.png')
+        first = next(iter(curves.values()))
+        for label, points in curves.items():
+            end = points[-1]
+            print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, {end["seeds"]} seeds) '
+                  f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
+            if points is not first:
+                tokens, minutes = crossing(points, first, 'tokens'), crossing(points, first, 'minutes')
+                print(f'  below the first line from {"no point on" if tokens is None else f"{tokens:,} tokens on"}, '
+                      f'by time from {"no point on" if minutes is None else f"{minutes:.1f} minutes on"}')
+        print(f'written to {s.out}.png and {s.out}.csv')
+
+
+if __name__ == '__main__':
+    main()

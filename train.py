@@ -399,14 +399,13 @@ def describe(s, c, data, world):
           f'{steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens, '
           f'{model.flops_per_token(s.block_size) / 1e6:,.1f} MFLOP per token')
     if s.dry_run:
-        values = []  # that linear layers take and give in a forward pass, here of shapes alone
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_forward_hook(lambda module, args, out: values.append(args[0].numel() + out.numel()))
-        idx = torch.zeros(rows, s.block_size, dtype=torch.int64, device='meta')
-        model(idx, idx)
+        layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.head]
+        weights = sum(m.weight.numel() for m in layers)
+        passes = (model.flops_per_token(1) / 6 - model.head.weight.numel()) / weights  # of a token through a layer: two streams are two
+        widths = sum(m.in_features + m.out_features for m in layers)
+        activations = rows * s.block_size * widths * passes * 2  # what linear layers take and give, in bf16
         print(f'estimated memory per process: {16 * n / 2**30:.2f} GiB for weights, gradients and AdamW, '
-              f'{2 * sum(values) / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks)')
+              f'{activations / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks)')
     return model, steps
 
 

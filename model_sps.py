@@ -74,9 +74,17 @@ class Config:
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
     @property
+    def persistent(self):
+        return METHODS[self.method][0]
+
+    @property
+    def emits(self):
+        return METHODS[self.method][1]
+
+    @property
     def windows(self):
         """[window of the x keys, window of the rho keys], None for all."""
-        return stream_windows(METHODS[self.method][0], self.window, self.persistent_window)
+        return stream_windows(self.persistent, self.window, self.persistent_window)
 
     @property
     def first_predict_layer(self):
@@ -130,7 +138,7 @@ class Cache:
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
         self.max_tokens, self.max_run = max_tokens, max_run
-        self.ring_stream = 0 if METHODS[config.method][0] == 'predict' else 1
+        self.ring_stream = 0 if config.persistent == 'predict' else 1
         self.longest_run = max(max_run, 16)  # longer runs on a cache that is not empty are cut into such pieces
         self.ring_slots = max_tokens + 1  # R
         if config.window is not None and config.window + self.longest_run < max_tokens + 1:
@@ -189,14 +197,13 @@ class Model(nn.Module):
         rho = self.embed.weight[c.n_ids].expand_as(x)  # eq. 3: <predict> after every x_i
         if c.predict_input == 'token':
             rho = rho + x
-        start = {'both': torch.stack([x, rho], 1), 'input': x.unsqueeze(1), 'predict': rho.unsqueeze(1)}
-        h = start['input'] if streams == 'both' and c.first_predict_layer else start[streams]
-        emitted = slice(1, 2) if METHODS[c.method][1] == 'predict' else slice(0, 1)
+        h = (rho if streams == 'predict' else x).unsqueeze(1)
+        emitted = slice(1, 2) if c.emits == 'predict' else slice(0, 1)
         for layer, block in enumerate(self.blocks):
             if layer < c.first_predict_layer and streams == 'predict':
                 continue
-            if layer == c.first_predict_layer and h.shape[1] < start[streams].shape[1]:
-                h = torch.cat([h, start['predict']], 1)
+            if layer == c.first_predict_layer and streams == 'both':
+                h = torch.stack([h[:, 0], rho], 1)
             emit = emitted if layer == c.n_layer - 1 and streams == 'both' else None
             here = lambda q, k, v, layer=layer: attend(layer, q, k, v)
             if c.checkpoint_blocks and self.training:
@@ -217,9 +224,8 @@ class Model(nn.Module):
         c = self.config
         if k.shape[1] == 1:
             return attention(q[:, 0], k[:, 0], v[:, 0], doc_start, c.windows[0]).unsqueeze(1)
-        persistent, emits = METHODS[c.method]
-        queries = 'both' if q.shape[1] == 2 else emits
-        return two_stream_attention(q, k, v, persistent, c.window, doc_start, c.persistent_window, queries)
+        queries = 'both' if q.shape[1] == 2 else c.emits
+        return two_stream_attention(q, k, v, c.persistent, c.window, doc_start, c.persistent_window, queries)
 
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token (eq. 4).
@@ -267,7 +273,7 @@ class Model(nn.Module):
         doc_start = self._extend_documents(tokens, cache, rows, positions) if c.eos_id is not None else None
         kept = (run[:, None] - cache.max_run).clamp(min=0) + torch.arange(min(n, cache.max_run), device=tokens.device)
         last = lambda x: None if x is None else x[rows, kept]  # of each row
-        if METHODS[c.method][0] == 'input' and c.window == 0 and n > cache.max_run and not all_positions:
+        if c.persistent == 'input' and c.window == 0 and n > cache.max_run and not all_positions:
             # x reads no rho: the prefill of a standard Transformer, then rho for the last tokens alone
             self._run(tokens, cache, positions, doc_start, 'input')
             h_last = self._run(last(tokens), cache, last(positions), last(doc_start), 'predict')
@@ -288,15 +294,7 @@ class Model(nn.Module):
             return torch.cat([self._run(t, cache, p, d, streams) for t, p, d in zip(*pieces, starts)], 1)
         rows, slots = torch.arange(len(tokens), device=device)[:, None], cache.slots(positions)
         cache.ring_positions[rows, slots[:, cache.ring_stream].clamp(max=R)] = positions
-        # which slots to read: on CPU only the filled ones; elsewhere all, so that shapes are static and nothing waits
-        filled = min(cache.max_tokens, int(positions.max())) + 1 if device.type == 'cpu' else cache.max_tokens + 1
-        ring, memory = slice(max(0, R - filled), R), slice(R, R + filled)
-        ring_keys, memory_keys = cache.ring_positions[:, ring], torch.arange(filled, device=device)
-        x, rho = (ring_keys, memory_keys) if cache.ring_stream == 0 else (memory_keys, ring_keys)
-        x_mask = visible(positions, x, doc_start, c.windows[0])
-        mask = two_stream_visible(positions, x, rho, c.windows, doc_start)
-        if cache.ring_stream == 1:
-            mask = mask.roll(ring_keys.shape[1], -1)  # in the order of the slots: the ring, then the memory
+        x_see, see = (None, None) if first else self._seen_slots(cache, positions, doc_start)
 
         def attend(layer, q, k, v):
             x_alone = k.shape[1] == 1 and streams != 'predict'
@@ -305,15 +303,28 @@ class Model(nn.Module):
             cache.v[layer, rows[..., None], stored] = v.to(cache.v.dtype)
             if first:
                 return self._attention(q, k, v, doc_start)
-            if x_alone:
-                seen, read = x_mask, ring if cache.ring_stream == 0 else memory
-            else:
-                seen, read = mask, slice(ring.start, memory.stop)
-                if q.shape[1] == 1:  # the stream that emits
-                    seen = mask[:, n:] if METHODS[c.method][1] == 'predict' else mask[:, :n]
-            return slot_attention(q.flatten(1, 2), cache.k[layer, :, read], cache.v[layer, :, read], seen).view_as(q)
+            read, mask = x_see if x_alone else see
+            if not x_alone and q.shape[1] == 1:  # the stream that emits
+                mask = mask[:, n:] if c.emits == 'predict' else mask[:, :n]
+            return slot_attention(q.flatten(1, 2), cache.k[layer, :, read], cache.v[layer, :, read], mask).view_as(q)
 
         return self._hidden(tokens, tuple(table[positions].unsqueeze(1) for table in cache.rope), attend, streams)
+
+    def _seen_slots(self, cache, positions, doc_start):
+        """Two of (slots to read, mask (B, queries, slots)): for x alone over x's slots, and for x and rho, 2n queries, over both.
+
+        On CPU only filled slots are read; elsewhere all, so that shapes are static and nothing waits for the host.
+        """
+        windows, R, device = self.config.windows, cache.ring_slots, positions.device
+        filled = min(cache.max_tokens, int(positions.max())) + 1 if device.type == 'cpu' else cache.max_tokens + 1
+        ring, memory = slice(max(0, R - filled), R), slice(R, R + filled)
+        in_ring, in_memory = cache.ring_positions[:, ring], torch.arange(filled, device=device)
+        x, rho = (in_ring, in_memory) if cache.ring_stream == 0 else (in_memory, in_ring)
+        mask = two_stream_visible(positions, x, rho, windows, doc_start)
+        if cache.ring_stream == 1:
+            mask = mask.roll(in_ring.shape[1], -1)  # in the order of the slots: the ring, then the memory
+        x_slots = ring if cache.ring_stream == 0 else memory
+        return (x_slots, visible(positions, x, doc_start, windows[0])), (slice(ring.start, memory.stop), mask)
 
     def _extend_documents(self, tokens, cache, rows, positions):
         """Where each new token's document starts (B, n); the cache learns it for the slot after each of them."""
@@ -334,7 +345,7 @@ class Model(nn.Module):
 
         x_keys, rho_keys = map(keys, c.windows)
         pairs = {'x': x_keys + rho_keys - 1, 'rho': x_keys + rho_keys}  # x_i does not see rho_i
-        emits = 'rho' if METHODS[c.method][1] == 'predict' else 'x'
+        emits = 'rho' if c.emits == 'predict' else 'x'
         two_streams = c.n_layer - c.first_predict_layer - 1  # layers, besides the last
         block = sum(p.numel() for p in self.blocks[0].parameters() if p.dim() >= 2)
         used = block * (c.first_predict_layer + 2 * two_streams + 1) + 2 * c.n_embd ** 2 + self.head.weight.numel()

@@ -170,16 +170,18 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
     if q.shape[1] != len(STREAMS[queries]):
         raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', 1 with 'input' or 'predict'")
     T, windows, on_cpu = q.shape[2], stream_windows(persistent, window, persistent_window), q.device.type == 'cpu'
+    step = 512  # queries of each stream in a tile: small enough to skip most of what the pattern leaves out
+    if on_cpu:
+        step = QUERY_BLOCK // 2 if T <= QUERY_BLOCK else QUERY_BLOCK  # as measured by bench/attention.py
     q, k, v = (x.transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
     attend = F.scaled_dot_product_attention
     if on_cpu:
         attend = _dense_attention if T <= DENSE_T or not torch.is_grad_enabled() else _dense_attention_again
     position = torch.arange(T, device=q.device)
     tiles = []
-    step = T if not on_cpu else QUERY_BLOCK if T > QUERY_BLOCK else QUERY_BLOCK // 2  # bench/attention.py
     for a in range(0, T, step):
         b = min(a + step, T)
-        document = 0 if doc_start is None or a == 0 else int(doc_start[:, a].min())
+        document = 0 if doc_start is None or a == 0 or not on_cpu else int(doc_start[:, a].min())  # elsewhere it would wait
         x_keys, rho_keys = (slice(max(document, 0 if w is None else a - w), b) for w in windows)
         doc = None if doc_start is None else doc_start[:, a:b]
         mask = two_stream_visible(position[a:b], position[x_keys], position[rho_keys], windows, doc, queries)
@@ -251,7 +253,7 @@ def rotate_reference(x, cos, sin):
 def rotate(x, cos, sin):
     """Rotary position embedding: turns each pair (x_j, x_{j + D/2}) by its angle, the layout of Hugging Face Llama.
 
-    x (B, T, H, D) of any dtype; cos, sin (T, 1, D/2) or (B, T, 1, D/2) from `rope_table`.
+    x (..., T, H, D) of any dtype; cos, sin from `rope_table`, (T, 1, D/2) or whatever broadcasts to (..., T, H, D/2).
     """
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
 

@@ -34,7 +34,7 @@ METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits
 class Config:
     method: str = 'sps'  # sps, two_x_memory, delayed_state or reverse_sps
     window: int | None = 64  # w: positions of the past that a query sees of the windowed stream; None: all (2x Memory needs None)
-    predict_layers: int | None = None  # beyond the paper: the rho stream runs in the top so many layers only; None: in all
+    predict_layers: int | None = None  # beyond the paper: rho runs in the top so many layers only, below x sees x as ever; None: in all
     predict_input: str = 'predict'  # rho_i starts from e_predict; beyond the paper, 'token': from e_predict + e_{x_i}
     persistent_window: int | None = None  # for analysis (section 5): limits the persistent stream too; None: no limit
     n_layer: int = 12  # blocks, L
@@ -109,18 +109,16 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
     def forward(self, h, rope, attend, emit=None):
-        """h (B, S, T, C) -> (B, S, T, C), or (B, 1, T, C) of the stream `emit` alone. attend(q, k, v) is the attention of q's streams."""
-        C = h.shape[-1]
-        x = self.attn_norm(h)
-        heads = lambda x: x.unflatten(-1, (-1, C // self.n_head))  # (B, S, T, H, D)
-        if emit is None:
-            qk, v = heads(self.qkv(x)).tensor_split([2 * self.n_head], -2)  # eq. 7
-            q, k = rotate(qk, *rope).chunk(2, -2)
-        else:  # nothing reads the other stream's output: its keys and values are enough
-            q_weight, kv_weight = self.qkv.weight.split([C, 2 * C])
-            h, q = h[:, emit], rotate(heads(F.linear(x[:, emit], q_weight)), *rope)
-            k, v = heads(F.linear(x, kv_weight)).chunk(2, -2)
-            k = rotate(k, *rope)
+        """h (B, S, T, C) -> the same shape. attend(q, k, v), each (B, S, T, H, D), is the attention, over this window or over a cache.
+
+        With emit, a slice of one stream, only that stream comes out, (B, 1, T, C): the last layer needs of the other its keys and
+        values alone.
+        """
+        qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (3 * self.n_head, -1))  # eq. 7
+        qk, v = qkv.tensor_split([2 * self.n_head], -2)
+        q, k = rotate(qk, *rope).chunk(2, -2)
+        if emit is not None:
+            h, q = h[:, emit], q[:, emit]
         h = h + self.attn_out(attend(q, k, v).flatten(-2))  # eq. 8, 9
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
@@ -131,18 +129,18 @@ class Cache:
 
     A layer has R + max_tokens + 1 slots. The memory of the persistent stream grows up from slot R: position p in slot R + p. The
     ring of the windowed stream lies before it: position p in slot R - 1 - p % R. So what is filled is one stretch around R. The
-    ring is longer than w by the longest run that is written before it is read, which leaves room for rollback too. Where both
-    streams persist, the ring is rho's and as long as the memory. The last slot is spare: what lands there is never seen.
-    Layers without a rho stream leave its slots empty.
+    ring has w slots, those of the longest run that is written before it is read (after its rollback, the w before it are still
+    there), and one for padding. Where both streams persist, the ring is rho's and as long as the memory. The last slot is spare:
+    what lands there is never seen. Layers without a rho stream leave its slots empty.
     """
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
         self.max_tokens, self.max_run = max_tokens, max_run
         self.ring_stream = 0 if config.persistent == 'predict' else 1
-        self.longest_run = max(max_run, 16)  # longer runs on a cache that is not empty are cut into such pieces
+        self.longest_run = max(max_run, 16)  # longer runs on a cache that is not empty are cut into such pieces; more would cost memory
         self.ring_slots = max_tokens + 1  # R
-        if config.window is not None and config.window + self.longest_run < max_tokens + 1:
-            self.ring_slots = config.window + self.longest_run
+        if config.window is not None and config.window + self.longest_run < max_tokens:
+            self.ring_slots = config.window + self.longest_run + 1
         else:
             self.longest_run = max_tokens  # the ring holds everything
         head_size = config.n_embd // config.n_head
@@ -288,7 +286,7 @@ class Model(nn.Module):
         """The final vectors (B, n, C) of tokens (B, n) at positions (B, n); their keys and values go to the cache."""
         c, R, n, device = self.config, cache.ring_slots, tokens.shape[1], tokens.device
         first = n > cache.max_run and not cache.lengths.any()  # the cache is empty: these tokens see only each other
-        if n > cache.longest_run and not first:
+        if n > cache.longest_run and not first and streams != 'input':  # x alone needs no ring
             pieces = [x.split(cache.longest_run, 1) for x in (tokens, positions)]
             starts = [None] * len(pieces[0]) if doc_start is None else doc_start.split(cache.longest_run, 1)
             return torch.cat([self._run(t, cache, p, d, streams) for t, p, d in zip(*pieces, starts)], 1)

@@ -246,7 +246,7 @@ def start_folder(s, c, data, machine):
 def start_log(s, step):
     """Opens log.jsonl for appending, cut back to the records up to `step`: those after it will come again."""
     path = Path(s.out_dir) / 'log.jsonl'
-    kept = [r for r in read_log(s.out_dir) if r['step'] <= step]
+    kept = [r for r in config.read_log(s.out_dir) if r['step'] <= step]
     temporary = path.with_name('.log.jsonl.writing')
     with open(temporary, 'w') as file:
         file.write(''.join(json.dumps(r) + '\n' for r in kept))
@@ -256,21 +256,12 @@ def start_log(s, step):
     return open(path, 'a', buffering=1)
 
 
-def read_log(folder):
-    """The records of a run's log.jsonl; a last line cut by a kill is left out."""
-    path, records = Path(folder) / 'log.jsonl', []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
-
-
 def plot_loss(folder):
     """Writes loss.png: training and validation loss against tokens."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    records = read_log(folder)
+    records = config.read_log(folder)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
     for key, style, label in (('nll', dict(alpha=0.5, linewidth=0.8), 'training'), ('val', dict(marker='o', markersize=3), 'validation')):
         points = [(r['tokens'], r[key]) for r in records if key in r]
@@ -401,7 +392,8 @@ def describe(s, c, data, world):
     if s.dry_run:
         layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.head]
         weights = sum(m.weight.numel() for m in layers)
-        passes = (model.flops_per_token(1) / 6 - model.head.weight.numel()) / weights  # of a token through a layer: two streams are two
+        # how often a token passes a layer, two streams being two: flops_per_token counts 6 for each (at T = 1 attention is nothing)
+        passes = (model.flops_per_token(1) / 6 - model.head.weight.numel()) / weights
         widths = sum(m.in_features + m.out_features for m in layers)
         activations = rows * s.block_size * widths * passes * 2  # what linear layers take and give, in bf16
         print(f'estimated memory per process: {16 * n / 2**30:.2f} GiB for weights, gradients and AdamW, '

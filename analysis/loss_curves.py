@@ -6,13 +6,15 @@ Writes NAME.png (a line per configuration, a band from the lowest to the highest
 line goes below the first one's for good. Time is that of the runs' own logs: compare runs that had the same machine.
 """
 import csv
-import json
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import UserError, load_settings, read_run, sentences
+from config import UserError, load_settings, read_log, read_run, sentences
+
+NO_DIFFERENCE = {'seed', 'out_dir', 'resume', 'overwrite', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval', 'save_interval',
+                 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # to what a curve is
 
 
 @dataclass
@@ -21,18 +23,19 @@ class Settings:
 
 
 def group(runs):
-    """{label: [run folder, one a seed]}. The label is the model's name and the values in which runs of that model differ."""
-    values = {}
+    """{label: [run folder, one a seed]}. A label is the method or model, then the settings in which runs differ: those of
+    training among all runs, those of the model among the runs of that method."""
+    own = {}
     for run in runs:
         record = read_run(run)
-        settings = {k: v for k, v in record['settings'].items() if k not in ('seed', 'out_dir', 'resume', 'overwrite')}
-        values[run] = settings | record['model_config']
+        name = record['model_config'].get('method', record['model'])
+        training = {k: v for k, v in record['settings'].items() if k not in NO_DIFFERENCE | {'model'}}
+        own[run] = name, training, record['model_config']
     groups = {}
-    for run, own in values.items():
-        same_model = [v for v in values.values() if v['model'] == own['model']]
-        differs = [k for k in own if any(v[k] != own[k] for v in same_model)]
-        label = ', '.join([own.get('method', own['model']), *(f'{k}={own[k]}' for k in differs if k != 'method')])
-        groups.setdefault(label, []).append(run)
+    for name, training, model in own.values():
+        differs = [f'{k}={v}' for k, v in training.items() if any(other[1].get(k) != v for other in own.values())]
+        differs += [f'{k}={v}' for k, v in model.items() if any(other[0] == name and other[2].get(k) != v for other in own.values())]
+        groups[', '.join([name, *differs])] = [run for run in runs if own[run] == (name, training, model)]
     return groups
 
 
@@ -40,8 +43,7 @@ def curve(runs):
     """Points {'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'} at the steps where every run has a validation loss."""
     logs = []
     for run in runs:
-        records = [json.loads(line) for line in (Path(run) / 'log.jsonl').read_text().splitlines()]
-        logs.append({r['tokens']: r for r in records if 'val' in r})
+        logs.append({r['tokens']: r for r in read_log(run) if 'val' in r})
     points = []
     for tokens in sorted(set.intersection(*map(set, logs))):
         losses = [log[tokens]['val'] for log in logs]

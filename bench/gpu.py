@@ -23,7 +23,7 @@ STEPS = {
 def main():
     import torch
     if not torch.cuda.is_available():
-        sys.exit('gpu.py: PyTorch sees no GPU here; without one, run python -m bench.train_step and python -m bench.generate')
+        sys.exit('gpu.py: PyTorch sees no GPU here; without one, run the benchmarks one by one: python -m bench.train_step')
     options = dict(arg.removeprefix('--').split('=', 1) for arg in sys.argv[1:])
     end = time.time() + float(options.pop('limit', 540))
     out = options.pop('out', None)

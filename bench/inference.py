@@ -17,26 +17,25 @@ from sample import generate, pack_weights, roomy_cache
 GPU = torch.cuda.is_available()
 BATCH, PREFILL, NEW = (16, 1024, 3072) if GPU else (4, 256, 128)
 SHAPE = dict(n_layer=12, n_head=12, n_embd=768) if GPU else dict(n_layer=8, n_head=8, n_embd=512)
+PROMPTS = torch.randint(0, 50256, (BATCH, PREFILL), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def make_side(name):
-    """(function that decodes NEW tokens after the prefill, function that does the prefill and one token)."""
-    model = pack_weights(make_model(name, **SHAPE).eval().to(torch.bfloat16))
-    prompts = torch.randint(0, 50256, (BATCH, PREFILL), generator=torch.Generator().manual_seed(0)).tolist()
-    return lambda: generate(model, prompts, NEW, temperature=0), lambda: generate(model, prompts, 1, temperature=0)
+def ready_model(name):
+    return pack_weights(make_model(name, **SHAPE).eval().to(torch.bfloat16))
 
 
 def memory(name):
     """Bytes {'peak', 'held', 'cache'} of generating once with this method; to be called in a fresh process."""
     torch.zeros(1, device='cuda' if GPU else 'cpu')
     before = resident()['held']
-    run, _ = make_side(name)
-    if not GPU:
-        Path('/proc/self/clear_refs').write_text('5')  # the peak starts again, at what is held
-    run()
-    used = {k: v - before for k, v in resident().items()}
-    model = make_model(name, **SHAPE).to(torch.bfloat16)
-    return used | {'cache': roomy_cache(model, [[0] * PREFILL] * BATCH, NEW).nbytes}
+    model = ready_model(name)
+    cache = roomy_cache(model, PROMPTS, NEW)
+    if GPU:  # the peak starts again, at what is held
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path('/proc/self/clear_refs').write_text('5')
+    generate(model, PROMPTS, NEW, temperature=0, cache=cache)
+    return {k: v - before for k, v in resident().items()} | {'cache': cache.nbytes}
 
 
 def resident():
@@ -48,12 +47,12 @@ def resident():
 
 
 def main():
-    sides = {name: make_side(name) for name in FAMILY}
-    whole = alternate({name: side[0] for name, side in sides.items()}, rounds=3, warmup=1)
-    prefill = alternate({name: side[1] for name, side in sides.items()}, rounds=7, warmup=1)
+    models = {name: ready_model(name) for name in FAMILY}
+    tokens = lambda n: {name: lambda model=model: generate(model, PROMPTS, n, temperature=0) for name, model in models.items()}
+    whole, prefill = alternate(tokens(NEW), rounds=3, warmup=1), alternate(tokens(1), rounds=7, warmup=1)
     rows = [{'what': what} | {name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}
             for what, seconds in (('end-to-end tokens/s', whole), ('prefill tokens/s', prefill))]
-    del sides
+    del models
     used = {}
     for name in FAMILY:
         out = subprocess.run([sys.executable, '-m', 'bench.inference', name], stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -27,7 +27,7 @@ import shutil
 import sys
 import types
 import typing
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -255,6 +255,15 @@ def read_run(folder):
         return {key: record[key] for key in ('model', 'settings', 'model_config', 'data', 'versions')}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f'{path} is damaged ({type(error).__name__}: {error}); copy the run again or train it anew')
+
+
+def read_log(folder):
+    """The records of a run's log.jsonl; a last line cut by a kill is left out."""
+    path, records = Path(folder) / 'log.jsonl', []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def load_run(folder, device='cpu', dtype=None):

@@ -6,7 +6,7 @@ A data folder holds shards of token ids, little-endian and nothing else, and met
      "splits": {"train": {"tokens": ..., "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}}
 
 Every document is followed by one eos. Built-in data is one file each in this folder, with a function build(folder). A folder of
-.txt files is data too: its bytes are built into such a folder on first use.
+.txt files is data too: on first use it is built into such a folder, as bytes, in pieces of some thousand characters.
 """
 import hashlib
 import importlib
@@ -22,7 +22,7 @@ import torch
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
 VAL_SHARE = 0.05  # of the documents of built-in data and of text folders
-PIECE = 10_000  # characters of a document that is cut out of a .txt file, at least
+PIECE = 10_000  # bytes of the documents that .txt files are cut into, about; less where there is little text
 
 
 class UserError(ValueError):
@@ -144,12 +144,13 @@ def split_of(text):
 
 
 def text_documents(paths):
-    """Yields the texts of files in pieces of PIECE characters and more that end at a line's end."""
+    """Yields the texts of files in pieces that end at a line's end."""
+    size = min(PIECE, sum(path.stat().st_size for path in paths) // 100)
     for path in paths:
         piece = ''
         for line in path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True):
             piece += line
-            if len(piece) >= PIECE:
+            if len(piece) >= size:
                 yield piece
                 piece = ''
         if piece.strip():
@@ -163,9 +164,9 @@ def open_data(name):
     folder, build = Path(name), None
     if name in builtin_data():
         folder, build = BUILT / name, importlib.import_module(f'data.{name}').build
-    elif not (folder / 'meta.json').exists() and (paths := sorted(folder.rglob('*.txt'))):
+    elif not (folder / 'meta.json').exists() and (paths := sorted(p for p in folder.rglob('*.txt') if p.is_file())):
         files = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-        folder = BUILT / f'{folder.resolve().name}-{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]}'
+        folder = BUILT / f'{folder.resolve().name}-{hashlib.sha256(json.dumps([files, PIECE, VAL_SHARE]).encode()).hexdigest()[:12]}'
         build = lambda folder: write_data(folder, load_tokenizer('byte'), ((split_of(text), text) for text in text_documents(paths)))
     if build and not folder.exists():
         print(f'building {folder} ...', flush=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import attn_kernels
 import config
 import model_standard
 from bench import to_llama
@@ -60,8 +61,8 @@ def some_tokens(B, T, seed=0):
 @pytest.mark.parametrize('seed', range(3))
 def test_cached_decoding_equals_full_forward(variant, seed, device):
     """Ragged rows, random cuts into extend calls, and rollbacks in between."""
-    rng, T = random.Random(seed), 70
-    model, idx, max_run = make(variant, device), some_tokens(3, T, seed).to(device), 4
+    rng, T, max_run = random.Random(seed), 90, (1, 4, 18)[seed]
+    model, idx = make(variant, device), some_tokens(3, T, seed).to(device)
     want = model.logits(idx)
     cache = model.new_cache(3, T, max_run)
     assert cache.nbytes > 0
@@ -84,11 +85,13 @@ def test_cached_decoding_equals_full_forward(variant, seed, device):
             done[b] += n
         if max(done) + max_run <= T and rng.random() < 0.5:  # a draft that is refused: wrong tokens, ends of documents among them
             wrong = torch.tensor([[rng.choice([59, 3, 8]) for _ in range(max_run)] for _ in range(3)], device=device)
-            keep = [rng.randint(0, max_run) for _ in range(3)]
+            drafted = [rng.randint(1, max_run) for _ in range(3)]
+            keep = [rng.choice([0, n, rng.randint(0, n)]) for n in drafted]
             for b, n in enumerate(keep):
                 wrong[b, :n] = idx[b, done[b]:done[b] + n]
-            model.extend(wrong, cache)
-            cache.rollback(max_run - torch.tensor(keep, device=device))
+            drafted = torch.tensor(drafted, device=device)
+            model.extend(wrong, cache, drafted)
+            cache.rollback(drafted - torch.tensor(keep, device=device))
             done = [d + n for d, n in zip(done, keep)]
         assert cache.lengths.tolist() == done
 
@@ -118,8 +121,12 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     assert (model.logits(idx)[..., 60:] == float('-inf')).all()
 
 
-def test_bf16_weights_and_autocast_stay_close_to_fp32(device):
-    model, idx = make('standard, documents', device), some_tokens(2, 30).to(device)
+ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps']
+
+
+@pytest.mark.parametrize('variant', ONE_OF_EACH)
+def test_bf16_weights_and_autocast_stay_close_to_fp32(variant, device):
+    model, idx = make(variant, device), some_tokens(2, 30).to(device)
     want, loss = model.logits(idx)[..., :60], model(idx, idx)['loss']
     with torch.autocast(device, torch.bfloat16):
         half = model(idx, idx)['loss']
@@ -146,14 +153,30 @@ def test_a_full_cache_is_a_sentence():
         model.extend(torch.zeros(1, 4, dtype=torch.int64), cache)
 
 
-def test_checkpointed_blocks_give_the_same_gradients():
-    model = make('standard, documents').train()
+@pytest.mark.parametrize('variant', ONE_OF_EACH)
+def test_checkpointed_blocks_give_the_same_gradients(variant):
+    model = make(variant).train()
     again = copy.deepcopy(model)
     again.config.checkpoint_blocks = True
     idx = some_tokens(2, 20)
     for m in (model, again):
         m(idx, idx)['loss'].backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_short_runs_never_wait_for_a_device(variant, monkeypatch):
+    """Tensors of the meta device have no values: whatever would wait for one on a GPU fails here."""
+    name, values = VARIANTS[variant]
+    module = config.model_file(name)
+    monkeypatch.setattr(module, 'rms_norm', attn_kernels.rms_norm_reference)  # autocast does not know the meta device
+    with torch.device('meta'):
+        model = module.Model(module.Config(**SMALL, **values)).eval()
+        cache = model.new_cache(2, 90, max_run=4)
+        for n in (1, 4):
+            for lengths in (None, torch.ones(2, dtype=torch.int64)):
+                assert model.extend(torch.zeros(2, n, dtype=torch.int64), cache, lengths).shape == (2, 64)
+        cache.rollback(1)
 
 
 @pytest.mark.parametrize('variant', VARIANTS)

@@ -4,15 +4,16 @@ import copy
 import pytest
 import torch
 
+import model_sps
 import model_standard
 import sample
 from conftest import assert_sentence, run, train_tiny
 from sample import generate, pack_weights, token_probs
 
 
-def make(device='cpu', eos_id=None):
+def make(device='cpu', eos_id=None, module=model_standard):
     torch.manual_seed(0)
-    model = model_standard.Model(model_standard.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=eos_id))
+    model = module.Model(module.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=eos_id))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model.to(device).eval()
@@ -21,9 +22,9 @@ def make(device='cpu', eos_id=None):
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize('eos_id', [None, 59])
-def test_greedy_generation_equals_full_forwards(eos_id, device):
-    model = make(device, eos_id)
+@pytest.mark.parametrize('eos_id, module', [(None, model_standard), (59, model_standard), (59, model_sps)])
+def test_greedy_generation_equals_full_forwards(eos_id, module, device):
+    model = make(device, eos_id, module)
     got = generate(model, PROMPTS, 20, temperature=0)
     for prompt, new in zip(PROMPTS, got):
         ids = list(prompt)

@@ -32,30 +32,36 @@ def layouts(T=22):
     return idx
 
 
-def sees(method, window, query, key, document):
+def sees(config, query, key, document):
     """Whether a query (step, stream) sees a key (step, stream): the paper's section 3 and 4, in words. document: of each step."""
     (i, asks), (k, read) = query, key
     if k > i or document[k] != document[i]:
         return False
     if k == i and asks == 'x' and read == 'rho':  # x_i comes before rho_i
         return False
-    persistent = {'sps': 'x', 'two_x_memory': 'x rho', 'delayed_state': 'rho', 'reverse_sps': 'rho'}[method].split()
-    return read in persistent or window is None or k >= i - window
+    persistent = {'sps': 'x', 'two_x_memory': 'x rho', 'delayed_state': 'rho', 'reverse_sps': 'rho'}[config.method].split()
+    limit = config.persistent_window if read in persistent else config.window
+    return limit is None or k >= i - limit
 
 
-def pairwise_mask(method, window, row, documents=True):
+def pairwise_mask(config, row):
     """(2T, 2T) over x_0, rho_0, x_1, rho_1, ..."""
-    document = [int((row[:i] == EOS).sum()) if documents else 0 for i in range(len(row))]
+    document = [int((row[:i] == EOS).sum()) if config.eos_id else 0 for i in range(len(row))]
     steps = [(i, stream) for i in range(len(row)) for stream in ('x', 'rho')]
-    return torch.tensor([[sees(method, window, q, k, document) for k in steps] for q in steps])
+    return torch.tensor([[sees(config, q, k, document) for k in steps] for q in steps])
 
 
-def interleaved_logits(model, idx, masks):
-    """Appendix A on the sequence of eq. 3, all layers in full, in the dtype of the weights. idx (B, T), masks (B, 2T, 2T) -> (B, T, V)."""
+def interleaved_logits(model, idx):
+    """Appendix A on the sequence of eq. 3, all layers in full, in the dtype of the weights. idx (B, T) -> (B, T, V).
+
+    Below the layers that predict_layers names, rho is not seen and stays what it is.
+    """
     c, B, T = model.config, *idx.shape
     x = model.embed.weight[idx]
     rho = model.embed.weight[c.n_ids] + (x if c.predict_input == 'token' else torch.zeros_like(x))
-    h = torch.stack([x, rho], 2).view(B, 2 * T, c.n_embd)
+    h = torch.stack([x, rho.expand_as(x)], 2).view(B, 2 * T, c.n_embd)
+    masks = torch.stack([pairwise_mask(c, row) for row in idx])
+    is_rho = torch.arange(2 * T) % 2 == 1
     norm = lambda h, layer: h / (h.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * layer.weight
     D = c.n_embd // c.n_head
     angles = torch.arange(T, dtype=torch.float32).repeat_interleave(2)[:, None] * c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
@@ -65,13 +71,16 @@ def interleaved_logits(model, idx, masks):
         y = torch.complex(*x.double().chunk(2, -1)) * turn
         return torch.cat([y.real, y.imag], -1).to(x.dtype)
 
-    for block in model.blocks:
+    for layer, block in enumerate(model.blocks):
+        below = c.predict_layers is not None and layer < c.n_layer - c.predict_layers
+        seen, start = masks & ~(is_rho & below), h
         q, k, v = (x.view(B, 2 * T, c.n_head, D) for x in (norm(h, block.attn_norm) @ block.qkv.weight.T).chunk(3, -1))
         scores = torch.einsum('bqhd,bkhd->bhqk', rotated(q), rotated(k)) / D ** 0.5
-        p = scores.masked_fill(~masks[:, None], float('-inf')).softmax(-1)
+        p = scores.masked_fill(~seen[:, None], -1e30).softmax(-1)
         h = h + torch.einsum('bhqk,bkhd->bqhd', p, v).flatten(2) @ block.attn_out.weight.T
         gate, up = (norm(h, block.ffn_norm) @ block.gate_up.weight.T).chunk(2, -1)
         h = h + (F.silu(gate) * up) @ block.ffn_out.weight.T
+        h = torch.where((is_rho & below)[:, None], start, h)
     emitted = h[:, 0::2] if c.method == 'reverse_sps' else h[:, 1::2]
     return norm(emitted, model.norm) @ model.head.weight.T
 
@@ -80,14 +89,16 @@ def relative_error(got, want):
     return (got.double() - want).abs().max() / want.abs().max()
 
 
-@pytest.mark.parametrize('predict_input', ['predict', 'token'])
+BEYOND = [dict(), dict(predict_input='token', predict_layers=2), dict(persistent_window=5), dict(predict_layers=1, persistent_window=0)]
+
+
+@pytest.mark.parametrize('beyond', BEYOND, ids=lambda b: '-'.join(b) or 'paper')
 @pytest.mark.parametrize('documents', [True, False])
 @pytest.mark.parametrize('method, window', PATTERNS)
-def test_logits_and_gradients_equal_a_mask_built_pair_by_pair(method, window, documents, predict_input):
-    model, idx = make(method=method, window=window, eos_id=EOS if documents else None, predict_input=predict_input), layouts()
+def test_logits_and_gradients_equal_a_mask_built_pair_by_pair(method, window, documents, beyond):
+    model, idx = make(method=method, window=window, eos_id=EOS if documents else None, **beyond), layouts()
     exact = copy.deepcopy(model).double()
-    masks = torch.stack([pairwise_mask(method, window, row, documents) for row in idx])
-    logits, want = model.logits(idx), interleaved_logits(exact, idx, masks)
+    logits, want = model.logits(idx), interleaved_logits(exact, idx)
     assert relative_error(logits[..., :60], want[..., :60]) < 1e-5
     targets = idx.roll(-1, 1)
     model(idx, targets)['loss'].backward()
@@ -97,12 +108,8 @@ def test_logits_and_gradients_equal_a_mask_built_pair_by_pair(method, window, do
         assert relative_error(p.grad, q.grad) < 1e-5
 
 
-def test_layers_below_predict_layers_hold_x_alone():
-    """With predict_layers = n_layer nothing changes; with fewer, the first layers are those of a standard Transformer."""
-    whole, idx = make(eos_id=EOS, window=3), layouts()
-    part = make(eos_id=EOS, window=3, predict_layers=3)
-    assert torch.equal(whole.logits(idx), part.logits(idx))
-    one, standard = make(eos_id=EOS, window=3, predict_layers=1), make(model_standard, eos_id=EOS)
+def test_layers_below_predict_layers_are_those_of_a_standard_transformer():
+    one, standard, idx = make(eos_id=EOS, window=3, predict_layers=1), make(model_standard, eos_id=EOS), layouts()
     seen = {}
     for name, model in (('sps', one), ('standard', standard)):
         model.blocks[1].register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
@@ -169,11 +176,11 @@ def test_cache_is_the_size_of_standards_and_a_ring():
 
 
 @pytest.mark.parametrize('values', [dict(), dict(window=0), dict(window=3, predict_layers=2), dict(method='two_x_memory', window=None),
-                                    dict(method='delayed_state', window=4), dict(method='reverse_sps', window=50)])
+                                    dict(method='delayed_state', window=4, persistent_window=6), dict(method='reverse_sps', window=50)])
 def test_flops_count_the_pairs_of_the_pattern(values):
     model, T, C, L = make(eos_id=None, **values), 12, 32, 3
     c = model.config
-    mask = pairwise_mask(c.method, c.window, torch.zeros(T))
+    mask = pairwise_mask(c, torch.zeros(T))
     x, rho = mask[0::2], mask[1::2]
     emits = x if c.method == 'reverse_sps' else rho
     below = L - (c.predict_layers or L)

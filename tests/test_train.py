@@ -20,7 +20,7 @@ from data import load_tokenizer, open_data, write_data
 
 def losses(out):
     """{step: (loss, val, lr, gradient norm)} of a run's log."""
-    return {r['step']: (r['loss'], r.get('val'), r['lr'], r['grad_norm']) for r in train.read_log(out)}
+    return {r['step']: (r['loss'], r.get('val'), r['lr'], r['grad_norm']) for r in config.read_log(out)}
 
 
 @pytest.fixture(scope='module')
@@ -32,7 +32,7 @@ def undisturbed(tiny_data, tmp_path_factory):
 
 
 def test_a_run_learns_and_leaves_its_records(undisturbed):
-    log = train.read_log(undisturbed)
+    log = config.read_log(undisturbed)
     assert [r['step'] for r in log] == list(range(1, 21))
     assert log[-1]['loss'] < log[0]['loss'] - 1
     assert {'step', 'tokens', 'seconds', 'loss', 'nll', 'lr', 'grad_norm', 'tokens_per_s', 'mfu'} <= log[0].keys()
@@ -41,6 +41,19 @@ def test_a_run_learns_and_leaves_its_records(undisturbed):
     model, record = config.load_run(undisturbed)
     assert record['model'] == 'standard' and record['data']['tokenizer'] == 'byte'
     assert sorted(p.name for p in config.checkpoints(undisturbed)) == ['step_00000015', 'step_00000020']
+
+
+def test_a_two_stream_run_resumes_on_the_same_losses_and_generates(tiny_data, tmp_path):
+    args = ['--model=sps', '--window=4', '--predict_input=token']
+    result = train_tiny(tiny_data, tmp_path / 'run', *args)
+    assert result.returncode == 0, result.stderr
+    want = losses(tmp_path / 'run')
+    shutil.rmtree(tmp_path / 'run/ckpt/step_00000020')
+    result = train_tiny(tiny_data, tmp_path / 'run', *args, '--resume')
+    assert result.returncode == 0 and 'from step 15' in result.stdout, result.stdout + result.stderr
+    assert losses(tmp_path / 'run') == want and want[20][0] < want[1][0] - 1
+    sampled = run('sample.py', tmp_path / 'run', 'abc', '--max_new_tokens=8', '--ignore_eos')
+    assert sampled.returncode == 0 and '8 tokens' in sampled.stderr, sampled.stderr
 
 
 @pytest.mark.parametrize('args, processes', [(['--micro_batch_size=1'], 1), (['--micro_batch_size=2'], 1), (['--micro_batch_size=3'], 1), ([], 2),
@@ -101,7 +114,7 @@ def test_twenty_kills_lose_nothing(tiny_data, tmp_path):
     result = run('train.py', *command, '--resume')
     assert result.returncode == 0, result.stderr
     assert losses(out) == losses(tmp_path / 'whole')
-    assert [r['step'] for r in train.read_log(out)] == list(range(1, steps + 1))
+    assert [r['step'] for r in config.read_log(out)] == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize('sig', [signal.SIGINT, signal.SIGTERM])
@@ -109,12 +122,12 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny_data, tmp_p
     out = tmp_path / 'stopped'
     command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={5000 * STEP_TOKENS}', '--save_interval=5000', '--eval_interval=5000']
     process = subprocess.Popen([sys.executable, 'train.py', *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while len(train.read_log(out)) < 3 and process.poll() is None:
+    while len(config.read_log(out)) < 3 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(sig)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
-    step = train.read_log(out)[-1]['step']
+    step = config.read_log(out)[-1]['step']
     assert f'stopped after step {step}' in stdout and 'python train.py' in stdout and '--resume' in stdout
     assert config.load_checkpoint(out)[0]['step'] == step
 
@@ -124,11 +137,11 @@ def test_a_stop_of_two_processes_is_agreed(tiny_data, tmp_path):
     command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={50000 * STEP_TOKENS}', '--eval_interval=50000']
     start = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py']
     process = subprocess.Popen([*start, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while len(train.read_log(out)) < 3 and process.poll() is None:
+    while len(config.read_log(out)) < 3 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=60)
-    step = train.read_log(out)[-1]['step']
+    step = config.read_log(out)[-1]['step']
     assert config.load_checkpoint(out)[0]['step'] == step
     assert f'stopped after step {step}. Go on with: torchrun --nproc_per_node=2 train.py' in stdout
 
@@ -211,7 +224,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tiny_data,
     result = train_tiny(tiny_data, tmp_path / 'out', '--learning_rate=1e30', '--grad_clip=0', '--save_interval=1')
     assert_sentence(result, 'the loss became', 'learning rate', 'lower learning_rate')
     model, _ = config.load_run(tmp_path / 'out')
-    assert len(train.read_log(tmp_path / 'out')) == config.load_checkpoint(tmp_path / 'out')[0]['step']
+    assert len(config.read_log(tmp_path / 'out')) == config.load_checkpoint(tmp_path / 'out')[0]['step']
 
 
 def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, undisturbed, tmp_path):

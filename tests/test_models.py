@@ -83,6 +83,10 @@ def test_cached_decoding_equals_full_forward(variant, seed, device):
             expected = want[b, done[b]:done[b] + n] if every else want[b, done[b] + n - 1:done[b] + n]
             assert (got[:, :60] - expected[:, :60]).abs().max() < 1e-4
             done[b] += n
+        if rng.random() < 0.3:  # the end of any run can be forgotten
+            back = [rng.choice([0, min(n, max_run)]) for n in run]
+            cache.rollback(torch.tensor(back, device=device))
+            done = [d - n for d, n in zip(done, back)]
         if max(done) + max_run <= T and rng.random() < 0.5:  # a draft that is refused: wrong tokens, ends of documents among them
             wrong = torch.tensor([[rng.choice([59, 3, 8]) for _ in range(max_run)] for _ in range(3)], device=device)
             drafted = [rng.randint(1, max_run) for _ in range(3)]

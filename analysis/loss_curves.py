@@ -76,7 +76,7 @@ def plot(curves, path):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    figure, both = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout='constrained')
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout='constrained')
     for axes, axis, scale, name in zip(both, ('tokens', 'minutes'), (1e-6, 1), ('million tokens', 'minutes of training')):
         for label, points in curves.items():
             x = [p[axis] * scale for p in points]
@@ -86,7 +86,7 @@ def plot(curves, path):
         axes.grid(alpha=0.3)
     lowest = min(p['lowest'] for points in curves.values() for p in points)
     both[0].set(ylabel='validation loss, nats per token', ylim=(lowest - 0.03, lowest + 0.75))
-    both[1].legend()
+    figure.legend(*both[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
     figure.savefig(path, dpi=130)
 
 

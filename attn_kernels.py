@@ -109,21 +109,22 @@ def _dense_attention(q, k, v, mask):
 def cached_attention(q, k_cache, v_cache, positions, doc_start=None, window=None):
     """Attention of a run of new positions over a cache that already holds their keys; slot s holds position s.
 
-    q (B, n, H, D); k_cache, v_cache (B, S, H, D); positions (B, n) int64; doc_start (B, n). Returns (B, n, H, D).
+    q (B, n, H, D); k_cache, v_cache (B, H, S, D); positions (B, n) int64; doc_start (B, n). Returns (B, n, H, D).
     On a GPU all S slots are read, so that shapes are static and nothing waits for the host; on CPU only the filled ones.
     """
-    first, last = 0, k_cache.shape[1]
+    first, last = 0, k_cache.shape[2]
     if q.device.type == 'cpu':
         last = min(last, int(positions.max()) + 1)
         first = 0 if window is None else max(0, int(positions.min()) - window)
     mask = visible(positions, torch.arange(first, last, device=q.device), doc_start, window)
-    return slot_attention(q, k_cache[:, first:last], v_cache[:, first:last], mask)
+    return slot_attention(q, k_cache[:, :, first:last], v_cache[:, :, first:last], mask)
 
 
 def slot_attention(q, k, v, mask):
-    """Attention over the slots of a cache, in its dtype. q (B, n, H, D); k, v (B, S, H, D); mask (B, n, S). Returns (B, n, H, D)."""
-    queries, k, v = (x.transpose(1, 2) for x in (q.to(k.dtype), k, v))
-    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask.unsqueeze(1)).transpose(1, 2).to(q.dtype)
+    """Attention over the slots of a cache, in its dtype. q (B, n, H, D); k, v (B, H, S, D); mask (B, n, S). Returns (B, n, H, D)."""
+    few = q.device.type == 'cpu' and q.shape[1] <= 64  # there two plain products beat the fused kernel (bench/attention.py)
+    attend = _dense_attention if few else F.scaled_dot_product_attention
+    return attend(q.to(k.dtype).transpose(1, 2), k, v, mask.unsqueeze(1)).transpose(1, 2).to(q.dtype)
 
 
 STREAMS = {'input': [0], 'predict': [1], 'both': [0, 1]}  # x is stream 0, rho stream 1

@@ -137,14 +137,14 @@ class Cache:
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
         self.max_tokens, self.max_run = max_tokens, max_run
         self.ring_stream = 0 if config.persistent == 'predict' else 1
-        self.longest_run = max(max_run, 16)  # longer runs on a cache that is not empty are cut into such pieces; more would cost memory
+        self.longest_run = max(max_run, 8)  # longer runs on a cache that is not empty are cut into such pieces; more would cost memory
         self.ring_slots = max_tokens + 1  # R
         if config.window is not None and config.window + self.longest_run < max_tokens:
             self.ring_slots = config.window + self.longest_run + 1
         else:
             self.longest_run = max_tokens  # the ring holds everything
         head_size = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, self.ring_slots + max_tokens + 1, config.n_head, head_size)
+        shape = (config.n_layer, batch_size, config.n_head, self.ring_slots + max_tokens + 1, head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         nothing = 2 ** 62  # later than every query
@@ -297,14 +297,14 @@ class Model(nn.Module):
         def attend(layer, q, k, v):
             x_alone = k.shape[1] == 1 and streams != 'predict'
             stored = slots[:, :1] if x_alone else slots[:, 1:] if k.shape[1] == 1 else slots
-            cache.k[layer, rows[..., None], stored] = k.to(cache.k.dtype)
-            cache.v[layer, rows[..., None], stored] = v.to(cache.v.dtype)
+            cache.k[layer, rows[..., None], :, stored] = k.to(cache.k.dtype)
+            cache.v[layer, rows[..., None], :, stored] = v.to(cache.v.dtype)
             if first:
                 return self._attention(q, k, v, doc_start)
             read, mask = x_see if x_alone else see
             if not x_alone and q.shape[1] == 1:  # the stream that emits
                 mask = mask[:, n:] if c.emits == 'predict' else mask[:, :n]
-            return slot_attention(q.flatten(1, 2), cache.k[layer, :, read], cache.v[layer, :, read], mask).view_as(q)
+            return slot_attention(q.flatten(1, 2), cache.k[layer, :, :, read], cache.v[layer, :, :, read], mask).view_as(q)
 
         return self._hidden(tokens, tuple(table[positions].unsqueeze(1) for table in cache.rope), attend, streams)
 

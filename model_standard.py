@@ -87,7 +87,7 @@ class Cache:
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
         self.max_tokens, self.max_run = max_tokens, max_run
         head_size = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, max_tokens + 1, config.n_head, head_size)
+        shape = (config.n_layer, batch_size, config.n_head, max_tokens + 1, head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
@@ -183,8 +183,8 @@ class Model(nn.Module):
         first = n > cache.max_run and not cache.lengths.any()  # the cache is empty: these tokens see only each other
 
         def attend(layer, q, k, v):
-            cache.k[layer, rows, positions] = k.to(cache.k.dtype)
-            cache.v[layer, rows, positions] = v.to(cache.v.dtype)
+            cache.k[layer, rows, :, positions] = k.to(cache.k.dtype)
+            cache.v[layer, rows, :, positions] = v.to(cache.v.dtype)
             if first:
                 return attention(q, k, v, doc_start, c.window)
             return cached_attention(q, cache.k[layer], cache.v[layer], positions, doc_start, c.window)

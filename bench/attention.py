@@ -44,7 +44,7 @@ def two_streams(T, documents, dtype, tile=256, keep=True, one_call=False):
 
 def decoding(batch_size, dtype, length=512):
     q = torch.randn(batch_size, 1, H, D, dtype=torch.bfloat16)
-    cache = torch.randn(2, batch_size, length, H, D, dtype=dtype)
+    cache = torch.randn(2, batch_size, H, length, D, dtype=dtype)
     positions = torch.full((batch_size, 1), length - 1)
     return lambda: attn_kernels.cached_attention(q, *cache, positions)
 

@@ -84,7 +84,7 @@ def test_cached_attention_equals_the_last_rows_of_attention(window, device):
     q, k, v = torch.randn(3, 2, 50, 3, 16, device=device)
     starts = K.document_starts(documents('many', 2, 50), 9).to(device)
     want = K.attention_reference(*(x.double() for x in (q, k, v)), starts, window)
-    pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, 14), value=7.0)  # slots not filled yet hold anything
+    pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, 14), value=7.0).transpose(1, 2)  # slots not filled yet hold anything
     positions = torch.arange(44, 50, device=device).expand(2, -1)
     got = K.cached_attention(q[:, 44:], pad(k), pad(v), positions, starts[:, 44:], window)
     assert_close([got], [want[:, 44:]], 1e-5)

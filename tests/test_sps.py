@@ -141,7 +141,7 @@ def test_prefill_without_a_window_runs_x_alone_and_is_exact(eos_id):
         assert relative_error(got[:, :60], want[:, :60].double()) < 1e-5
 
 
-@pytest.mark.parametrize('max_run', [1, 4, 16, 20])
+@pytest.mark.parametrize('max_run', [1, 4, 8, 20])
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps'])
 def test_after_the_longest_rollback_the_window_is_still_in_the_ring(method, max_run):
     model, idx = make(method=method, window=3, eos_id=None), torch.randint(0, 59, (2, 60), generator=torch.Generator().manual_seed(2))

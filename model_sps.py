@@ -137,7 +137,7 @@ class Cache:
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
         self.max_tokens, self.max_run = max_tokens, max_run
         self.ring_stream = 0 if config.persistent == 'predict' else 1
-        self.longest_run = max(max_run, 8)  # longer runs on a cache that is not empty are cut into such pieces; more would cost memory
+        self.longest_run = max(max_run, 4)  # longer runs on a cache that is not empty are cut into such pieces; more would cost memory
         self.ring_slots = max_tokens + 1  # R
         if config.window is not None and config.window + self.longest_run < max_tokens:
             self.ring_slots = config.window + self.longest_run + 1

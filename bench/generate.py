@@ -15,7 +15,7 @@ DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def make_sides(dtype, batch_size):
-    """{side: function that generates}, after checking that both produce the same text where rounding allows."""
+    """{side: function that generates}, after checking that every token of ours is the other's likeliest, but for rounding."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(n_layer=8, n_head=8, n_embd=512, eos_id=None, n_ids=50304)).to(DEVICE).eval()
     llama = to_llama(model).to(dtype)
@@ -24,8 +24,11 @@ def make_sides(dtype, batch_size):
     ours = lambda: generate(model, prompts.tolist(), NEW, temperature=0)
     hf = lambda: llama.generate(prompts.to(DEVICE), attention_mask=torch.ones_like(prompts).to(DEVICE), do_sample=False,
                                 max_new_tokens=NEW, min_new_tokens=NEW)[:, PROMPT:].tolist()
-    if dtype == torch.float32:
-        assert ours() == hf()
+    if dtype == torch.float32:  # the texts may part where two logits are equal but for rounding: compare what comes before
+        new = torch.tensor(ours(), device=DEVICE)
+        with torch.no_grad():
+            logits = llama(input_ids=torch.cat([prompts.to(DEVICE), new], 1)[:, :-1]).logits[:, PROMPT - 1:]
+        assert (logits.amax(-1) - logits.gather(-1, new.unsqueeze(-1)).squeeze(-1)).max() < 1e-4
     return {'ours': ours, 'hf': hf}
 
 

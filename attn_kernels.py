@@ -171,9 +171,7 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
     if q.shape[1] != len(STREAMS[queries]):
         raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', 1 with 'input' or 'predict'")
     T, windows, on_cpu = q.shape[2], stream_windows(persistent, window, persistent_window), q.device.type == 'cpu'
-    step = 512  # queries of each stream in a tile: small enough to skip most of what the pattern leaves out
-    if on_cpu:
-        step = QUERY_BLOCK // 2 if T <= QUERY_BLOCK else QUERY_BLOCK  # as measured by bench/attention.py
+    step = QUERY_BLOCK // 2 if on_cpu else 512  # positions in a tile: small enough to skip most of what the pattern leaves out
     q, k, v = (x.transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
     attend = F.scaled_dot_product_attention
     if on_cpu:

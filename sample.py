@@ -166,7 +166,7 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
 
 
 def roomy_cache(model, prompts, max_new_tokens):
-    """A cache with room for prompts and new tokens. On CPU it is fp32, which attention there reads several times faster."""
+    """A cache with room for prompts and new tokens. On CPU it is fp32: bench/attention.py compares it with bf16."""
     device = next(model.parameters()).device
     return model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, dtype=torch.float32 if device.type == 'cpu' else None)
 

@@ -45,11 +45,10 @@ def two_streams(T, documents, dtype, tile=256, keep=True, one_call=False):
 def decoding(batch_size, dtype, fused=False, length=512):
     q = torch.randn(batch_size, 1, H, D, dtype=torch.bfloat16)
     cache = torch.randn(2, batch_size, H, length, D, dtype=dtype)
-    positions = torch.full((batch_size, 1), length - 1)
     mask = torch.ones(batch_size, 1, 1, length, dtype=torch.bool)
     if fused:
         return lambda: F.scaled_dot_product_attention(q.to(dtype).transpose(1, 2), *cache, attn_mask=mask)
-    return lambda: attn_kernels.cached_attention(q, *cache, positions)
+    return lambda: attn_kernels.slot_attention(q, *cache, mask[:, 0])
 
 
 def main():

@@ -122,7 +122,7 @@ def cached_attention(q, k_cache, v_cache, positions, doc_start=None, window=None
 
 def slot_attention(q, k, v, mask):
     """Attention over the slots of a cache, in its dtype. q (B, n, H, D); k, v (B, H, S, D); mask (B, n, S). Returns (B, n, H, D)."""
-    few = q.device.type == 'cpu' and q.shape[1] <= 64  # there two plain products beat the fused kernel (bench/attention.py)
+    few = q.device.type == 'cpu' and q.shape[1] <= 64  # two plain products: faster than the fused kernel at 16 rows, slower at one (bench/attention.py)
     attend = _dense_attention if few else F.scaled_dot_product_attention
     return attend(q.to(k.dtype).transpose(1, 2), k, v, mask.unsqueeze(1)).transpose(1, 2).to(q.dtype)
 

@@ -122,9 +122,14 @@ def cached_attention(q, k_cache, v_cache, positions, doc_start=None, window=None
 
 def slot_attention(q, k, v, mask):
     """Attention over the slots of a cache, in its dtype. q (B, n, H, D); k, v (B, H, S, D); mask (B, n, S). Returns (B, n, H, D)."""
-    few = q.device.type == 'cpu' and q.shape[1] <= 64  # two plain products: faster than the fused kernel at 16 rows, slower at one (bench/attention.py)
-    attend = _dense_attention if few else F.scaled_dot_product_attention
-    return attend(q.to(k.dtype).transpose(1, 2), k, v, mask.unsqueeze(1)).transpose(1, 2).to(q.dtype)
+    out_dtype, mask = q.dtype, mask.unsqueeze(1)
+    q = q.to(k.dtype).transpose(1, 2)
+    if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and q.shape[2] <= 64:
+        scores = (k @ (q * q.shape[-1] ** -0.5).transpose(-2, -1)).transpose(-2, -1)  # k q^T reads the keys in order, q k^T does not
+        out = torch.where(mask, scores, float('-inf')).softmax(-1) @ v
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+    return out.transpose(1, 2).to(out_dtype)
 
 
 STREAMS = {'input': [0], 'predict': [1], 'both': [0, 1]}  # x is stream 0, rho stream 1

@@ -166,9 +166,9 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
 
 
 def roomy_cache(model, prompts, max_new_tokens):
-    """A cache with room for prompts and new tokens. On CPU it is fp32: bench/attention.py compares it with bf16."""
-    device = next(model.parameters()).device
-    return model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, dtype=torch.float32 if device.type == 'cpu' else None)
+    """A cache with room for prompts and new tokens. On CPU it is fp32 for a few rows, where that is faster (bench/attention.py)."""
+    few = next(model.parameters()).device.type == 'cpu' and len(prompts) < 16
+    return model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, dtype=torch.float32 if few else None)
 
 
 # ---- a model made ready for decoding on CPU ----

@@ -137,9 +137,10 @@ def test_bf16_weights_and_autocast_stay_close_to_fp32(variant, device):
         half.backward()
     assert abs(half - loss) < 0.05 and all(p.grad.isfinite().all() for p in model.parameters())
     half = copy.deepcopy(model).to(torch.bfloat16)
-    cache = half.new_cache(2, 30, dtype=torch.float32)
-    got = torch.cat([half.extend(idx[:, :20], cache, all_positions=True), half.extend(idx[:, 20:], cache, all_positions=True)], 1)
-    assert (got[..., :60].float() - want).abs().mean() < 0.05 * want.abs().mean()
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = half.new_cache(2, 30, dtype=dtype)
+        got = torch.cat([half.extend(idx[:, :20], cache, all_positions=True), half.extend(idx[:, 20:], cache, all_positions=True)], 1)
+        assert (got[..., :60].float() - want).abs().mean() < 0.05 * want.abs().mean()
 
 
 def test_documents_do_not_see_each_other():

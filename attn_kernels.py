@@ -32,10 +32,24 @@ The streams stay apart in memory: a tile of queries of both reads a triangle of 
 
 B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
 """
+import math
+import os
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:  # no Triton for this platform: the PyTorch forms remain
+    triton = constexpr = None
+    jit = lambda kernel: kernel
+
+REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
+KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
 DENSE_T = 1024  # up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention.py), but T^2 memory
 QUERY_BLOCK = 256  # queries per product on CPU: small enough to skip most of the upper triangle
 
@@ -78,11 +92,16 @@ def attention(q, k, v, doc_start=None, window=None):
     q, k, v (B, T, H, D); doc_start (B, T) int64 from `document_starts`, None for one document; window in positions, None for
     all. Returns (B, T, H, D).
     """
-    T = q.shape[1]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
-    on_cpu = q.device.type == 'cpu'
+    T, on_cpu = q.shape[1], q.device.type == 'cpu'
     dense = on_cpu and q.dtype == torch.bfloat16 and T <= DENSE_T
-    if doc_start is None and (window is None or window >= T - 1) and not dense:
+    plain = doc_start is None and (window is None or window >= T - 1)
+    if REFERENCE:
+        return attention_reference(q, k, v, doc_start, window)
+    if _kernels_serve(q) and not (plain and q.is_cuda):
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        return _kernel_attention(q, k, v, doc_start, [window, None], 0).squeeze(1)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
+    if plain and not dense:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     position = torch.arange(T, device=q.device)
     blocks = []
@@ -175,7 +194,11 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
     """
     if q.shape[1] != len(STREAMS[queries]):
         raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', 1 with 'input' or 'predict'")
+    if REFERENCE:
+        return two_stream_attention_reference(q, k, v, persistent, window, doc_start, persistent_window, queries)
     T, windows, on_cpu = q.shape[2], stream_windows(persistent, window, persistent_window), q.device.type == 'cpu'
+    if _kernels_serve(q):
+        return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
     step = QUERY_BLOCK // 2 if on_cpu else 512  # positions in a tile: small enough to skip most of what the pattern leaves out
     q, k, v = (x.transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
     attend = F.scaled_dot_product_attention
@@ -198,6 +221,416 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
 def _dense_attention_again(q, k, v, mask):
     """`_dense_attention` that computes its probabilities a second time in the backward instead of keeping them."""
     return checkpoint(_dense_attention, q, k, v, mask, use_reentrant=False)
+
+
+# ---- attention in Triton: every pattern is a range of keys per query ----
+#
+# A tile of queries holds rows of one or of both streams, positions a..b of each, so that both share each load of keys. Of a key
+# stream with window w it sees one unbroken range, and walks it in tiles from its very first key:
+#
+#     lo = max(doc_start[a], a - w)                                 hi = b + 1
+#      |  left: some rows see less  |  full: no mask  |  right: the diagonal  |
+#                max(doc_start[b], b - w)           a + 1
+#
+# Tiles outside lo..hi are never loaded. The keys' gradient walks the queries c .. min(doc_end[d], d + w + 1) in the same way.
+# exp2 is used throughout: log-sum-exps are kept in base 2, with the scale 1 / sqrt(D) in them. Column blocks of D0 and D1 make
+# up a head, so that a head of 70 costs 64 + 16 columns rather than 128.
+
+@jit
+def _tile_walk(lo, full_lo, full_hi, hi, N: constexpr):
+    """Tiles of N that cover lo..hi: the number left of the full ones, of full ones, and right of them."""
+    left = tl.cdiv(tl.minimum(tl.maximum(full_lo - lo, 0), tl.maximum(hi - lo, 0)), N)
+    full = tl.maximum(full_hi - (lo + left * N), 0) // N
+    return left, full, tl.cdiv(tl.maximum(hi - (lo + (left + full) * N), 0), N)
+
+
+@jit
+def _key_walk(a, b, start_a, start_b, window, strict_some: constexpr, strict_all: constexpr, N: constexpr):
+    """Where queries a..b begin in the keys of a stream, and their `_tile_walk`. strict: a query does not see its own position."""
+    lo = tl.maximum(start_a, a - window)
+    left, full, right = _tile_walk(lo, tl.maximum(start_b, b - window), a + 1 - strict_some, b + 1 - strict_all, N)
+    return lo, left, full, right
+
+
+@jit
+def _columns(x, rows, first: constexpr, width: constexpr):
+    return x + rows[:, None] + (first + tl.arange(0, width))[None, :]
+
+
+@jit
+def _in_head(seen, first: constexpr, width: constexpr, D: constexpr):
+    return seen[:, None] & (first + tl.arange(0, width) < D)[None, :]
+
+
+@jit
+def _load_columns(x, rows, seen, first: constexpr, width: constexpr, D: constexpr, MASKED: constexpr):
+    if MASKED or first + width > D:
+        return tl.load(_columns(x, rows, first, width), mask=_in_head(seen, first, width, D), other=0.0)
+    return tl.load(_columns(x, rows, first, width))
+
+
+@jit
+def _load(x, rows, seen, D: constexpr, D0: constexpr, D1: constexpr, MASKED: constexpr):
+    """Both column blocks of the heads at offsets `rows` from x; zeros where `seen` is false, which MASKED says may happen."""
+    x0 = _load_columns(x, rows, seen, 0, D0, D, MASKED)
+    return x0, x0 if D1 == 0 else _load_columns(x, rows, seen, D0, D1, D, MASKED)
+
+
+@jit
+def _store(x, rows, seen, y0, y1, D: constexpr, D0: constexpr, D1: constexpr):
+    tl.store(_columns(x, rows, 0, D0), y0.to(x.dtype.element_ty), mask=_in_head(seen, 0, D0, D))
+    if D1 > 0:
+        tl.store(_columns(x, rows, D0, D1), y1.to(x.dtype.element_ty), mask=_in_head(seen, D0, D1, D))
+
+
+@jit
+def _at(x, strides, b, h, stream, position, A: constexpr):
+    """Where a stream's head at a position begins; 64 bits, as the whole tensor may pass 2^31 numbers. Strides are multiples of A."""
+    return x + tl.multiple_of(b * strides[0] + stream * strides[1] + position.to(tl.int64) * strides[2] + h * strides[3], A)
+
+
+@jit
+def _rows(strides, stream, position, A: constexpr):
+    """Offsets of rows of a tile from its first."""
+    return tl.multiple_of(stream * strides[1] + position * strides[2], [A])
+
+
+@jit
+def _products(x0, x1, y0, y1, D1: constexpr):
+    """x y^T over all columns of a head."""
+    s = tl.dot(x0, tl.trans(y0), input_precision='ieee')
+    if D1 > 0:
+        s = tl.dot(x1, tl.trans(y1), s, input_precision='ieee')
+    return s
+
+
+@jit
+def _add_products(acc0, acc1, p, y0, y1, D1: constexpr):
+    """acc + p y, for both blocks of columns."""
+    acc0 = tl.dot(p.to(y0.dtype), y0, acc0, input_precision='ieee')
+    if D1 > 0:
+        acc1 = tl.dot(p.to(y0.dtype), y1, acc1, input_precision='ieee')
+    return acc0, acc1
+
+
+@jit
+def _query_tile(doc_start, b, first, T, windows, NQ: constexpr, NK: constexpr, FIRST: constexpr, N: constexpr, M: constexpr):
+    """`_key_walk` of N query positions from `first` on over each stream of keys, in tiles of M."""
+    last = tl.minimum(first + N, T) - 1
+    start_first, start_last = 0, 0
+    if doc_start is not None:
+        start_first = tl.load(doc_start + b * T + first).to(tl.int32)
+        start_last = tl.load(doc_start + b * T + last).to(tl.int32)
+    x = _key_walk(first, last, start_first, start_last, windows[0], 0, 0, M)
+    rho = (0, 0, 0, 0)
+    if NK == 2:
+        rho = _key_walk(first, last, start_first, start_last, windows[1], 1 - FIRST, (1 - FIRST) * (2 - NQ), M)
+    return x, rho
+
+
+@jit
+def _walked_tile(i, x, rho, M: constexpr, FULL: constexpr):
+    """The i-th full or masked tile of two walks: its stream and first key."""
+    if FULL:
+        of_x = x[2]
+    else:
+        of_x = x[1] + x[3]
+    stream = (i >= of_x).to(tl.int32)
+    i = i - stream * of_x
+    lo, left, full = tl.where(stream == 0, x[0], rho[0]), tl.where(stream == 0, x[1], rho[1]), tl.where(stream == 0, x[2], rho[2])
+    if FULL:
+        i += left
+    else:
+        i += tl.where(i >= left, full, 0)
+    return stream, lo + i * M
+
+
+@jit
+def _mask(s, position, stream, key, key_stream, start, windows):
+    """Scores of keys that a query does not see become -inf."""
+    window = tl.where(key_stream == 0, windows[0], windows[1])
+    last = tl.where((stream == 0) & (key_stream == 1), position - 1, position)
+    first = tl.maximum(start, position - window)
+    return tl.where((key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None]), s, float('-inf'))
+
+
+@jit
+def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start, windows, T, scale,
+                  D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr, FULL: constexpr):
+    key_stream, n = _walked_tile(i, x, rho, M, FULL)
+    rows = tl.arange(0, M)
+    seen = n + rows < T
+    k0, k1 = _load(_at(k, k_strides, b, h, key_stream, n, A), _rows(k_strides, 0, rows, A), seen, D, D0, D1, not FULL)
+    s = _products(q0, q1, k0, k1, D1)
+    if not FULL:
+        s = _mask(s, position, stream, n + rows, key_stream, start, windows)
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    v0, v1 = _load(_at(v, v_strides, b, h, key_stream, n, A), _rows(v_strides, 0, rows, A), seen, D, D0, D1, not FULL)
+    acc0 = acc0 * alpha[:, None]
+    if D1 > 0:
+        acc1 = acc1 * alpha[:, None]
+    acc0, acc1 = _add_products(acc0, acc1, p, v0, v1, D1)
+    return acc0, acc1, m_new, l * alpha + tl.sum(p, 1)
+
+
+@jit
+def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_strides, out_strides, windows, T, H, scale,
+                    NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
+    """out and lse of a tile of N query positions; the longest tiles start first."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * N
+    row = tl.arange(0, NQ * N)
+    part, position = row // N, first + row % N  # a row is one position of one stream
+    stream, seen = FIRST + part, position < T
+    start = tl.zeros_like(position)
+    if doc_start is not None:
+        start = tl.load(doc_start + b * T + position, mask=seen, other=0).to(tl.int32)
+    x, rho = _query_tile(doc_start, b, first, T, windows, NQ, NK, FIRST, N, M)
+    rows = _rows(q_strides, part, row % N, A)
+    q0, q1 = _load(_at(q, q_strides, b, h, 0, first, A), rows, seen, D, D0, D1, True)
+
+    m = tl.full((NQ * N,), -1e30, tl.float32)  # finite: a row may see nothing of its first tile
+    l = tl.zeros((NQ * N,), tl.float32)
+    acc0 = tl.zeros((NQ * N, D0), tl.float32)
+    acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
+    for i in range(0, x[2] + rho[2]):
+        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start,
+                                         windows, T, scale, D, D0, D1, A, M, True)
+    for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
+        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start,
+                                         windows, T, scale, D, D0, D1, A, M, False)
+    l = tl.where(seen, l, 1.0)
+    rows = _rows(out_strides, part, row % N, A)
+    _store(_at(out, out_strides, b, h, 0, first, A), rows, seen, acc0 / l[:, None], acc1 / l[:, None], D, D0, D1)
+    tl.store(lse + ((b * NQ + part) * H + h) * T + position, m + tl.log2(l), mask=seen)
+
+
+@jit
+def _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, lse, delta, k, v, k_strides, v_strides, b, h, position, stream, start,
+                         windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr, FULL: constexpr):
+    key_stream, n = _walked_tile(i, x, rho, M, FULL)
+    rows = tl.arange(0, M)
+    seen = n + rows < T
+    k0, k1 = _load(_at(k, k_strides, b, h, key_stream, n, A), _rows(k_strides, 0, rows, A), seen, D, D0, D1, not FULL)
+    v0, v1 = _load(_at(v, v_strides, b, h, key_stream, n, A), _rows(v_strides, 0, rows, A), seen, D, D0, D1, not FULL)
+    s = _products(q0, q1, k0, k1, D1)
+    if not FULL:
+        s = _mask(s, position, stream, n + rows, key_stream, start, windows)
+    p = tl.exp2(s * scale - lse[:, None])
+    ds = p * (_products(g0, g1, v0, v1, D1) - delta[:, None])
+    return _add_products(acc0, acc1, ds, k0, k1, D1)
+
+
+@jit
+def _query_gradient_kernel(q, k, v, out, grad, lse, delta, dq, doc_start, q_strides, k_strides, v_strides, out_strides, grad_strides,
+                           dq_strides, windows, T, H, scale, NQ: constexpr, NK: constexpr, FIRST: constexpr,
+                           D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
+    """dq of a tile of N query positions, and delta = sum(out * grad), which the keys' gradient needs too."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * N
+    row = tl.arange(0, NQ * N)
+    part, position = row // N, first + row % N
+    stream, seen = FIRST + part, position < T
+    start = tl.zeros_like(position)
+    if doc_start is not None:
+        start = tl.load(doc_start + b * T + position, mask=seen, other=0).to(tl.int32)
+    x, rho = _query_tile(doc_start, b, first, T, windows, NQ, NK, FIRST, N, M)
+    q0, q1 = _load(_at(q, q_strides, b, h, 0, first, A), _rows(q_strides, part, row % N, A), seen, D, D0, D1, True)
+    o0, o1 = _load(_at(out, out_strides, b, h, 0, first, A), _rows(out_strides, part, row % N, A), seen, D, D0, D1, True)
+    g0, g1 = _load(_at(grad, grad_strides, b, h, 0, first, A), _rows(grad_strides, part, row % N, A), seen, D, D0, D1, True)
+    row_delta = tl.sum(o0.to(tl.float32) * g0.to(tl.float32), 1)
+    if D1 > 0:
+        row_delta += tl.sum(o1.to(tl.float32) * g1.to(tl.float32), 1)
+    statistic = ((b * NQ + part) * H + h) * T + position
+    tl.store(delta + statistic, row_delta, mask=seen)
+    row_lse = tl.load(lse + statistic, mask=seen, other=float('inf'))
+
+    acc0 = tl.zeros((NQ * N, D0), tl.float32)
+    acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
+    for i in range(0, x[2] + rho[2]):
+        acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides, v_strides, b, h,
+                                          position, stream, start, windows, T, scale, D, D0, D1, A, M, True)
+    for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
+        acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides, v_strides, b, h,
+                                          position, stream, start, windows, T, scale, D, D0, D1, A, M, False)
+    rows = _rows(dq_strides, part, row % N, A)
+    scale /= 1.4426950408889634  # d exp2(s log2(e)) = d exp(s)
+    _store(_at(dq, dq_strides, b, h, 0, first, A), rows, seen, acc0 * scale, acc1 * scale, D, D0, D1)
+
+
+@jit
+def _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides, grad_strides, b, h, key, end, window,
+                       key_stream, T, H, scale, NQ: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
+                       N: constexpr, FULL: constexpr):
+    row = tl.arange(0, NQ * N)
+    part, position = row // N, n + row % N
+    seen = position < T
+    q0, q1 = _load(_at(q, q_strides, b, h, 0, n, A), _rows(q_strides, part, row % N, A), seen, D, D0, D1, not FULL)
+    g0, g1 = _load(_at(grad, grad_strides, b, h, 0, n, A), _rows(grad_strides, part, row % N, A), seen, D, D0, D1, not FULL)
+    statistic = ((b * NQ + part) * H + h) * T + position
+    row_lse = tl.load(lse + statistic, mask=seen, other=float('inf'))
+    row_delta = tl.load(delta + statistic, mask=seen, other=0.0)
+    p = tl.exp2(_products(k0, k1, q0, q1, D1) * scale - row_lse[None, :])  # (keys, queries)
+    if not FULL:
+        first = tl.where((FIRST + part == 0)[None, :] & (key_stream == 1), key[:, None] + 1, key[:, None])
+        last = tl.minimum(end, key + window + 1)  # exclusive
+        p = tl.where((position[None, :] >= first) & (position[None, :] < last[:, None]), p, 0.0)
+    dv0, dv1 = _add_products(dv0, dv1, p, g0, g1, D1)
+    ds = p * (_products(v0, v1, g0, g1, D1) - row_delta[None, :])
+    dk0, dk1 = _add_products(dk0, dk1, ds, q0, q1, D1)
+    return dk0, dk1, dv0, dv1
+
+
+@jit
+def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, k_strides, v_strides, grad_strides, dk_strides,
+                         windows, T, H, scale, NQ: constexpr, NK: constexpr, FIRST: constexpr,
+                         D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
+    """dk and dv of a tile of M keys of one stream, walking the queries that see them in tiles of N positions."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    key_stream, c = tl.program_id(1) % NK, tl.program_id(1) // NK * M
+    d = tl.minimum(c + M, T) - 1
+    window = windows[0]
+    lo, full_lo = c, d
+    if NK == 2:
+        window = tl.where(key_stream == 0, windows[0], windows[1])
+        lo += key_stream * (1 - FIRST) * (2 - NQ)  # of x queries alone, the first to see rho comes one later
+        full_lo += key_stream * (1 - FIRST)
+    key = c + tl.arange(0, M)
+    seen = key < T
+    end, end_c, end_d = tl.full((M,), T, tl.int32), T, T
+    if doc_end is not None:
+        end = tl.load(doc_end + b * T + key, mask=seen, other=0).to(tl.int32)
+        end_c = tl.load(doc_end + b * T + c).to(tl.int32)
+        end_d = tl.load(doc_end + b * T + d).to(tl.int32)
+    full_hi, hi = tl.minimum(end_c, tl.minimum(c + window + 1, T)), tl.minimum(end_d, tl.minimum(d + window + 1, T))
+    left, full, right = _tile_walk(lo, full_lo, full_hi, hi, N)
+    k0, k1 = _load(_at(k, k_strides, b, h, key_stream, c, A), _rows(k_strides, 0, tl.arange(0, M), A), seen, D, D0, D1, True)
+    v0, v1 = _load(_at(v, v_strides, b, h, key_stream, c, A), _rows(v_strides, 0, tl.arange(0, M), A), seen, D, D0, D1, True)
+
+    dk0 = tl.zeros((M, D0), tl.float32)
+    dv0 = tl.zeros((M, D0), tl.float32)
+    dk1 = dk0 if D1 == 0 else tl.zeros((M, D1), tl.float32)
+    dv1 = dv0 if D1 == 0 else tl.zeros((M, D1), tl.float32)
+    for i in range(0, full):
+        dk0, dk1, dv0, dv1 = _key_gradient_tile(lo + (left + i) * N, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides,
+                                                grad_strides, b, h, key, end, window, key_stream, T, H, scale, NQ, FIRST, D, D0, D1, A, N, True)
+    for i in range(0, left + right):
+        n = lo + (i + tl.where(i >= left, full, 0)) * N
+        dk0, dk1, dv0, dv1 = _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides,
+                                                grad_strides, b, h, key, end, window, key_stream, T, H, scale, NQ, FIRST, D, D0, D1, A, N, False)
+    scale /= 1.4426950408889634
+    rows = _rows(dk_strides, 0, tl.arange(0, M), A)
+    _store(_at(dk, dk_strides, b, h, key_stream, c, A), rows, seen, dk0 * scale, dk1 * scale, D, D0, D1)
+    _store(_at(dv, dk_strides, b, h, key_stream, c, A), rows, seen, dv0, dv1, D, D0, D1)
+
+# (query rows, keys, warps, stages) of a tile by pass, per architecture, largest head size and dtype: `python -m bench.attention --tune` proposes rows
+TILES = {
+    ('sm_90', 64, 16): {'forward': (128, 64, 4, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2)},
+    ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2)},
+    ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (64, 64, 8, 2)},
+    ('sm_90', 64, 32): {'forward': (32, 32, 4, 2), 'query_gradient': (32, 32, 4, 2), 'key_gradient': (32, 32, 8, 1)},
+    ('sm_90', 128, 32): {'forward': (32, 16, 8, 1), 'query_gradient': (16, 16, 8, 1), 'key_gradient': (16, 16, 8, 1)},
+    ('cpu', 128, 32): {'forward': (64, 32, 1, 1), 'query_gradient': (32, 64, 1, 1), 'key_gradient': (64, 32, 1, 1)},
+}
+
+
+def tiles(device, head_size, dtype, kind, streams=1):
+    """The tile of a pass: (query positions, keys, warps, stages). A GPU that `TILES` does not know takes those of sm_90."""
+    arch, bits = ('cpu', 32) if device.type == 'cpu' else ('sm_90', torch.finfo(dtype).bits)
+    largest = min(D for known, D, b in TILES if known == arch and b == bits and D >= head_size)
+    rows, keys, warps, stages = TILES[arch, largest, bits][kind]
+    return rows // streams, keys, warps, stages
+
+
+def column_blocks(head_size):
+    """Head size as two powers of two, 16 or more: (64, 16) for 70; the second is 0 where one is enough."""
+    first = max(16, 1 << head_size.bit_length() - 1)
+    rest = head_size - first
+    return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
+
+
+def _launch(kernel, kind, tensors, strided, q, k, windows, first):
+    """Runs an attention kernel over all heads and tiles of q (B, NQ, T, H, D), k (B, NK, T, H, D)."""
+    (B, NQ, T, H, D), NK = q.shape, k.shape[1]
+    N, M, warps, stages = tiles(q.device, D, q.dtype, kind, NQ)
+    D0, D1 = column_blocks(D)
+    grid = B * H, NK * triton.cdiv(T, M) if kind == 'key_gradient' else triton.cdiv(T, N)
+    strides = [x.stride()[:4] for x in strided]
+    A = math.gcd(16, *(stride for x in strides for stride in x))
+    kernel[grid](*tensors, *strides, tuple(windows), T, H, D ** -0.5 * math.log2(math.e), NQ, NK, first, D, D0, D1, A, N, M,
+                 num_warps=warps, num_stages=stages)
+
+
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor | None, windows: list[int],
+                      first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, NQ, T, H, D), k, v (B, NK, T, H, D) -> out as q, log-sum-exps in base 2 (B, NQ, H, T) fp32.
+
+    windows: one for each stream of keys, at most T; first: the stream of the first queries, 0 for x, 1 for rho.
+    """
+    B, NQ, T, H, D = q.shape
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    lse = torch.empty(B, NQ, H, T, device=q.device, dtype=torch.float32)
+    _launch(_forward_kernel, 'forward', (q, k, v, out, lse, doc_start), (q, k, v, out), q, k, windows, first)
+    return out, lse
+
+
+def attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                       doc_start: torch.Tensor | None, windows: list[int],
+                       first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v from grad, that of out. Deterministic: each number is summed by one program."""
+    T, delta = q.shape[2], torch.empty_like(lse)
+    dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
+    doc_end = None
+    if doc_start is not None:  # the first position whose document starts later
+        doc_end = torch.searchsorted(doc_start, torch.arange(T, device=q.device).expand_as(doc_start).contiguous(), right=True)
+    _launch(_query_gradient_kernel, 'query_gradient', (q, k, v, out, grad, lse, delta, dq, doc_start), (q, k, v, out, grad, dq), q, k, windows, first)
+    _launch(_key_gradient_kernel, 'key_gradient', (q, k, v, grad, lse, delta, dk, dv, doc_end), (q, k, v, grad, dk), q, k, windows, first)
+    return dq, dk, dv
+
+
+_attention_op = torch.library.custom_op('attn_kernels::attention', attention_forward, mutates_args=())
+_attention_backward_op = torch.library.custom_op('attn_kernels::attention_backward', attention_backward, mutates_args=())
+
+
+@_attention_op.register_fake
+def _(q, k, v, doc_start, windows, first):
+    B, NQ, T, H, D = q.shape
+    return torch.empty(q.shape, device=q.device, dtype=q.dtype), torch.empty(B, NQ, H, T, device=q.device, dtype=torch.float32)
+
+
+@_attention_backward_op.register_fake
+def _(grad, q, k, v, out, lse, doc_start, windows, first):
+    return tuple(torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, doc_start, ctx.windows, ctx.first = inputs
+    ctx.save_for_backward(q, k, v, *output, doc_start)
+
+
+def _attention_backward(ctx, grad, _):
+    *saved, doc_start = ctx.saved_tensors
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    return *_attention_backward_op(grad, *saved, doc_start, ctx.windows, ctx.first), None, None, None
+
+
+_attention_op.register_autograd(_attention_backward, setup_context=_save_for_backward)
+
+
+def _kernels_serve(q):
+    """Whether the Triton kernels run for this tensor."""
+    return triton is not None and (q.is_cuda or KERNELS_ON_CPU) and q.shape[-1] <= 128 and q.dtype != torch.float64
+
+
+def _kernel_attention(q, k, v, doc_start, windows, first):
+    """The Triton kernels on q (B, NQ, T, H, D), k, v (B, NK, T, H, D); windows in positions, None for all, one for each stream of keys."""
+    T = q.shape[2]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    doc_start = None if doc_start is None else doc_start.contiguous()
+    windows = [T if w is None else min(w, T) for w in windows]
+    return _attention_op(q, k, v, doc_start, windows, first)[0]
 
 
 def rms_norm_reference(x, weight, eps):
@@ -325,7 +758,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     p = torch.softmax(part, -1, dtype=softmax_dtype)
                     index = target.clamp(min=0).unsqueeze(1)
                     p_target = p.gather(1, index).squeeze(1)
-                    if on_cpu and p_target.min() > 1e-30:
+                    if on_cpu and not torch.compiler.is_compiling() and p_target.min() > 1e-30:
                         nll = -p_target.log()
                     else:  # the target's probability may underflow, the largest one cannot
                         nll = part.amax(-1).to(p.dtype) - p.amax(-1).log() - part.gather(1, index).squeeze(1)

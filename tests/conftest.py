@@ -14,7 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))
 
+if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in the tests that ask for it
+    os.environ['TRITON_INTERPRET'] = '1'
+import attn_kernels  # noqa: E402
 from data import load_tokenizer, write_data  # noqa: E402
+os.environ.pop('TRITON_INTERPRET', None)
+attn_kernels.KERNELS_ON_CPU = False
 
 TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_size=4', '--warmup_tokens=256', '--learning_rate=1e-2',
         '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5', '--sample_tokens=0', '--threads=1',
@@ -25,6 +30,16 @@ STEP_TOKENS = 4 * 32
 @pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def kernels_device(monkeypatch):
+    """Where Triton's kernels run: on a GPU if there is one, else in the interpreter."""
+    if torch.cuda.is_available():
+        return 'cuda'
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    monkeypatch.setattr(attn_kernels, 'KERNELS_ON_CPU', True)
+    return 'cpu'
 
 
 @pytest.fixture(scope='session')

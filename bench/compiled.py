@@ -1,0 +1,128 @@
+"""Compiles every Triton kernel for an H100 (sm_90), GPU or not, and prints what each takes: registers, stack, shared memory.
+
+    python -m bench.compiled            fails if a kernel spills registers or asks for more shared memory than there is
+
+Compiling is not running: it proves that a variant builds and fits, not that it is right or fast.
+"""
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import attn_kernels as K
+
+SHARED_LIMIT = 232448  # bytes a block may use on an H100
+TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32', torch.bool: 'i1'}
+PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
+    'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0), 'two streams, rho asks': (1, 2, 1)}
+
+
+def compile_launch(kernel, args, num_warps, num_stages):
+    """What Triton would build for a launch with these arguments: tensors (of any device), numbers, None, tuples of numbers."""
+    signature, constants, attributes = {}, {}, {}
+
+    def describe(path, value, always):
+        if isinstance(value, tuple):
+            return tuple(describe(path + (i,), x, always) for i, x in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [['tt.divisibility', 16]]
+            return '*' + TYPES[value.dtype]
+        if always or value is None or value == 1 and isinstance(value, int):
+            constants[path] = value
+            return 'constexpr'
+        if isinstance(value, float):
+            return 'fp32'
+        if value % 16 == 0:
+            attributes[path] = [['tt.divisibility', 16]]
+        return 'i32' if abs(value) < 2 ** 31 else 'i64'
+
+    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        signature[parameter.name] = describe((i,), value, parameter.is_constexpr)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
+
+
+def resources(built):
+    """(registers of a thread, bytes of stack, bytes of shared memory); spilled registers live on the stack."""
+    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+        file.write(built.asm['cubin'])
+        file.flush()
+        usage = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r'REG:(\d+)', usage)[1]), int(re.search(r'STACK:(\d+)', usage)[1]), built.metadata.shared
+
+
+class Recorder:
+    """Stands in for a kernel: a launch compiles it instead."""
+
+    def __init__(self, kernel, rows, variant):
+        self.kernel, self.rows, self.variant = kernel, rows, variant
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, num_stages):
+            registers, stack, shared = resources(compile_launch(self.kernel, args, num_warps, num_stages))
+            self.rows.append(self.variant | {'kernel': self.kernel.__name__.strip('_'), 'warps': num_warps, 'stages': num_stages,
+                                             'registers': registers, 'stack': stack, 'shared': shared})
+        return launch
+
+
+def variants():
+    """The patterns at the head sizes and dtypes that configs use, then each remaining head size and dtype once."""
+    for D in (64, 128):
+        for pattern in PATTERNS:
+            for documents in (False, True):
+                yield pattern, documents, D, torch.bfloat16
+    for D in (16, 48, 68, 70, 88):
+        yield 'two streams', True, D, torch.bfloat16
+    for D in (64, 128):
+        yield 'two streams', True, D, torch.float16
+        yield 'two streams', True, D, torch.float32
+    yield 'one stream', True, 48, torch.float32
+
+
+def build(variant):
+    """Rows of the kernels that one attention, forward and backward, launches."""
+    pattern, documents, D, dtype = variant
+    NQ, NK, first = PATTERNS[pattern]
+    T, H, rows = 4096, 8, []
+    described = {'pattern': pattern, 'documents': documents, 'head': D, 'dtype': TYPES[dtype]}
+    names = ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')
+    kernels = {name: getattr(K, name) for name in names}
+    for name in names:
+        setattr(K, name, Recorder(kernels[name], rows, described))
+    q, k = (torch.empty(2, n, T, H, D, dtype=dtype, device='meta') for n in (NQ, NK))
+    doc_start = torch.empty(2, T, dtype=torch.int64, device='meta') if documents else None
+    out, lse = K.attention_forward(q, k, k, doc_start, [T, 64], first)
+    K.attention_backward(out, q, k, k, out, lse, doc_start, [T, 64], first)
+    for name in names:
+        setattr(K, name, kernels[name])
+    return rows
+
+
+def main():
+    if os.environ.get('TRITON_INTERPRET') == '1':
+        sys.exit('bench.compiled: TRITON_INTERPRET=1 is set, and an interpreted kernel cannot be compiled: unset it')
+    columns, bad = None, 0
+    with ProcessPoolExecutor() as pool:
+        for rows in pool.map(build, variants()):
+            for row in rows:
+                if columns is None:
+                    columns = list(row)
+                    print('| ' + ' | '.join(columns) + ' |\n|' + '---|' * len(columns))
+                wrong = row['stack'] > 0 or row['shared'] > SHARED_LIMIT
+                bad += wrong
+                print('| ' + ' | '.join(str(row[c]) for c in columns) + (' | <- does not fit |' if wrong else ' |'), flush=True)
+    if bad:
+        sys.exit(f'bench.compiled: {bad} kernels spill registers or ask for more than {SHARED_LIMIT} bytes of shared memory: choose smaller tiles')
+
+
+if __name__ == '__main__':
+    main()

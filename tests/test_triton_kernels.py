@@ -1,0 +1,124 @@
+"""The Triton kernels against float64 references: on a GPU, or in Triton's interpreter, which runs the same code on CPU."""
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attn_kernels as K
+from bench import make_model
+from conftest import ROOT
+from test_attn_kernels import assert_close, documents, gradients
+
+pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
+PATTERNS = {  # of two streams: (persistent stream, streams that ask); None: one stream
+    'causal': None, 'sps': ('input', 'both'), 'sps last layer': ('input', 'predict'), 'two_x_memory': ('both', 'both'),
+    'delayed_state': ('predict', 'both'), 'reverse_sps last layer': ('predict', 'input')}
+
+
+def pairwise(*options):
+    """Few cases in which every two options of different axes meet."""
+    rng, cases = random.Random(0), []
+    pairs = lambda case: set(itertools.combinations(enumerate(case), 2))
+    missing = set().union(*map(pairs, itertools.product(*options)))
+    while missing:
+        cases.append(max(([rng.choice(axis) for axis in options] for _ in range(200)), key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(cases[-1])
+    return cases
+
+
+def make_case(pattern, window, kind, T, D, dtype, device):
+    """(fast, reference, [q, k, v]) with k, v and the queries strided as a fused projection leaves them."""
+    torch.manual_seed(0)
+    streams = 1 if PATTERNS[pattern] is None else 2
+    q, k, v = torch.randn(2, streams, T, 3, 2, D, device=device).to(dtype).unbind(3)
+    doc_start = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
+    if streams == 1:
+        q, k, v = q[:, 0], k[:, 0], v[:, 0]
+        return lambda q, k, v: K.attention(q, k, v, doc_start, window), lambda q, k, v: K.attention_reference(q, k, v, doc_start, window), [q, k, v]
+    persistent, queries = PATTERNS[pattern]
+    options = persistent, None if persistent == 'both' else window, doc_start, None, queries
+    return (lambda q, k, v: K.two_stream_attention(q, k, v, *options), lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options),
+            [q[:, K.STREAMS[queries]], k, v])
+
+
+@pytest.mark.parametrize('pattern, window, kind, T, D, dtype', pairwise(
+    list(PATTERNS), [0, 1, 3, 64, None], [None, 'many', 'edges'], [1, 17, 64, 129, 300], [16, 48, 64, 70, 128], [torch.float32, torch.float16]))
+def test_kernels_equal_the_reference(pattern, window, kind, T, D, dtype, kernels_device):
+    fast, reference, inputs = make_case(pattern, window, kind, T, D, dtype, kernels_device)
+    want = gradients(reference, *(x.double() for x in inputs))
+    assert_close(gradients(fast, *inputs), want, 1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU: the interpreter multiplies bf16 wrongly')
+@pytest.mark.parametrize('pattern', PATTERNS)
+@pytest.mark.parametrize('D', [64, 70, 128])
+def test_kernels_in_bf16(pattern, D):
+    fast, reference, inputs = make_case(pattern, 64, 'edges', 1100, D, torch.bfloat16, 'cuda')
+    assert_close(gradients(fast, *inputs), gradients(reference, *(x.double() for x in inputs)), 2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='counts calls, which only the interpreter makes one by one')
+@pytest.mark.parametrize('pattern, window, kind', [
+    ('causal', None, None), ('causal', 64, None), ('causal', 3, 'many'), ('sps', 64, None), ('sps', 0, 'edges'), ('sps', 64, 'many'),
+    ('sps last layer', 64, 'edges'), ('two_x_memory', None, 'edges'), ('delayed_state', 1, 'many'), ('reverse_sps last layer', 64, None)])
+def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, monkeypatch):
+    T, visits = 300, {}
+    for name in ('_forward_tile', '_query_gradient_tile', '_key_gradient_tile'):
+        def counted(*args, name=name, tile=getattr(K, name)):
+            visits[name] = visits.get(name, 0) + 1
+            return tile(*args)
+        monkeypatch.setattr(K, name, counted)
+    fast, _, inputs = make_case(pattern, window, kind, T, 16, torch.float32, kernels_device)
+    gradients(fast, *inputs)
+
+    position = torch.arange(T).expand(2, T)
+    doc_start = None if kind is None else K.document_starts(documents(kind, 2, T), 9)
+    if PATTERNS[pattern] is None:
+        mask = K.visible(position, position, doc_start, window)[:, None, :, None]
+    else:
+        persistent, queries = PATTERNS[pattern]
+        mask = K.two_stream_visible(position, position, position, K.stream_windows(persistent, window), doc_start, queries)
+        mask = mask.unflatten(-1, (2, T)).unflatten(1, (-1, T))  # (B, streams that ask, T, streams of keys, T)
+    least = {}
+    for kind_of_pass in ('forward', 'query_gradient', 'key_gradient'):
+        tile, walked, *_ = K.tiles(torch.device('cpu'), 16, torch.float32, kind_of_pass, mask.shape[1])
+        seen = mask.any(1).transpose(1, 2).flatten(0, 1)  # (B streams, T queries, T keys)
+        if kind_of_pass == 'key_gradient':
+            seen, tile, walked = seen.transpose(1, 2), walked, tile
+        lengths = torch.stack([strip.any(1).sum(-1) for strip in seen.split(tile, 1)])
+        least[f'_{kind_of_pass}_tile'] = 2 * int((lengths / walked).ceil().sum())  # 2 heads
+    assert visits == least
+
+
+def test_operators_keep_pytorchs_rules(kernels_device):
+    fast, _, (q, k, v) = make_case('sps', 3, 'edges', 17, 16, torch.float32, kernels_device)
+    doc_start = K.document_starts(documents('edges', 2, 17), 9).to(kernels_device)
+    args = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(K._attention_op, (*args, doc_start, [17, 3], 0), test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
+
+
+@pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps'])
+def test_models_compile_to_one_graph(name, kernels_device):
+    model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)
+    idx = torch.randint(0, 60, (2, 40), device=kernels_device)
+    want = model(idx, idx)['loss']
+    got = torch.compile(model, backend='aot_eager', fullgraph=True)(idx, idx)['loss']
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, list(model.parameters())), torch.autograd.grad(want, list(model.parameters()))):
+        torch.testing.assert_close(a, b)
+
+
+def test_reference_can_be_forced(monkeypatch):
+    monkeypatch.setattr(K, 'REFERENCE', True)
+    monkeypatch.setattr(K, 'attention_reference', lambda *args: 'reference')
+    monkeypatch.setattr(K, 'two_stream_attention_reference', lambda *args: 'reference')
+    x = torch.zeros(1, 2, 4, 1, 16)
+    assert K.attention(x[:, 0], x[:, 0], x[:, 0]) == K.two_stream_attention(x, x, x, 'input', 1) == 'reference'
+
+
+def test_every_variant_compiles_for_sm_90():
+    result = subprocess.run([sys.executable, '-m', 'bench.compiled'], capture_output=True, text=True, cwd=ROOT, timeout=900)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

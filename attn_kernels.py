@@ -30,8 +30,12 @@ past) and rho is windowed (window = 2). Only the diagonal knows which stream ask
 
 The streams stay apart in memory: a tile of queries of both reads a triangle of one stream's keys and a short band of the other's.
 
+A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks. In the environment, ATTENTION=reference makes every pattern its
+definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
+
 B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
 """
+import functools
 import math
 import os
 
@@ -50,7 +54,7 @@ except ImportError:  # no Triton for this platform: the PyTorch forms remain
 
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
-DENSE_T = 1024  # up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention.py), but T^2 memory
+DENSE_T = 1024  # up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention_cpu.py), but T^2 memory
 QUERY_BLOCK = 256  # queries per product on CPU: small enough to skip most of the upper triangle
 
 
@@ -286,7 +290,7 @@ def _store(x, rows, seen, y0, y1, D: constexpr, D0: constexpr, D1: constexpr):
 @jit
 def _at(x, strides, b, h, stream, position, A: constexpr):
     """Where a stream's head at a position begins; 64 bits, as the whole tensor may pass 2^31 numbers. Strides are multiples of A."""
-    return x + tl.multiple_of(b * strides[0] + stream * strides[1] + position.to(tl.int64) * strides[2] + h * strides[3], A)
+    return x + tl.multiple_of(b * strides[0] + stream * strides[1] + tl.cast(position, tl.int64) * strides[2] + h * strides[3], A)
 
 
 @jit
@@ -355,6 +359,15 @@ def _mask(s, position, stream, key, key_stream, start, windows):
 
 
 @jit
+def _softmax_step(s, m, l, scale):
+    """Scores of more keys -> their weights, what the sums so far shrink by, and the new running maximum and sum of weights."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@jit
 def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start, windows, T, scale,
                   D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr, FULL: constexpr):
     key_stream, n = _walked_tile(i, x, rho, M, FULL)
@@ -364,15 +377,13 @@ def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_stride
     s = _products(q0, q1, k0, k1, D1)
     if not FULL:
         s = _mask(s, position, stream, n + rows, key_stream, start, windows)
-    m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    p = tl.exp2(s * scale - m_new[:, None])
-    alpha = tl.exp2(m - m_new)
+    p, alpha, m, l = _softmax_step(s, m, l, scale)
     v0, v1 = _load(_at(v, v_strides, b, h, key_stream, n, A), _rows(v_strides, 0, rows, A), seen, D, D0, D1, not FULL)
     acc0 = acc0 * alpha[:, None]
     if D1 > 0:
         acc1 = acc1 * alpha[:, None]
     acc0, acc1 = _add_products(acc0, acc1, p, v0, v1, D1)
-    return acc0, acc1, m_new, l * alpha + tl.sum(p, 1)
+    return acc0, acc1, m, l
 
 
 @jit
@@ -527,7 +538,7 @@ def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, 
 
 # (query rows, keys, warps, stages) of a tile by pass, per architecture, largest head size and dtype: `python -m bench.attention --tune` proposes rows
 TILES = {
-    ('sm_90', 64, 16): {'forward': (128, 64, 4, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2)},
+    ('sm_90', 64, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2)},
     ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2)},
     ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (64, 64, 8, 2)},
     ('sm_90', 64, 32): {'forward': (32, 32, 4, 2), 'query_gradient': (32, 32, 4, 2), 'key_gradient': (32, 32, 8, 1)},
@@ -536,9 +547,17 @@ TILES = {
 }
 
 
+@functools.cache
+def _architecture(device):
+    """The rows of `TILES` for a device: an unknown GPU takes those of sm_90."""
+    name = 'sm_{}{}'.format(*torch.cuda.get_device_capability(device)) if device.type == 'cuda' else device.type
+    return name if any(name == known for known, *_ in TILES) else 'sm_90'
+
+
 def tiles(device, head_size, dtype, kind, streams=1):
-    """The tile of a pass: (query positions, keys, warps, stages). A GPU that `TILES` does not know takes those of sm_90."""
-    arch, bits = ('cpu', 32) if device.type == 'cpu' else ('sm_90', torch.finfo(dtype).bits)
+    """The tile of a pass: (query positions, keys, warps, stages)."""
+    arch = _architecture(device)
+    bits = 32 if arch == 'cpu' else torch.finfo(dtype).bits
     largest = min(D for known, D, b in TILES if known == arch and b == bits and D >= head_size)
     rows, keys, warps, stages = TILES[arch, largest, bits][kind]
     return rows // streams, keys, warps, stages
@@ -631,6 +650,195 @@ def _kernel_attention(q, k, v, doc_start, windows, first):
     doc_start = None if doc_start is None else doc_start.contiguous()
     windows = [T if w is None else min(w, T) for w in windows]
     return _attention_op(q, k, v, doc_start, windows, first)[0]
+
+
+# ---- decoding in Triton: a run of new positions over a cache, up to 16 query rows ----
+#
+# Each program takes one head of one row of the batch and a share of the cache's filled slots; `_combine_kernel` merges the shares.
+# The run's own keys come from registers: the program of the first share rotates them, writes them to the cache and attends to
+# them there and then, so that nobody waits for the write. A cache is [ring of R slots | memory], as model_sps.Cache describes;
+# without a ring R is 0. Every size is fixed by the shapes, so that a step can be a CUDA graph.
+
+@jit
+def _load_halves(x, rows, seen, D: constexpr, HALF: constexpr):
+    mask = _in_head(seen, 0, HALF, D // 2)
+    return tl.load(_columns(x, rows, 0, HALF), mask=mask, other=0.0), tl.load(_columns(x, rows, D // 2, HALF), mask=mask, other=0.0)
+
+
+@jit
+def _store_halves(x, rows, seen, a, b, D: constexpr, HALF: constexpr):
+    mask = _in_head(seen, 0, HALF, D // 2)
+    tl.store(_columns(x, rows, 0, HALF), a, mask=mask)
+    tl.store(_columns(x, rows, D // 2, HALF), b, mask=mask)
+
+
+@jit
+def _rotated_halves(x, rows, seen, position, cos, sin, D: constexpr, HALF: constexpr):
+    """`rotate`: both halves of heads at their positions' angles, in the heads' dtype."""
+    a, b = _load_halves(x, rows, seen, D, HALF)
+    mask = _in_head(seen, 0, HALF, D // 2)
+    cos = tl.load(_columns(cos, position * (D // 2), 0, HALF), mask=mask, other=0.0)
+    sin = tl.load(_columns(sin, position * (D // 2), 0, HALF), mask=mask, other=0.0)
+    a_up, b_up = a.to(tl.float32), b.to(tl.float32)
+    return (a_up * cos - b_up * sin).to(a.dtype), (b_up * cos + a_up * sin).to(a.dtype)
+
+
+@jit
+def _decode_tile(acc, m, l, qa, qb, ka, kb, v, mask, scale):
+    s = tl.dot(qa, tl.trans(ka), input_precision='ieee')
+    s = tl.dot(qb, tl.trans(kb), s, input_precision='ieee')
+    p, alpha, m, l = _softmax_step(tl.where(mask, s, float('-inf')), m, l, scale)
+    return tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision='ieee'), m, l
+
+
+@jit
+def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin, slots_stride,
+                   q_strides, k_strides, v_strides, cache_strides, windows, H, R, scale,
+                   n: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, RING_STREAM: constexpr, READS_RING: constexpr,
+                   READS_MEMORY: constexpr, D: constexpr, HALF: constexpr, WIDE: constexpr, A: constexpr, M: constexpr):
+    """One share of a head's slots: out itself if there is only one, else shares and statistics. n positions of NQ and NK streams."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    share, n_shares = tl.program_id(1), tl.num_programs(1)
+    row = tl.arange(0, 16)
+    asks, stream, i = row < NQ * n, FIRST + row // n, row % n
+    t = tl.load(positions + b * n + i).to(tl.int32)
+    first = tl.zeros_like(t)
+    if doc_start is not None:
+        first = tl.load(doc_start + b * n + i).to(tl.int32)
+    start = tl.load(positions + b * n).to(tl.int32)  # tokens before the run
+    qa, qb = _rotated_halves(_at(q, q_strides, b, h, 0, 0, A), _rows(q_strides, row // n, i, A), asks, t, cos, sin, D, HALF)
+    qa, qb = qa.to(k_cache.dtype.element_ty), qb.to(k_cache.dtype.element_ty)
+    k_cache, v_cache = _at(k_cache, cache_strides, b, h, 0, 0, A), _at(v_cache, cache_strides, b, h, 0, 0, A)
+    m = tl.full((16,), -1e30, tl.float32)
+    l = tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, WIDE), tl.float32)
+
+    ring_window = windows[RING_STREAM]
+    memory_window = windows[1 - RING_STREAM]
+    filled = tl.minimum(start, R) if READS_RING else 0
+    lo = tl.min(tl.where(asks, tl.maximum(first, t - memory_window), start), 0) if READS_MEMORY else start
+    lo = tl.maximum(tl.minimum(lo, start), 0)
+    ring_tiles = tl.cdiv(filled, M)
+    n_tiles = ring_tiles + tl.cdiv(start - lo, M)
+    each = tl.cdiv(n_tiles, n_shares)
+    for tile in range(share * each, tl.minimum((share + 1) * each, n_tiles)):
+        in_ring = tile < ring_tiles
+        slot = tl.where(in_ring, R - filled + tile * M, R + lo + (tile - ring_tiles) * M) + tl.arange(0, M)
+        there = slot < tl.where(in_ring, R, R + start)
+        position = slot - R
+        if READS_RING:
+            position = tl.where(in_ring, tl.load(ring_positions + b * (R + 1) + slot, mask=there & in_ring, other=0), position)
+        key_first = tl.maximum(first, t - tl.where(in_ring, ring_window, memory_window))
+        mask = (there & (position < start))[None, :] & (position[None, :] >= key_first[:, None])
+        rows = _rows(cache_strides, 0, slot, A)
+        ka, kb = _load_halves(k_cache, rows, there, D, HALF)
+        values = _load_columns(v_cache, rows, there, 0, WIDE, D, True)
+        acc, m, l = _decode_tile(acc, m, l, qa, qb, ka, kb, values, mask, scale)
+
+    if share == 0:  # the run itself
+        new, key_stream = row < NK * n, row // n
+        slot = tl.load(slots + b * slots_stride + row, mask=new, other=0)
+        ka, kb = _rotated_halves(_at(k, k_strides, b, h, 0, 0, A), _rows(k_strides, key_stream, i, A), new, t, cos, sin, D, HALF)
+        ka, kb = ka.to(k_cache.dtype.element_ty), kb.to(k_cache.dtype.element_ty)
+        values = _load_columns(_at(v, v_strides, b, h, 0, 0, A), _rows(v_strides, key_stream, i, A), new, 0, WIDE, D, True)
+        values = values.to(v_cache.dtype.element_ty)
+        rows = _rows(cache_strides, 0, slot, A)
+        _store_halves(k_cache, rows, new, ka, kb, D, HALF)
+        tl.store(_columns(v_cache, rows, 0, WIDE), values, mask=_in_head(new, 0, WIDE, D))
+        window = tl.where(key_stream == 0, windows[0], windows[1])
+        last = t[:, None] - ((stream == 0)[:, None] & (key_stream == 1)[None, :]).to(tl.int32)
+        mask = new[None, :] & (t[None, :] <= last) & (t[None, :] >= tl.maximum(first[:, None], t[:, None] - window[None, :]))
+        acc, m, l = _decode_tile(acc, m, l, qa, qb, ka, kb, values, mask, scale)
+
+    if n_shares == 1:
+        _store_decoded(out, acc, l, b, h, H, row, asks, n, NQ, D, WIDE)
+    else:
+        at = (tl.program_id(0) * n_shares + share).to(tl.int64) * 16 + row
+        tl.store(_columns(shares, at * WIDE, 0, WIDE), acc)
+        tl.store(statistics + at * 2, m)
+        tl.store(statistics + at * 2 + 1, l)
+
+
+@jit
+def _store_decoded(out, acc, l, b, h, H, row, asks, n: constexpr, NQ: constexpr, D: constexpr, WIDE: constexpr):
+    """out (B, NQ, n, H, D) of one head."""
+    acc /= tl.where(asks, l, 1.0)[:, None]
+    rows = ((b * NQ * n + row) * H + h) * D
+    tl.store(_columns(out, rows, 0, WIDE), acc.to(out.dtype.element_ty), mask=_in_head(asks, 0, WIDE, D))
+
+
+@jit
+def _combine_kernel(shares, statistics, out, H, n_shares, n: constexpr, NQ: constexpr, D: constexpr, WIDE: constexpr):
+    """Merges the shares of one head."""
+    row = tl.arange(0, 16)
+    m = tl.full((16,), -1e30, tl.float32)
+    l = tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, WIDE), tl.float32)
+    for share in range(0, n_shares):
+        at = (tl.program_id(0) * n_shares + share).to(tl.int64) * 16 + row
+        m_share = tl.load(statistics + at * 2)
+        m_new = tl.maximum(m, m_share)
+        old, new = tl.exp2(m - m_new), tl.exp2(m_share - m_new)
+        acc = acc * old[:, None] + tl.load(_columns(shares, at * WIDE, 0, WIDE)) * new[:, None]
+        l = l * old + tl.load(statistics + at * 2 + 1) * new
+        m = m_new
+    _store_decoded(out, acc, l, (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, H, row, row < NQ * n, n, NQ, D, WIDE)
+
+
+DECODE_KEYS = 64  # of a tile
+DECODE_SHARE = 256  # slots of the cache that a program is worth
+DECODE_PROGRAMS = 264  # enough for an H100's 132 multiprocessors
+
+
+def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor,
+                   sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, doc_start: torch.Tensor | None,
+                   ring_positions: torch.Tensor | None, windows: list[int], first: int, ring_stream: int, reads: str) -> torch.Tensor:
+    (B, NQ, n, H, D), NK = q.shape, k.shape[1]
+    S, R = k_cache.shape[2], 0 if ring_positions is None else ring_positions.shape[1] - 1
+    n_shares = max(1, min(DECODE_PROGRAMS // (B * H), S // DECODE_SHARE))
+    half, wide = (max(16, triton.next_power_of_2(d)) for d in (D // 2, D))
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    shares = torch.empty(B * H, n_shares, 16, wide, device=q.device, dtype=torch.float32)
+    statistics = torch.empty(B * H, n_shares, 16, 2, device=q.device, dtype=torch.float32)
+    strides = [x.stride()[:4] for x in (q, k, v)] + [(k_cache.stride(0), 0, k_cache.stride(2), k_cache.stride(1))]
+    A = math.gcd(16, *(stride for x in strides for stride in x))
+    keys = DECODE_KEYS if D % 16 == 0 else DECODE_KEYS // 2  # halves that do not start on 16 bytes go through registers
+    _decode_kernel[B * H, n_shares](
+        q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin, slots.stride(0),
+        *strides, tuple(windows), H, R, D ** -0.5 * math.log2(math.e),
+        n, NQ, NK, first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4, num_stages=3)
+    if n_shares > 1:
+        _combine_kernel[B * H,](shares, statistics, out, H, n_shares, n, NQ, D, wide, num_warps=4, num_stages=2)
+    return out
+
+
+_decode_op = torch.library.custom_op('attn_kernels::decode', decode_forward, mutates_args=('k_cache', 'v_cache'))
+
+
+@_decode_op.register_fake
+def _(q, *args):
+    return torch.empty(q.shape, device=q.device, dtype=q.dtype)
+
+
+def decodes(cache, rows):
+    """Whether `decode_attention` serves a run of so many query rows over this cache (a tensor)."""
+    return _kernels_serve(cache) and not REFERENCE and rows <= 16
+
+
+def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_start, windows, *, queries='both', ring_positions=None,
+                     ring_stream=1, reads='both'):
+    """Rotates a run's queries and keys, writes keys and values to the cache, and attends over what the cache then holds.
+
+    q (B, NQ, n, H, D), k, v (B, NK, n, H, D) of the streams at work, NQ n and NK n at most 16; k_cache, v_cache (B, H, S, D),
+    [ring of R slots | memory]; rope: tables of all positions; positions (B, n) int64 of the run; slots (B, NK, n) that take its keys;
+    doc_start (B, n) or None; windows: of x and rho, None for all. ring_positions (B, R + 1): what each ring slot holds, None without
+    a ring; ring_stream: the stream whose keys are there; reads: 'ring', 'memory' or 'both'.
+    Returns (B, NQ, n, H, D).
+    """
+    windows = [2 ** 31 - 1 if w is None else w for w in windows]
+    doc_start = None if doc_start is None else doc_start.contiguous()
+    return _decode_op(q, k, v, k_cache, v_cache, *rope, positions.contiguous(), slots, doc_start, ring_positions, windows,
+                      STREAMS[queries][0], ring_stream, reads)
 
 
 def rms_norm_reference(x, weight, eps):

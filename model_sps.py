@@ -19,8 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (attention, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate, slot_attention,
-                          stream_windows, two_stream_attention, two_stream_visible, visible)
+from attn_kernels import (attention, decode_attention, decodes, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate,
+                          slot_attention, stream_windows, two_stream_attention, two_stream_visible, visible)
 
 METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits the logits); the other stream is windowed
     'sps': ('input', 'predict'),  # state in x, prediction in rho
@@ -109,14 +109,15 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
     def forward(self, h, rope, attend, emit=None):
-        """h (B, S, T, C) -> the same shape. attend(q, k, v), each (B, S, T, H, D), is the attention, over this window or over a cache.
+        """h (B, S, T, C) -> the same shape. attend(q, k, v), each (B, S, T, H, D), is the attention, over this window or over a cache;
+        rope None: it rotates too.
 
         With emit, a slice of one stream, only that stream comes out, (B, 1, T, C): the last layer needs of the other its keys and
         values alone.
         """
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (3 * self.n_head, -1))  # eq. 7
         qk, v = qkv.tensor_split([2 * self.n_head], -2)
-        q, k = rotate(qk, *rope).chunk(2, -2)
+        q, k = (qk if rope is None else rotate(qk, *rope)).chunk(2, -2)
         if emit is not None:
             h, q = h[:, emit], q[:, emit]
         h = h + self.attn_out(attend(q, k, v).flatten(-2))  # eq. 8, 9
@@ -292,11 +293,17 @@ class Model(nn.Module):
             return torch.cat([self._run(t, cache, p, d, streams) for t, p, d in zip(*pieces, starts)], 1)
         rows, slots = torch.arange(len(tokens), device=device)[:, None], cache.slots(positions)
         cache.ring_positions[rows, slots[:, cache.ring_stream].clamp(max=R)] = positions
-        x_see, see = (None, None) if first else self._seen_slots(cache, positions, doc_start)
+        fused = n <= cache.max_run and streams == 'both' and decodes(cache.k, 2 * n)
+        x_see, see = (None, None) if first or fused else self._seen_slots(cache, positions, doc_start)
 
         def attend(layer, q, k, v):
             x_alone = k.shape[1] == 1 and streams != 'predict'
             stored = slots[:, :1] if x_alone else slots[:, 1:] if k.shape[1] == 1 else slots
+            if fused:
+                return decode_attention(
+                    q, k, v, cache.k[layer], cache.v[layer], cache.rope, positions, stored, doc_start, c.windows,
+                    queries='input' if x_alone else 'both' if q.shape[1] == 2 else c.emits, ring_positions=cache.ring_positions,
+                    ring_stream=cache.ring_stream, reads='both' if not x_alone else 'ring' if cache.ring_stream == 0 else 'memory')
             cache.k[layer, rows[..., None], :, stored] = k.to(cache.k.dtype)
             cache.v[layer, rows[..., None], :, stored] = v.to(cache.v.dtype)
             if first:
@@ -306,7 +313,8 @@ class Model(nn.Module):
                 mask = mask[:, n:] if c.emits == 'predict' else mask[:, :n]
             return slot_attention(q.flatten(1, 2), cache.k[layer, :, :, read], cache.v[layer, :, :, read], mask).view_as(q)
 
-        return self._hidden(tokens, tuple(table[positions].unsqueeze(1) for table in cache.rope), attend, streams)
+        rope = None if fused else tuple(table[positions].unsqueeze(1) for table in cache.rope)
+        return self._hidden(tokens, rope, attend, streams)
 
     def _seen_slots(self, cache, positions, doc_start):
         """Two of (slots to read, mask (B, queries, slots)): for x alone over x's slots, and for x and rho, 2n queries, over both.

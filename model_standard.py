@@ -16,7 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import attention, cached_attention, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate
+from attn_kernels import (attention, cached_attention, decode_attention, decodes, document_starts, linear_cross_entropy, rms_norm,
+                          rope_table, rotate)
 
 
 @dataclass
@@ -68,11 +69,11 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
     def forward(self, h, rope, attend):
-        """h (B, T, C) -> (B, T, C). attend(q, k, v) is the attention, over this window or over a cache."""
+        """h (B, T, C) -> (B, T, C). attend(q, k, v) is the attention, over this window or over a cache; rope None: it rotates too."""
         B, T, C = h.shape
         qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)  # eq. 7
         qk, v = qkv.tensor_split([2 * self.n_head], 2)
-        q, k = rotate(qk, *rope).chunk(2, 2)
+        q, k = (qk if rope is None else rotate(qk, *rope)).chunk(2, 2)
         h = h + self.attn_out(attend(q, k, v).reshape(B, T, C))  # eq. 8, 9
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
@@ -181,15 +182,21 @@ class Model(nn.Module):
         positions = positions.clamp(max=cache.max_tokens)  # padding past the end goes to the spare slot
         doc_start = self._extend_documents(tokens, cache, rows, positions) if c.eos_id is not None else None
         first = n > cache.max_run and not cache.lengths.any()  # the cache is empty: these tokens see only each other
+        fused = n <= cache.max_run and decodes(cache.k, n)
+        rope = None if fused else tuple(table[positions] for table in cache.rope)
 
         def attend(layer, q, k, v):
+            if fused:
+                q, k, v, slots = (x.unsqueeze(1) for x in (q, k, v, positions))
+                return decode_attention(q, k, v, cache.k[layer], cache.v[layer], cache.rope, positions, slots, doc_start,
+                                        [c.window, None], reads='memory').squeeze(1)
             cache.k[layer, rows, :, positions] = k.to(cache.k.dtype)
             cache.v[layer, rows, :, positions] = v.to(cache.v.dtype)
             if first:
                 return attention(q, k, v, doc_start, c.window)
             return cached_attention(q, cache.k[layer], cache.v[layer], positions, doc_start, c.window)
 
-        h = self._hidden(tokens, tuple(table[positions] for table in cache.rope), attend)
+        h = self._hidden(tokens, rope, attend)
         run = torch.full_like(cache.lengths, n) if lengths is None else lengths
         cache.lengths += run
         kept = (run[:, None] - cache.max_run).clamp(min=0) + torch.arange(min(n, cache.max_run), device=tokens.device)

@@ -166,7 +166,7 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
 
 
 def roomy_cache(model, prompts, max_new_tokens):
-    """A cache with room for prompts and new tokens. On CPU it is fp32 for a few rows, where that is faster (bench/attention.py)."""
+    """A cache with room for prompts and new tokens. On CPU it is fp32 for a few rows, where that is faster (bench/attention_cpu.py)."""
     few = next(model.parameters()).device.type == 'cpu' and len(prompts) < 16
     return model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, dtype=torch.float32 if few else None)
 

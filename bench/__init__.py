@@ -3,7 +3,9 @@
     python -m bench.train_step      a training step beside Hugging Face Llama
     python -m bench.generate        decoding beside Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
-    python -m bench.attention       the forms of attention on CPU
+    python -m bench.attention       the Triton attention kernels on a GPU beside PyTorch's
+    python -m bench.attention_cpu   the forms of attention on CPU
+    python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
 Each writes its figures with device, date, versions and commit to bench/results/.
@@ -86,8 +88,22 @@ def to_llama(model):
     return llama.to(model.embed.weight.device).eval()
 
 
-def write_results(name, rows):
-    """Prints rows (dicts) and writes them to bench/results/<name>_<cpu or gpu>.json with where and when they were measured."""
+def markdown_table(rows):
+    """Rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
+    lines, columns = [], None
+    for row in rows:
+        if list(row) != columns:
+            columns = list(row)
+            lines += ['', '| ' + ' | '.join(columns) + ' |', '|' + '---|' * len(columns)]
+        lines.append('| ' + ' | '.join(str(x) for x in row.values()) + ' |')
+    return '\n'.join(lines[1:])
+
+
+def write_results(name, rows, markdown=False):
+    """Prints rows (dicts) and writes them to bench/results/<name>_<cpu or gpu>.json with where and when they were measured.
+
+    With markdown, also as a table: the same name with .md.
+    """
     import transformers
     commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
     record = {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
@@ -98,4 +114,7 @@ def write_results(name, rows):
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
     path.write_text(json.dumps(record, indent=1) + '\n')
+    if markdown:
+        where = ', '.join(str(record[key]) for key in ('device', 'date', 'commit', 'versions'))
+        path.with_suffix('.md').write_text(f'{where}\n\n{markdown_table(rows)}\n')
     print(f'written to {path}')

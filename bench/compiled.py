@@ -18,9 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import attn_kernels as K
+from bench import markdown_table
 
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32', torch.bool: 'i1'}
+KERNELS = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel',
+                                               '_combine_kernel')}
 PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
     'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0), 'two streams, rho asks': (1, 2, 1)}
 
@@ -88,40 +91,43 @@ def variants():
     yield 'one stream', True, 48, torch.float32
 
 
+    for pattern, runs in (('one stream', (1, 16)), ('two streams', (1, 8)), ('two streams, rho asks', (1,))):
+        for run in runs:
+            for D, dtype in ((64, torch.bfloat16), (70, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
+                yield pattern, True, D, dtype, run
+
+
 def build(variant):
-    """Rows of the kernels that one attention, forward and backward, launches."""
-    pattern, documents, D, dtype = variant
+    """Rows of the kernels that one attention, forward and backward, launches; or one attention of a run over a cache."""
+    pattern, documents, D, dtype, *run = variant
     NQ, NK, first = PATTERNS[pattern]
-    T, H, rows = 4096, 8, []
-    described = {'pattern': pattern, 'documents': documents, 'head': D, 'dtype': TYPES[dtype]}
-    names = ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')
-    kernels = {name: getattr(K, name) for name in names}
-    for name in names:
-        setattr(K, name, Recorder(kernels[name], rows, described))
-    q, k = (torch.empty(2, n, T, H, D, dtype=dtype, device='meta') for n in (NQ, NK))
-    doc_start = torch.empty(2, T, dtype=torch.int64, device='meta') if documents else None
-    out, lse = K.attention_forward(q, k, k, doc_start, [T, 64], first)
-    K.attention_backward(out, q, k, k, out, lse, doc_start, [T, 64], first)
-    for name in names:
-        setattr(K, name, kernels[name])
+    B, T, H, rows = 2, run[0] if run else 4096, 8, []
+    described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
+    for name in KERNELS:
+        setattr(K, name, Recorder(KERNELS[name], rows, described))
+    empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device='meta')
+    q, k, doc_start = empty(B, NQ, T, H, D), empty(B, NK, T, H, D), empty(B, T, dtype=torch.int64) if documents else None
+    if run:
+        cache, table, positions = empty(B, H, 4096, D), empty(4096, 1, D // 2, dtype=torch.float32), empty(B, T, dtype=torch.int64)
+        slots, ring_positions = empty(B, NK, T, dtype=torch.int64), None if NK == 1 else empty(B, 81, dtype=torch.int64)
+        K.decode_forward(q, k, k, cache, cache, table, table, positions, slots, doc_start, ring_positions, [2 ** 31 - 1, 64], first, 1,
+                         'memory' if NK == 1 else 'both')
+    else:
+        out, lse = K.attention_forward(q, k, k, doc_start, [T, 64], first)
+        K.attention_backward(out, q, k, k, out, lse, doc_start, [T, 64], first)
     return rows
 
 
 def main():
     if os.environ.get('TRITON_INTERPRET') == '1':
         sys.exit('bench.compiled: TRITON_INTERPRET=1 is set, and an interpreted kernel cannot be compiled: unset it')
-    columns, bad = None, 0
     with ProcessPoolExecutor() as pool:
-        for rows in pool.map(build, variants()):
-            for row in rows:
-                if columns is None:
-                    columns = list(row)
-                    print('| ' + ' | '.join(columns) + ' |\n|' + '---|' * len(columns))
-                wrong = row['stack'] > 0 or row['shared'] > SHARED_LIMIT
-                bad += wrong
-                print('| ' + ' | '.join(str(row[c]) for c in columns) + (' | <- does not fit |' if wrong else ' |'), flush=True)
+        rows = [row for rows in pool.map(build, variants()) for row in rows]
+    print(markdown_table(rows))
+    bad = [row for row in rows if row['stack'] > 0 or row['shared'] > SHARED_LIMIT]
     if bad:
-        sys.exit(f'bench.compiled: {bad} kernels spill registers or ask for more than {SHARED_LIMIT} bytes of shared memory: choose smaller tiles')
+        sys.exit(f'\nbench.compiled: these spill registers or ask for more than {SHARED_LIMIT} bytes of shared memory: choose smaller tiles\n\n'
+                 + markdown_table(bad))
 
 
 if __name__ == '__main__':

@@ -11,9 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = {
+    'kernels': ['-m', 'pytest', '-q', 'tests/test_triton_kernels.py', '-k', 'not sm_90'],
     'tests': ['-m', 'pytest', '-q', 'tests', '-k', 'cuda'],
+    'attention': ['-m', 'bench.attention'],
     'training': ['train.py', 'config/quickstart.py', '--max_tokens=500_000', '--out_dir=out/gpu_check', '--overwrite'],
     'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
+    'scales': ['-m', 'bench.train_step', 'scales'],
     'train_step': ['-m', 'bench.train_step'],
     'generate': ['-m', 'bench.generate'],
     'inference': ['-m', 'bench.inference'],
@@ -48,7 +51,7 @@ def main():
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
         (Path(out) / 'gpu.log').write_text('\n'.join(log))
-        for path in (ROOT / 'bench/results').glob('*_gpu.json'):
+        for path in (ROOT / 'bench/results').glob('*_gpu.*'):
             shutil.copy(path, out)
     sys.exit(f'failed: {", ".join(failed)}' if failed else 0)
 

@@ -3,6 +3,8 @@
 'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator.
 'as a user runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's AdamW.
 
+`python -m bench.train_step scales`, on a GPU: the papers' scales S and L, and the share of the GPU's arithmetic that they use.
+
 And the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same tokens.
 """
 import contextlib
@@ -71,6 +73,26 @@ def two_streams():
     print(json.dumps(rows))
 
 
+def scales():
+    """The papers' scales on a GPU, compiled, bf16, T = 4096 with documents: SPS-S over Standard-S, and useful FLOPs over an H100's 989 TFLOP/s."""
+    rows, block_size = [], 4096
+    for name, batch_size, n_layer, n_head, n_embd in (('s', 8, 12, 12, 768), ('l', 4, 36, 20, 1280)):
+        tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
+        tokens[torch.rand(tokens.shape, device=DEVICE) < 1 / 1000] = 50256
+        steps, flops = {}, {}
+        for method in ('standard', 'sps')[:1 + (name == 's')]:
+            model = make_model(method, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+            called = torch.compile(model)
+            steps[method] = optimizer_step(model, lambda x, y, called=called: called(x, y)['loss'], train.make_optimizer(model, train.Settings()),
+                                           tokens, torch.bfloat16)
+            flops[method] = model.flops_per_token(block_size) * tokens[0].numel()
+        seconds = alternate(steps, rounds=10, warmup=3)
+        rows += [{'scale': name, 'method': method, 'T': block_size, 'batch': batch_size, 'tokens_per_s': round(tokens[0].numel() / s),
+                  'time_over_standard': round(s / seconds['standard'], 3), 'mfu': round(flops[method] / s / 989e12, 3)}
+                 for method, s in seconds.items()]
+    write_results('scales', rows)
+
+
 def worker(side):
     """One side as its user runs it; prints seconds per step."""
     if side == 'ours':
@@ -114,4 +136,4 @@ def main():
 
 
 if __name__ == '__main__':
-    {'same': same_terms, 'two_streams': two_streams, 'ours': lambda: worker('ours'), 'hf': lambda: worker('hf'), '': main}[''.join(sys.argv[1:])]()
+    {'same': same_terms, 'two_streams': two_streams, 'scales': scales, 'ours': lambda: worker('ours'), 'hf': lambda: worker('hf'), '': main}[''.join(sys.argv[1:])]()

@@ -60,8 +60,12 @@ def some_tokens(B, T, seed=0):
 @pytest.mark.parametrize('variant', VARIANTS)
 @pytest.mark.parametrize('seed', range(3))
 def test_cached_decoding_equals_full_forward(variant, seed, device):
-    """Ragged rows, random cuts into extend calls, and rollbacks in between."""
-    rng, T, max_run = random.Random(seed), 90, (1, 4, 18)[seed]
+    decode_in_pieces(variant, seed, device, T=90, max_run=(1, 4, 18)[seed])
+
+
+def decode_in_pieces(variant, seed, device, T, max_run):
+    """Compares with `logits`: ragged rows, random cuts into extend calls, and rollbacks in between."""
+    rng = random.Random(seed)
     model, idx = make(variant, device), some_tokens(3, T, seed).to(device)
     want = model.logits(idx)
     cache = model.new_cache(3, T, max_run)

@@ -10,6 +10,7 @@ import torch
 import attn_kernels as K
 from bench import make_model
 from conftest import ROOT
+from test_models import VARIANTS, decode_in_pieces
 from test_attn_kernels import assert_close, documents, gradients
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
@@ -32,8 +33,8 @@ def pairwise(*options):
 def make_case(pattern, window, kind, T, D, dtype, device):
     """(fast, reference, [q, k, v]) with k, v and the queries strided as a fused projection leaves them."""
     torch.manual_seed(0)
-    streams = 1 if PATTERNS[pattern] is None else 2
-    q, k, v = torch.randn(2, streams, T, 3, 2, D, device=device).to(dtype).unbind(3)
+    streams, heads = 1 if PATTERNS[pattern] is None else 2, 1 if T == 300 else 2
+    q, k, v = torch.randn(2, streams, T, 3, heads, D, device=device).to(dtype).unbind(3)
     doc_start = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
     if streams == 1:
         q, k, v = q[:, 0], k[:, 0], v[:, 0]
@@ -89,8 +90,17 @@ def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, mo
         if kind_of_pass == 'key_gradient':
             seen, tile, walked = seen.transpose(1, 2), walked, tile
         lengths = torch.stack([strip.any(1).sum(-1) for strip in seen.split(tile, 1)])
-        least[f'_{kind_of_pass}_tile'] = 2 * int((lengths / walked).ceil().sum())  # 2 heads
+        least[f'_{kind_of_pass}_tile'] = int((lengths / walked).ceil().sum())
     assert visits == least
+
+
+@pytest.mark.parametrize('variant, max_run, share', [
+    ('standard', 4, 256), ('standard, window', 1, 8), ('sps', 1, 256), ('sps', 4, 8), ('sps, window 0', 4, 8), ('sps, beyond the paper', 2, 8),
+    ('two_x_memory', 2, 8), ('delayed_state', 4, 8), ('delayed_state, beyond the paper', 1, 8), ('reverse_sps', 1, 8)])
+def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_device, monkeypatch):
+    monkeypatch.setattr(K, 'DECODE_SHARE', share)
+    monkeypatch.setattr(K, 'DECODE_KEYS', 16)
+    decode_in_pieces(variant, 0, kernels_device, T=18, max_run=max_run)
 
 
 def test_operators_keep_pytorchs_rules(kernels_device):

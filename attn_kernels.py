@@ -541,7 +541,7 @@ TILES = {
     ('sm_90', 64, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2)},
     ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2)},
     ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (64, 64, 8, 2)},
-    ('sm_90', 64, 32): {'forward': (32, 32, 4, 2), 'query_gradient': (32, 32, 4, 2), 'key_gradient': (32, 32, 8, 1)},
+    ('sm_90', 64, 32): {'forward': (32, 32, 8, 2), 'query_gradient': (32, 32, 4, 2), 'key_gradient': (32, 32, 8, 1)},
     ('sm_90', 128, 32): {'forward': (32, 16, 8, 1), 'query_gradient': (16, 16, 8, 1), 'key_gradient': (16, 16, 8, 1)},
     ('cpu', 128, 32): {'forward': (64, 32, 1, 1), 'query_gradient': (32, 64, 1, 1), 'key_gradient': (64, 32, 1, 1)},
 }
@@ -806,7 +806,8 @@ def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: t
     _decode_kernel[B * H, n_shares](
         q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin, slots.stride(0),
         *strides, tuple(windows), H, R, D ** -0.5 * math.log2(math.e),
-        n, NQ, NK, first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4, num_stages=3)
+        n, NQ, NK, first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4,
+        num_stages=2 if q.dtype == torch.float32 else 3)
     if n_shares > 1:
         _combine_kernel[B * H,](shares, statistics, out, H, n_shares, n, NQ, D, wide, num_warps=4, num_stages=2)
     return out
@@ -859,7 +860,8 @@ def rms_norm(x, weight, eps):
 def _rms_norm(x, weight, eps, dtype):
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     r = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x * r).mul_(weight).to(dtype), r
+    y = x * r * weight  # for torch.compile of PyTorch 2.11 the result must be neither from an in-place operator nor a no-op `to`: it loses the gradient
+    return y if y.dtype == dtype else y.to(dtype), r
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -50,7 +50,7 @@ def sentences():
     except KeyboardInterrupt:
         sys.exit(130)
     except (UserError, OSError) as error:
-        remedy = ': make room; a training run then goes on with --resume' if getattr(error, 'errno', 0) == errno.ENOSPC else ''
+        remedy = ': make room and start again, a training run with --resume' if getattr(error, 'errno', 0) == errno.ENOSPC else ''
         sys.exit(f'{Path(sys.argv[0]).name}: {error}{remedy}')
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -42,13 +43,22 @@ def sync_folder(folder):
 
 def write_json(path, value):
     """Writes JSON so that the file is old or new, never half of either."""
+    write_file(path, json.dumps(value, indent=1).encode())
+
+
+def write_file(path, content):
+    """Writes bytes so that the file is old or new, never half of either. Raises OSError that names the file."""
     path = Path(path)
     temporary = path.with_name(f'.{path.name}.writing')
-    with open(temporary, 'w') as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, 'wb') as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path))
     sync_folder(path.parent)
 
 
@@ -63,21 +73,102 @@ class Tokenizer:
     eos_id: int
     encode: object
     decode: object
+    encode_array: object = None  # encode as a numpy array, where that is faster; the text must have no half surrogate pairs
+
+
+GPT2_SHA256 = {'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783',
+               'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5'}
+EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
 
 
 def load_tokenizer(name):
-    """The tokenizer called `name`: 'byte' (256 bytes and eos) or 'gpt2' (through tiktoken, which downloads it once)."""
+    """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (through tiktoken, which downloads it once), or a path.
+
+    A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and vocab.bpe.
+    Raises UserError if it is not there, is damaged, or names no end of a document.
+    """
+    name, path = str(name), Path(name)
     if name == 'byte':
         return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256))
     if name == 'gpt2':
         import tiktoken
         try:
-            bpe = tiktoken.get_encoding('gpt2')
+            return gpt2_tokenizer(name, tiktoken.get_encoding('gpt2'))
         except OSError as error:
-            raise UserError('the gpt2 tokenizer is not on this machine and could not be downloaded '
-                            f'({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it')
-        return Tokenizer('gpt2', 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes)
-    raise UserError(f"unknown tokenizer {name!r}: expected 'byte' or 'gpt2'")
+            raise UserError(f'the gpt2 tokenizer is not on this machine and could not be downloaded ({type(error).__name__}): set '
+                            'TIKTOKEN_CACHE_DIR to a folder that has it, or give --vocab_dir, a folder with encoder.json and vocab.bpe')
+    if not path.exists():
+        raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a SentencePiece .model or a "
+                        'folder with encoder.json and vocab.bpe')
+    if path.is_dir():
+        return gpt2_tokenizer(name, gpt2_encoding(path))
+    return sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path)
+
+
+def gpt2_tokenizer(name, bpe):
+    return Tokenizer(name, 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes, lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
+
+
+def gpt2_encoding(folder):
+    """tiktoken's gpt2 from encoder.json and vocab.bpe in a folder, if they are the very files that it downloads."""
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+    for file, want in GPT2_SHA256.items():
+        if not (folder / file).is_file() or hashlib.sha256((folder / file).read_bytes()).hexdigest() != want:
+            raise UserError(f'{folder / file} is {"not the one of GPT-2" if (folder / file).is_file() else "missing"}: expected the file that '
+                            f'OpenAI published, sha256 {want}')
+    cache, os.environ['TIKTOKEN_CACHE_DIR'] = os.environ.get('TIKTOKEN_CACHE_DIR'), ''  # local files need no copies
+    try:
+        ranks = data_gym_to_mergeable_bpe_ranks(str(folder / 'vocab.bpe'), str(folder / 'encoder.json'))
+    finally:
+        del os.environ['TIKTOKEN_CACHE_DIR']
+        if cache is not None:
+            os.environ['TIKTOKEN_CACHE_DIR'] = cache
+    return tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 50256},
+                             explicit_n_vocab=50257)
+
+
+def huggingface_tokenizer(path):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.pre_tokenizers import ByteLevel
+    try:
+        fast = Fast.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f'{path} is not a tokenizer.json: {error}')
+    eos = next((fast.token_to_id(token) for token in EOS_NAMES if fast.token_to_id(token) is not None), None)
+    if eos is None:
+        raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
+    fast.no_truncation()
+    n_ids = max(fast.get_vocab().values()) + 1
+    of_character = None
+    if 'ByteLevel' in json.dumps(json.loads(path.read_text(encoding='utf-8'))['decoder']):  # GPT-2's printable character for each byte
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        of_character = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        assert of_character.keys() == set(ByteLevel.alphabet())
+    piece = lambda i: piece_bytes(fast.id_to_token(i) or '', of_character)
+    return Tokenizer(str(path), n_ids, eos, lambda text: fast.encode(text, add_special_tokens=False).ids,
+                     lambda ids: b''.join(piece(i) for i in ids if i != eos))
+
+
+def sentencepiece_tokenizer(path):
+    import sentencepiece
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise UserError(f'{path} is not a SentencePiece model: {error}')
+    if model.eos_id() < 0:
+        raise UserError(f'{path} has no end-of-document piece (eos): train the SentencePiece model with one')
+    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode,
+                     lambda ids: b''.join(b'' if model.is_control(i) else piece_bytes(model.id_to_piece(i)) for i in ids))
+
+
+def piece_bytes(piece, of_character=None):
+    """The bytes of a token: GPT-2's characters for bytes, or SentencePiece's: <0x41> a byte, U+2581 a space."""
+    if of_character:
+        return bytes(of_character[c] for c in piece) if all(c in of_character for c in piece) else piece.encode()
+    return bytes([int(piece[3:5], 16)]) if re.fullmatch('<0x[0-9A-F]{2}>', piece) else piece.replace('\u2581', ' ').encode()
 
 
 def padded_vocab(n_ids):
@@ -86,6 +177,52 @@ def padded_vocab(n_ids):
 
 
 # ---- writing ----
+
+class ShardWriter:
+    """Writes the shards of a data folder: `add` documents, then `finish`. A shard ends with the document that fills it.
+
+    splits {split: {'tokens', 'documents', 'bytes', 'shards'}} and pending {split: ids} continue an earlier writer.
+    """
+
+    def __init__(self, folder, tokenizer, shard_tokens, splits=None, pending=None):
+        self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
+        self.dtype = np.dtype('<u2' if tokenizer.n_ids <= 2 ** 16 else '<u4')
+        self.splits = splits or {}
+        self.pending = {split: [ids] for split, ids in (pending or {}).items()}
+        self.waiting = {split: len(ids) for split, ids in (pending or {}).items()}
+
+    def add(self, split, ids, n_bytes):
+        """Adds a document, its eos included, that was n_bytes of text; True if that filled a shard."""
+        info = self.splits.setdefault(split, {'tokens': 0, 'documents': 0, 'bytes': 0, 'shards': []})
+        self.pending.setdefault(split, []).append(np.asarray(ids, self.dtype))
+        self.waiting[split] = self.waiting.get(split, 0) + len(ids)
+        info['tokens'] += len(ids)
+        info['documents'] += 1
+        info['bytes'] += n_bytes
+        if self.waiting[split] < self.shard_tokens:
+            return False
+        self._flush(split)
+        return True
+
+    def _flush(self, split):
+        shards = self.splits[split]['shards']
+        tokens = np.concatenate(self.pending[split])
+        name = f'{split}_{len(shards):05d}.bin'
+        write_file(self.folder / name, tokens.data)
+        shards.append({'file': name, 'tokens': len(tokens), 'sha256': hashlib.sha256(tokens).hexdigest()})
+        self.pending[split], self.waiting[split] = [], 0
+
+    def finish(self, tokenizer_name=None):
+        """Writes what is pending and meta.json. Raises UserError if a split has no documents."""
+        for split, parts in self.pending.items():
+            if parts:
+                self._flush(split)
+        if self.splits.keys() != {'train', 'val'}:
+            raise UserError(f"{self.folder} would have the splits {sorted(self.splits)}: expected documents for 'train' and for 'val'")
+        write_json(self.folder / 'meta.json', {
+            'tokenizer': tokenizer_name or self.tokenizer.name, 'n_ids': self.tokenizer.n_ids, 'eos_id': self.tokenizer.eos_id,
+            'dtype': 'uint16' if self.dtype.itemsize == 2 else 'uint32', 'splits': self.splits})
+
 
 def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
     """Builds a data folder from documents, an iterable of (split, text), the splits being 'train' and 'val'.
@@ -96,40 +233,15 @@ def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
     if folder.exists():
         raise UserError(f'{folder} exists: remove it first, or write to another folder')
     folder.parent.mkdir(parents=True, exist_ok=True)
-    dtype = np.dtype('<u2' if tokenizer.n_ids <= 2 ** 16 else '<u4')
     temporary = Path(tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent))
-    splits = {}
-
-    def flush(split):
-        info = splits[split]
-        tokens = np.concatenate(info.pop('pending'))
-        name = f'{split}_{len(info["shards"]):05d}.bin'
-        with open(temporary / name, 'wb') as file:
-            file.write(tokens.tobytes())
-            os.fsync(file.fileno())
-        info['shards'].append({'file': name, 'tokens': len(tokens), 'sha256': hashlib.sha256(tokens.tobytes()).hexdigest()})
-        info['pending'], info['waiting'] = [], 0
-
     try:
+        writer = ShardWriter(temporary, tokenizer, shard_tokens)
         for split, text in documents:
-            info = splits.setdefault(split, {'tokens': 0, 'documents': 0, 'bytes': 0, 'shards': [], 'pending': [], 'waiting': 0})
-            ids = np.array(tokenizer.encode(text) + [tokenizer.eos_id], dtype)
-            info['pending'].append(ids)
-            info['tokens'] += len(ids)
-            info['waiting'] += len(ids)
-            info['documents'] += 1
-            info['bytes'] += len(text.encode())
-            if info['waiting'] >= shard_tokens:
-                flush(split)
-        for split, info in splits.items():
-            if info['pending']:
-                flush(split)
-            del info['pending'], info['waiting']
-        if splits.keys() != {'train', 'val'}:
-            raise UserError(f"{folder} would have the splits {sorted(splits)}: expected documents for 'train' and for 'val'")
-        write_json(temporary / 'meta.json', {'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
-                                             'dtype': 'uint16' if dtype.itemsize == 2 else 'uint32', 'splits': splits})
+            writer.add(split, tokenizer.encode(text) + [tokenizer.eos_id], len(text.encode()))
+        writer.finish()
         os.replace(temporary, folder)
+    except UserError as error:
+        raise UserError(str(error).replace(str(temporary), str(folder)))
     except OSError as error:
         if not folder.exists():  # where it does, another process has built it meanwhile
             raise UserError(f'{folder} could not be written: {error}')
@@ -137,10 +249,10 @@ def write_data(folder, tokenizer, documents, shard_tokens=100_000_000):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def split_of(text):
-    """'train' or 'val' by a hash of the text, so that equal documents are never in both."""
+def split_of(text, val_share=VAL_SHARE):
+    """'train' or 'val' by a hash of a document's text or id, so that equal documents are never in both."""
     hashed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
-    return 'val' if hashed < VAL_SHARE else 'train'
+    return 'val' if hashed < val_share else 'train'
 
 
 def text_documents(paths):
@@ -188,6 +300,8 @@ class Data:
         try:
             meta = json.loads((self.folder / 'meta.json').read_text())
             self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
+            if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder beside meta.json
+                self.tokenizer = str((self.folder / self.tokenizer).resolve())
             self.splits, dtype = meta['splits'], {'uint16': '<u2', 'uint32': '<u4'}[meta['dtype']]
             shards = {split: [(self.folder / s['file'], s['tokens']) for s in self.splits[split]['shards']] for split in ('train', 'val')}
         except (ValueError, KeyError, TypeError) as error:

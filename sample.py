@@ -165,10 +165,11 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
     return new
 
 
-def roomy_cache(model, prompts, max_new_tokens):
+def roomy_cache(model, prompts, max_new_tokens, max_run=1):
     """A cache with room for prompts and new tokens. On CPU it is fp32 for a few rows, where that is faster (bench/attention_cpu.py)."""
     few = next(model.parameters()).device.type == 'cpu' and len(prompts) < 16
-    return model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, dtype=torch.float32 if few else None)
+    longest = max(map(len, prompts)) + max_new_tokens
+    return model.new_cache(len(prompts), longest, max_run, dtype=torch.float32 if few else None)
 
 
 # ---- a model made ready for decoding on CPU ----

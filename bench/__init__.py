@@ -68,26 +68,6 @@ def device_name():
     return f'{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads'
 
 
-def to_llama(model):
-    """A Hugging Face LlamaForCausalLM with the weights of a model_standard.Model (documents off: Llama knows none)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    c = model.config
-    llama = LlamaForCausalLM(LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta, tie_word_embeddings=c.tied_head,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, max_position_embeddings=8192))
-    weights = {'model.embed_tokens.weight': model.embed.weight, 'model.norm.weight': model.norm.weight, 'lm_head.weight': model.head.weight}
-    for i, block in enumerate(model.blocks):
-        q, k, v = block.qkv.weight.chunk(3)
-        gate, up = block.gate_up.weight.chunk(2)
-        weights |= {f'model.layers.{i}.{name}.weight': w for name, w in (
-            ('input_layernorm', block.attn_norm.weight), ('post_attention_layernorm', block.ffn_norm.weight),
-            ('self_attn.q_proj', q), ('self_attn.k_proj', k), ('self_attn.v_proj', v), ('self_attn.o_proj', block.attn_out.weight),
-            ('mlp.gate_proj', gate), ('mlp.up_proj', up), ('mlp.down_proj', block.ffn_out.weight))}
-    llama.load_state_dict({name: w.detach().clone() for name, w in weights.items()})
-    return llama.to(model.embed.weight.device).eval()
-
-
 def markdown_table(rows):
     """Rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
     lines, columns = [], None

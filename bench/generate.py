@@ -7,7 +7,8 @@ Then the time of each two-stream method, which runs a pair of positions per toke
 import torch
 
 import model_standard
-from bench import FAMILY, alternate, make_model, over_standard, to_llama, write_results
+from bench import FAMILY, alternate, make_model, over_standard, write_results
+from config import to_llama
 from sample import generate, pack_weights
 
 PROMPT, NEW = 16, 128

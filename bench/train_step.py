@@ -19,7 +19,7 @@ import torch
 import config
 import model_standard
 import train
-from bench import FAMILY, alternate, make_model, over_standard, to_llama, write_results
+from bench import FAMILY, alternate, make_model, over_standard, write_results
 
 T, BATCH, VOCABULARY = 256, 8, 50304
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -32,7 +32,7 @@ def make_step(side, dtype, fused=True, compile=False):
     called = torch.compile(model) if compile else model
     forward = lambda x, y: called(x, y)['loss']
     if side == 'hf':
-        model = to_llama(model).train()
+        model = config.to_llama(model).train()
         forward = lambda x, y: model(input_ids=x, labels=x, shift_labels=y).loss
     optimizer = train.make_optimizer(model, train.Settings()) if fused else torch.optim.AdamW(model.parameters(), lr=6e-4)
     return optimizer_step(model, forward, optimizer, torch.randint(0, 50257, (2, BATCH, T), device=DEVICE), dtype)

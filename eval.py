@@ -1,0 +1,432 @@
+"""Judges trained runs: validation loss, other corpora, and zero-shot tasks through lm-eval.
+
+    python eval.py RUN [RUN ...] --val                          on the runs' own validation data, or on --data=FOLDER
+    python eval.py RUN --corpus=wikitext,c4,books3,govreport    nats per word and bits per byte
+    python eval.py RUN --tasks=arc_easy,lambada_openai          zero-shot accuracy
+    python eval.py RUN --paper=sps                              the sets and averages of a paper: sps, nextlat or gpn
+    torchrun --nproc_per_node=8 eval.py RUN --paper=sps         on several GPUs
+    python eval.py RUN --to_llama=FOLDER                        a Standard run as a Hugging Face Llama folder
+    python eval.py FOLDER --from_llama=RUN                      and back, as a new run
+
+Several runs are shown side by side. Each run folder gets a line in eval.jsonl. With --data_dir, tasks and corpora are read from the
+benchmarks' own files there (`local_records` lists them) and nothing is downloaded.
+
+Rolling likelihood, of which corpora are made, starts each document after eos, as lm-eval does. A model trained with documents on has
+never been trained to predict from eos (training leaves those positions out): the first token of a document is then scored by an
+untrained position. The SPS paper's figures are made so, and these are too.
+"""
+import datetime
+import difflib
+import importlib.metadata
+import json
+import math
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from config import check_ranges, export_llama, import_llama, load_run, load_settings, pick_device, pick_dtype, sentences
+from data import UserError, load_tokenizer, open_data
+from sample import generate, pack_weights, roomy_cache
+
+CORPORA = ('wikitext', 'c4', 'books3', 'govreport')
+PAPERS = {  # paper: (tasks with the metric it reports, corpora)
+    'sps': ({'arc_easy': 'acc_norm', 'hellaswag': 'acc_norm', 'piqa': 'acc_norm', 'sciq': 'acc_norm', 'lambada_openai': 'acc'}, CORPORA),
+    'nextlat': ({'wikitext': 'word_perplexity', 'lambada_standard': 'acc', 'piqa': 'acc', 'hellaswag': 'acc_norm', 'winogrande': 'acc', 'arc_easy': 'acc',
+                 'arc_challenge': 'acc_norm', 'social_iqa': 'acc', 'sciq': 'acc'}, ()),
+    'gpn': ({'lambada_first_token': 'acc'}, ()),
+}
+TASK_FILES = Path(__file__).resolve().parent / 'config/lm_eval'  # tasks that lm-eval lacks
+LOGITS = 2 ** 26  # numbers in the logits of one call, at most
+SHARED = 64  # continuations of up to so many tokens share one reading of their context
+
+
+@dataclass
+class Settings:
+    val: bool = False  # validation loss on the run's own data, or on `data`
+    data: str | None = None  # data folder for --val; None: the run's
+    val_tokens: int | None = None  # tokens of --val; None: all
+    corpus: str = ''  # corpora, separated by commas
+    tasks: str = ''  # lm-eval tasks, separated by commas
+    paper: str = ''  # sps, nextlat or gpn: that paper's tasks and corpora
+    data_dir: str | None = None  # folder with the benchmarks' own files; None: from the Hugging Face hub
+    limit: int | None = None  # documents of each task or corpus; None: all
+    batch_size: int | None = None  # contexts read at a time; None: as many as `batch_tokens` holds
+    batch_tokens: int = 16384  # tokens of a batch, padding included
+    max_length: int | None = None  # tokens that the model sees at most; None: the block_size of its training
+    device: str = 'auto'  # auto, cuda or cpu
+    dtype: str = 'auto'  # auto, bfloat16 or float32
+    to_llama: str | None = None  # write the run to this folder as a Hugging Face Llama
+    from_llama: str | None = None  # make a new run folder of this name from a Hugging Face Llama folder
+    tokenizer: str = 'gpt2'  # with --from_llama: its tokenizer, as in prepare_fineweb.py
+
+
+# ---- log-likelihoods ----
+
+class Scorer:
+    """Log-likelihoods of continuations under a model, in batches; with several processes each takes its share."""
+
+    def __init__(self, model, max_length, batch_tokens=16384, batch_size=None):
+        self.model, self.max_length, self.batch_tokens, self.batch_size = model, max_length, batch_tokens, batch_size
+        self.device = next(model.parameters()).device
+        self.truncated = 0  # requests whose context lost its start
+
+    def score(self, requests):
+        """requests [(context ids, continuation ids)], neither empty -> [(log-likelihood in nats, greedy, first token greedy)].
+
+        Requests with equal contexts are read together: one prefill, then each continuation, rolled back after it.
+        """
+        groups = {}
+        for i, (context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise UserError(f'a continuation of {len(continuation)} tokens does not fit max_length = {self.max_length}')
+            room = self.max_length + 1 - len(continuation)  # the last token is predicted, never read
+            self.truncated += len(context) > room
+            context = tuple(context[-room:])
+            groups.setdefault((context, None if len(continuation) <= SHARED else i), []).append((i, continuation))
+        groups = [(context, members) for (context, _), members in groups.items()]
+        groups.sort(key=lambda g: (-max(len(c) for _, c in g[1]) if len(g[1]) == 1 else 0, -len(g[0]), -len(g[1])))
+        results = {}
+        for number, batch in enumerate(self.batches(groups)):
+            if number % world() == rank():
+                results |= self.score_batch(batch)
+        if world() > 1:
+            parts = [None] * world()
+            dist.all_gather_object(parts, results)
+            results = {i: result for part in parts for i, result in part.items()}
+        return [results[i] for i in range(len(requests))]
+
+    def batches(self, groups):
+        """Cuts sorted groups into batches whose padded tokens and logits stay within bounds."""
+        vocabulary, batch, longest = self.model.config.vocab_size, [], [0, 0]
+        for context, members in groups:
+            run = max(len(c) for _, c in members)
+            wider = [max(longest[0], len(context)), max(longest[1], run)]
+            rows = len(batch) + 1
+            if batch and (rows * sum(wider) > self.batch_tokens or rows * wider[1] * vocabulary > LOGITS or rows > (self.batch_size or inf)):
+                yield batch
+                batch, wider = [], [len(context), run]
+            batch.append((context, members))
+            longest = wider
+        if batch:
+            yield batch
+
+    def score_batch(self, batch):
+        """{request: result} of groups of requests, a row each. A batch too big for the GPU is cut in two."""
+        try:
+            return self.score_rows(batch)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+        torch.cuda.empty_cache()
+        return self.score_batch(batch[:len(batch) // 2]) | self.score_batch(batch[len(batch) // 2:])
+
+    @torch.inference_mode()
+    def score_rows(self, batch):
+        contexts = [context for context, _ in batch]
+        turns = max(len(members) for _, members in batch)
+        longest = max(len(c) for _, members in batch for _, c in members)
+        piece = max(1, LOGITS // (len(batch) * self.model.config.vocab_size)) if turns == 1 and len(batch) == 1 else longest
+        cache = roomy_cache(self.model, contexts, longest, max_run=max(1, min(piece, longest)))
+        tokens, lengths = self.padded(contexts)
+        first = self.model.extend(tokens, cache, lengths)
+        results = {}
+        for turn in range(turns):
+            members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
+            targets, lengths = self.padded([c for _, c in members])
+            counted = torch.arange(targets.shape[1], device=self.device) < lengths[:, None]
+            nats, greedy = self.judge(first[:, None], targets[:, :1])
+            nats, greedy = [nats], [greedy]
+            for a in range(0, targets.shape[1] - 1, piece):  # more than one piece only where one row is alone
+                run = targets[:, a:min(a + piece, targets.shape[1] - 1)]
+                logits = self.model.extend(run, cache, (lengths - 1).clamp(1, run.shape[1]) if len(batch) > 1 else None, all_positions=True)
+                part = self.judge(logits, targets[:, a + 1:a + 1 + run.shape[1]])
+                nats.append(part[0])
+                greedy.append(part[1])
+            if turn + 1 < turns and targets.shape[1] > 1:
+                cache.rollback((lengths - 1).clamp(1, run.shape[1]) if len(batch) > 1 else run.shape[1])
+            nats, greedy = torch.cat(nats, 1), torch.cat(greedy, 1)
+            rows = zip(((nats * counted).sum(1)).tolist(), (greedy | ~counted).all(1).tolist(), greedy[:, 0].tolist())
+            results |= {i: row for (i, _), row in zip(members, rows) if i is not None}
+        return results
+
+    def judge(self, logits, targets):
+        """Log-probabilities of targets (B, n) under logits (B, n, V), fp64 (B, n), and whether each is the likeliest."""
+        chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return (chosen.float() - logits.float().logsumexp(-1)).double(), logits.argmax(-1) == targets
+
+    def padded(self, rows):
+        """Lists of ids -> (B, n) right-padded, and their lengths (B,)."""
+        lengths = torch.tensor([len(row) for row in rows])
+        ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+        for to, row in zip(ids, rows):
+            to[:len(row)] = torch.tensor(row)
+        return ids.to(self.device), lengths.to(self.device)
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# ---- lm-eval ----
+
+def lm_eval_model(scorer, tokenizer):
+    """The run as a model of lm-eval, an instance of a class registered there as 'run'."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    @register_model('run')
+    class RunLM(TemplateLM):
+        eot_token_id = tokenizer.eos_id
+        tokenizer_name = tokenizer.name
+
+        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+            return tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, **kwargs):
+            return [(nats, greedy) for nats, greedy, _ in scorer.score([(context, continuation) for _, context, continuation in requests])]
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            windows, owners = [], []
+            for i, request in enumerate(requests):
+                ids = self.tok_encode(request.args[0])
+                cut = get_rolling_token_windows(ids, self.prefix_token_id, scorer.max_length, 1)
+                windows += map(make_disjoint_window, cut)
+                owners += [i] * (len(windows) - len(owners))
+            totals = [0.0] * len(requests)
+            for owner, (nats, *_) in zip(owners, scorer.score(windows)):
+                totals[owner] += nats
+            return totals
+
+        def generate_until(self, requests, disable_tqdm=False):
+            return [self.generate_one(*request.args) for request in requests]
+
+        def generate_one(self, context, options):
+            stops = [options['until']] if isinstance(options.get('until'), str) else options.get('until') or []
+            new = int(options.get('max_gen_toks', 256))
+            prompt = ([self.prefix_token_id] + tokenizer.encode(context))[1 if context else 0:][-max(1, scorer.max_length - new):]
+            text = lambda ids: tokenizer.decode(ids).decode(errors='replace')
+            temperature = float(options.get('temperature', 0)) if options.get('do_sample') else 0
+            ids = generate(scorer.model, [prompt], new, temperature=temperature, top_p=options.get('top_p'), top_k=options.get('top_k'),
+                           eos_id=tokenizer.eos_id, finished=lambda row, ids: any(stop in text(ids) for stop in stops))[0]
+            said = text(ids)
+            return said[:min((said.find(stop) for stop in stops if stop in said), default=len(said))]
+
+    return RunLM()
+
+
+def local_records(folder, task):
+    """A task's documents from the benchmark's own file in a folder, in the fields that lm-eval's task reads; UserError without one.
+
+    arc_easy, arc_challenge  TASK.jsonl: question {stem, choices} and answerKey, or query, choices and gold
+    piqa                     piqa.jsonl or piqa_valid.jsonl: goal, sol1, sol2, with labels beside it in ..._labels.lst or in `label`
+    social_iqa, hellaswag, winogrande, sciq (or sciq_valid)   TASK.jsonl as published
+    lambada_openai, lambada_standard, lambada_first_token     TASK.jsonl: text, or context and continuation
+    wikitext, c4, books3, govreport                           TASK.jsonl: page or text, one document a line
+    """
+    names = [task, f'{task}_valid', *(['lambada_openai'] if task == 'lambada_first_token' else [])]
+    path = next((p for name in names for p in (Path(folder) / f'{name}.jsonl', Path(folder) / f'{name}.json') if p.is_file()), None)
+    if path is None:
+        raise UserError(f'{folder} has no file for {task}: expected {names[0]}.jsonl')
+    with open(path, encoding='utf-8') as file:
+        records = [json.loads(line) for line in file if line.strip()]
+    labels = next((p for p in (path.with_name(f'{path.stem}_labels.lst'), path.with_name(f'{path.stem}-labels.lst')) if p.is_file()), None)
+    if labels:
+        records = [record | {'label': int(label)} for record, label in zip(records, labels.read_text().split(), strict=True)]
+    try:
+        return [as_on_the_hub(record, task) for record in records]
+    except (KeyError, TypeError) as error:
+        raise UserError(f'{path} has a record without {error}: it is not in the form of {task}')
+
+
+def as_on_the_hub(record, task):
+    """One record with the fields of the Hugging Face dataset that lm-eval's task is written for."""
+    if task.startswith('arc') and 'query' in record:  # question and answer already put together
+        question = record['query'].removeprefix('Question:').removesuffix('Answer:').strip()
+        labels = [str(i) for i in range(len(record['choices']))]
+        return {'question': question, 'choices': {'text': record['choices'], 'label': labels}, 'answerKey': str(record['gold'])}
+    if task.startswith('arc') and 'stem' in record['question']:
+        choices = {key: [choice[key] for choice in record['question']['choices']] for key in ('text', 'label')}
+        return {'question': record['question']['stem'], 'choices': choices, 'answerKey': record['answerKey']}
+    if task.startswith('lambada') and 'continuation' in record:
+        return {'text': f'{record["context"]} {record["continuation"].strip()}'}
+    if task in ('wikitext', 'c4') and 'page' not in record:
+        return record | {'page': record['text']}
+    return record
+
+
+def task_files(manager, tasks, data_dir, folder):
+    """What lm-eval is given for tasks over local files: for each a YAML file in `folder`, its own definition but for the documents."""
+    paths = []
+    for task in tasks:
+        records = Path(folder) / f'{task}.jsonl'
+        records.write_text(''.join(json.dumps(record) + '\n' for record in local_records(data_dir, task)))
+        files = {split: str(records) for split in ('train', 'validation', 'test')}
+        definition = {'include': str(manager.task_index[task].yaml_path), 'task': task, 'dataset_path': 'json', 'dataset_name': None,
+                      'dataset_kwargs': {'data_files': files}}
+        paths.append(str(Path(folder) / f'{task}.yaml'))
+        Path(paths[-1]).write_text(json.dumps(definition))  # JSON is YAML
+    return paths
+
+
+def run_tasks(lm, tasks, s, **options):
+    """lm-eval's results of a model on tasks, zero shot; options go to lm_eval.simple_evaluate."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    manager = TaskManager(include_path=str(TASK_FILES))
+    for task in tasks:
+        if task not in manager.all_tasks:
+            near = difflib.get_close_matches(task, manager.all_tasks, 3)
+            raise UserError(f'lm-eval knows no task {task!r}: did you mean {" or ".join(near) or "another"}?')
+    with tempfile.TemporaryDirectory() as folder:
+        specs = task_files(manager, tasks, s.data_dir, folder) if s.data_dir else tasks
+        try:
+            found = [lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=s.limit, bootstrap_iters=0,
+                                             **{'log_samples': False, **options})]
+        except OSError as error:
+            raise UserError(f'the documents of {", ".join(tasks)} could not be had ({type(error).__name__}: {error}); offline, use --data_dir')
+    if world() > 1:  # lm-eval returns them on the first process alone
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+def task_metrics(found):
+    """{task: {metric: value}} of lm-eval's results."""
+    return {task: {name.removesuffix(',none'): value for name, value in values.items() if isinstance(value, float) and 'stderr' not in name}
+            for task, values in found['results'].items()}
+
+
+def lambada_first_token(scorer, tokenizer, s):
+    """LAMBADA as the GPN paper counts it: is the last word's first sub-word the likeliest, and perplexity of the last words' sub-words."""
+    if s.data_dir is None:
+        import datasets
+        records = list(datasets.load_dataset('EleutherAI/lambada_openai', 'default', split='test'))
+    else:
+        records = local_records(s.data_dir, 'lambada_first_token')
+    requests = []
+    for record in records[:s.limit]:
+        context, word = record['text'].rsplit(' ', 1)
+        context = tokenizer.encode(context)
+        requests.append((context, tokenizer.encode(record['text'])[len(context):] or tokenizer.encode(' ' + word)))
+    scores = scorer.score(requests)
+    means = [nats / len(continuation) for (nats, *_), (_, continuation) in zip(scores, requests)]
+    return {'acc': sum(first for *_, first in scores) / len(scores), 'perplexity': math.exp(-sum(means) / len(means))}
+
+
+# ---- validation loss ----
+
+@torch.inference_mode()
+def validation(model, record, s, dtype):
+    """Nats a token, perplexity and bits a byte on the validation split of the run's data or of --data."""
+    data = open_data(s.data or record['settings']['data'])
+    if (data.n_ids, data.eos_id) != (record['data']['n_ids'], record['data']['eos_id']):
+        raise UserError(f'{data.folder} has {data.n_ids} ids with eos {data.eos_id}, the run {record["data"]["n_ids"]} with {record["data"]["eos_id"]}: '
+                        'they have different tokenizers')
+    T, device = min(record['settings']['block_size'], s.max_length or inf), next(model.parameters()).device
+    n = data.n_windows('val', T)
+    n = n if s.val_tokens is None else min(n, max(1, s.val_tokens // T))
+    if n < 1:
+        raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
+    rows, totals = s.batch_size or max(1, s.batch_tokens // T), torch.zeros(3, dtype=torch.float64)
+    mine = range(rank(), n, world())
+    for a in range(0, len(mine), rows):
+        idx, targets = data.val_batch(mine[a:a + rows], T)
+        count = targets.numel() if model.config.eos_id is None else int((idx != model.config.eos_id).sum())
+        nll = model(idx.to(device), targets.to(device))['nll'].item()
+        totals += torch.tensor([nll * count, count, targets.numel()], dtype=torch.float64)
+    if world() > 1:
+        dist.all_reduce(totals)
+    nats, info = (totals[0] / totals[1]).item(), data.splits['val']
+    bytes_a_token = info['bytes'] / (info['tokens'] - (0 if model.config.eos_id is None else info['documents']))
+    return {'nats_per_token': nats, 'perplexity': math.exp(nats), 'bits_per_byte': nats / math.log(2) / bytes_a_token, 'tokens': int(totals[1])}
+
+
+# ---- one run, several runs ----
+
+def evaluate(folder, s, tasks, corpora):
+    """{row: value} for one run; also a line in its eval.jsonl."""
+    device = pick_device(s.device) if world() == 1 or s.device == 'cpu' else f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    dtype = pick_dtype(s.dtype, device.split(':')[0])
+    model, record = load_run(folder, device, dtype)
+    tokenizer = load_tokenizer(record['data']['tokenizer'])
+    scorer = Scorer(pack_weights(model), s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
+    results = {'val': validation(model, record, s, dtype)} if s.val else {}
+    if 'lambada_first_token' in tasks:
+        results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
+    through = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
+    if through:
+        found = task_metrics(run_tasks(lm_eval_model(scorer, tokenizer), through, s))
+        for corpus in corpora:
+            found[corpus]['nats_per_word'] = math.log(found[corpus]['word_perplexity'])
+        results |= found
+    if s.paper:
+        metrics, _ = PAPERS[s.paper]
+        accuracies = [results[task][metric] for task, metric in metrics.items() if metric.startswith('acc')]
+        results['average'] = {'accuracy': sum(accuracies) / len(accuracies)}
+        if corpora:
+            results['average']['nats_per_word'] = sum(results[corpus]['nats_per_word'] for corpus in corpora) / len(corpora)
+    if scorer.truncated and rank() == 0:
+        print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their start', file=sys.stderr)
+    if rank() == 0:
+        versions = {name: importlib.metadata.version(name) for name in ('torch', 'lm_eval')}
+        line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'dtype': str(dtype)[6:], 'versions': versions,
+                'truncated': scorer.truncated, 'results': results}
+        with open(Path(folder) / 'eval.jsonl', 'a') as file:
+            file.write(json.dumps(line) + '\n')
+    return {f'{task} {metric}': value for task, values in results.items() for metric, value in values.items()}
+
+
+def print_table(columns):
+    """{run: {row: value}} as a table, a column for each run."""
+    rows = list(dict.fromkeys(row for values in columns.values() for row in values))
+    width = max(map(len, rows), default=0)
+    print(' ' * width, *(f'{name[-20:]:>20}' for name in columns))
+    for row in rows:
+        print(f'{row:{width}}', *(f'{values.get(row, math.nan):20,.4f}' for values in columns.values()))
+
+
+def chosen(s):
+    """The tasks and corpora that the settings ask for; UserError for an unknown one or for nothing to do."""
+    if s.paper and s.paper not in PAPERS:
+        raise UserError(f'paper is {s.paper!r}: expected {", ".join(PAPERS)}')
+    metrics, of_paper = PAPERS[s.paper] if s.paper else ({}, ())
+    names = lambda text: [name.strip() for name in text.split(',') if name.strip()]
+    tasks, corpora = list(dict.fromkeys([*metrics, *names(s.tasks)])), list(dict.fromkeys([*of_paper, *names(s.corpus)]))
+    for corpus in corpora:
+        if corpus not in CORPORA:
+            raise UserError(f'unknown corpus {corpus!r}: expected {", ".join(CORPORA)}')
+    if not (s.val or tasks or corpora):
+        raise UserError('nothing to do: give --val, --corpus=..., --tasks=... or --paper=sps|nextlat|gpn')
+    return tasks, corpora
+
+
+def main():
+    with sentences():
+        s, runs, _ = load_settings(Settings, sys.argv[1:])
+        if not runs:
+            raise UserError('which run? python eval.py RUN_FOLDER --val')
+        check_ranges(s, val_tokens=(1, inf), limit=(1, inf), batch_size=(1, inf), batch_tokens=(1, inf), max_length=(2, inf))
+        if s.to_llama or s.from_llama:
+            return export_llama(runs[0], s.to_llama) if s.to_llama else import_llama(runs[0], s.from_llama, load_tokenizer(s.tokenizer))
+        tasks, corpora = chosen(s)
+        if 'RANK' in os.environ:
+            dist.init_process_group('gloo')
+        columns = {run: evaluate(run, s, tasks, corpora) for run in runs}
+        if rank() == 0:
+            print_table(columns)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()

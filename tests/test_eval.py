@@ -1,0 +1,155 @@
+"""eval.py: log-likelihoods against whole-window logits and against lm-eval's own Hugging Face model, tasks from local files, Llama folders."""
+import json
+import math
+import random
+
+import pytest
+import torch
+
+import config
+import eval as judge
+from conftest import assert_sentence, run, train_tiny
+from data import UserError, load_tokenizer
+from test_models import make
+
+pytest.importorskip('lm_eval')
+
+
+@pytest.fixture(scope='module')
+def trained(tiny_data, tmp_path_factory):
+    """A run of model_standard without documents, as a Llama has none."""
+    out = tmp_path_factory.mktemp('runs') / 'standard'
+    result = train_tiny(tiny_data, out, 'config/standard_xs.py', '--eos_id=None')
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+@pytest.fixture(scope='module')
+def benchmarks(tmp_path_factory):
+    """Small files in the form of the benchmarks' own."""
+    folder, rng = tmp_path_factory.mktemp('benchmarks'), random.Random(0)
+    words = lambda n: ' '.join(''.join(rng.choices('abcdefgh', k=rng.randint(1, 4))) for _ in range(n))
+    files = {
+        'arc_easy': [{'query': f'Question: {words(4)}?', 'choices': [words(1) for _ in range(4)], 'gold': i % 4} for i in range(6)],
+        'arc_challenge': [{'id': str(i), 'question': {'stem': words(4), 'choices': [{'text': words(1), 'label': x} for x in 'ABCD']}, 'answerKey': 'C'} for i in range(4)],
+        'piqa': [{'goal': words(3), 'sol1': words(2), 'sol2': words(2)} for _ in range(5)],
+        'sciq': [{'question': words(3), 'distractor1': words(1), 'distractor2': words(1), 'distractor3': words(1), 'correct_answer': words(1), 'support': words(4)} for _ in range(4)],
+        'hellaswag': [{'activity_label': words(1), 'ctx_a': words(3), 'ctx_b': words(1), 'endings': [words(2) for _ in range(4)], 'label': '1'} for _ in range(4)],
+        'winogrande': [{'sentence': f'{words(2)} _ {words(2)}', 'option1': 'ab', 'option2': 'cd', 'answer': '2'} for _ in range(4)],
+        'social_iqa': [{'context': words(3), 'question': words(2), 'answerA': 'a', 'answerB': 'b', 'answerC': 'c'} for _ in range(3)],
+        'lambada_openai': [{'context': words(6), 'continuation': words(1)} for _ in range(6)],
+        'lambada_standard': [{'text': words(6)} for _ in range(3)],
+        'wikitext': [{'page': f' = {words(1)} = \n {words(30)} @-@ {words(9)}'} for _ in range(2)],
+        **{name: [{'text': words(40)} for _ in range(2)] for name in ('c4', 'books3', 'govreport')}}
+    for name, records in files.items():
+        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+    (folder / 'piqa_labels.lst').write_text('0\n1\n1\n0\n1\n')
+    (folder / 'social_iqa_labels.lst').write_text('1\n2\n3\n')
+    return folder
+
+
+@pytest.mark.parametrize('variant', ['standard', 'standard, documents', 'sps', 'reverse_sps'])
+@pytest.mark.parametrize('logits', [2 ** 26, 64 * 40])
+def test_scores_equal_those_of_whole_windows(variant, logits, monkeypatch):
+    """Shared contexts, one-token and long continuations, contexts that lose their start."""
+    monkeypatch.setattr(judge, 'LOGITS', logits)
+    model, rng, requests = make(variant), random.Random(0), []
+    ids = lambda n: [rng.randrange(60) for _ in range(n)]
+    for _ in range(12):
+        context = ids(rng.randint(1, 20))
+        requests += [(context, ids(rng.randint(1, 6))) for _ in range(rng.choice([1, 3, 4]))]
+    requests += [(ids(1), ids(70)), (ids(5), ids(90)), (ids(3), ids(100)), (ids(120), ids(3))]
+    scorer = judge.Scorer(model, 100, batch_tokens=300)
+    for (context, continuation), (nats, greedy, first) in zip(requests, scorer.score(requests)):
+        window = (context + continuation)[-101:]
+        want = model.logits(torch.tensor([window[:-1]]))[0].log_softmax(-1)[-len(continuation):]
+        targets = torch.tensor(continuation)
+        assert abs(want.gather(1, targets[:, None]).sum().item() - nats) < 2e-4
+        assert greedy == bool((want.argmax(-1) == targets).all()) and first == bool(want[0].argmax() == targets[0])
+    assert scorer.truncated == 2
+    with pytest.raises(UserError, match='a continuation of 101 tokens does not fit max_length = 100'):
+        scorer.score([([1], ids(101))])
+
+
+def llama_model(folder, max_length):
+    """lm-eval's own adapter on an exported run with bytes for tokens."""
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+    character = {byte: chr(byte) for byte in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+    others = [byte for byte in range(256) if byte not in character]
+    character |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    assert set(character.values()) == set(ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({**{c: byte for byte, c in character.items()}, '[EOS]': 256}, []))
+    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token='[EOS]', pad_token='[EOS]')
+    return HFLM(pretrained=str(folder), tokenizer=tokenizer, batch_size=4, device='cpu', max_length=max_length, dtype='float32')
+
+
+def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
+    pytest.importorskip('accelerate')
+    assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
+    model, _ = config.load_run(trained)
+    tasks, settings = ['arc_easy', 'piqa', 'sciq', 'hellaswag', 'lambada_openai', 'wikitext', 'govreport'], judge.Settings(data_dir=str(benchmarks))
+    ours = judge.lm_eval_model(judge.Scorer(model, 64), load_tokenizer('byte'))
+    found = [judge.run_tasks(lm, tasks, settings, log_samples=True) for lm in (ours, llama_model(tmp_path / 'llama', 64))]
+    for task in tasks:
+        for mine, theirs in zip(*(f['samples'][task] for f in found), strict=True):
+            assert mine['arguments'] == theirs['arguments']
+            for (a,), (b,) in zip(mine['resps'], theirs['resps'], strict=True):
+                a, b = (x if isinstance(x, (tuple, list)) else (x,) for x in (a, b))
+                assert abs(a[0] - b[0]) < 1e-3 and a[1:] == b[1:]
+    mine, theirs = map(judge.task_metrics, found)
+    assert mine['arc_easy'] == theirs['arc_easy'] and mine['wikitext']['word_perplexity'] == pytest.approx(theirs['wikitext']['word_perplexity'], rel=1e-4)
+    request = type('Request', (), {'args': ('ab cd', {'until': ['e'], 'max_gen_toks': 12})})
+    assert ours.generate_until([request]) == [ours.generate_one('ab cd', {'until': 'e', 'max_gen_toks': 12})] and 'e' not in ours.generate_until([request])[0]
+
+
+def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_data, tmp_path):
+    sets = {'sps': ['arc_easy acc_norm', 'books3 nats_per_word', 'average accuracy', 'average nats_per_word'],
+            'nextlat': ['wikitext word_perplexity', 'social_iqa acc', 'winogrande acc', 'arc_challenge acc_norm'], 'gpn': ['lambada_first_token perplexity']}
+    for paper, rows in sets.items():
+        result = run('eval.py', trained, '--val', f'--paper={paper}', f'--data_dir={benchmarks}', '--max_length=200', '--device=cpu', '--dtype=float32')
+        assert result.returncode == 0, result.stderr
+        for row in rows:
+            assert row in result.stdout
+    lines = [json.loads(line) for line in (trained / 'eval.jsonl').read_text().splitlines()]
+    val = lines[-1]['results']['val']
+    log = [r for r in config.read_log(trained) if 'val_loss' in r]
+    assert val['perplexity'] == pytest.approx(math.exp(val['nats_per_token'])) and len(lines) == 3
+    assert not log or abs(val['nats_per_token'] - log[-1]['val_loss']) < 0.05  # training looks at fewer tokens
+    accuracies = [lines[0]['results'][task][metric] for task, metric in judge.PAPERS['sps'][0].items()]
+    assert lines[0]['results']['average']['accuracy'] == pytest.approx(sum(accuracies) / 5)
+
+
+def test_processes_share_the_work(trained, benchmarks):
+    args = [trained, '--val', '--tasks=arc_easy,lambada_openai', f'--data_dir={benchmarks}', '--device=cpu', '--dtype=float32']
+    one, two = run('eval.py', *args), run('eval.py', *args, processes=2)
+    assert one.returncode == two.returncode == 0, two.stderr
+    alone, shared = (json.loads(line)['results'] for line in (trained / 'eval.jsonl').read_text().splitlines()[-2:])
+    assert alone.keys() == shared.keys() == {'val', 'arc_easy', 'lambada_openai'}
+    for task, metrics in alone.items():
+        assert shared[task] == pytest.approx(metrics, rel=1e-5)
+
+
+def test_llama_there_and_back(trained, tmp_path):
+    assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
+    result = run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "back"}', '--tokenizer=byte')
+    assert result.returncode == 0, result.stderr
+    (before, _), (after, _) = config.load_run(trained), config.load_run(tmp_path / 'back')
+    idx = torch.randint(0, 257, (1, 20))
+    assert torch.equal(before.logits(idx), after.logits(idx))
+    assert run('sample.py', tmp_path / 'back', 'ab', '--max_new_tokens=5').returncode == 0
+    assert_sentence(run('eval.py', trained, f'--to_llama={tmp_path / "llama"}'), 'exists')
+    assert_sentence(run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "other"}', '--tokenizer=gpt3'), 'unknown tokenizer')
+
+
+def test_bad_input_is_a_sentence(trained, benchmarks, tmp_path):
+    assert_sentence(run('eval.py', trained), 'nothing to do')
+    assert_sentence(run('eval.py', trained, '--paper=spss'), "paper is 'spss'")
+    assert_sentence(run('eval.py', trained, '--corpus=c5'), "unknown corpus 'c5'")
+    assert_sentence(run('eval.py', trained, '--tasks=arc_eazy'), "no task 'arc_eazy'", 'arc_easy')
+    assert_sentence(run('eval.py', trained, '--tasks=sciq', f'--data_dir={tmp_path}'), 'no file for sciq')
+    (tmp_path / 'lambada_openai.jsonl').write_text('{"context": "a"}\n')
+    assert_sentence(run('eval.py', trained, '--tasks=arc_easy', f'--data_dir={tmp_path}', '--limit=0'), 'limit is 0')

@@ -16,7 +16,7 @@ import glob
 import json
 import multiprocessing
 import os
-import shutil
+import re
 import sys
 import time
 from collections import deque
@@ -213,7 +213,8 @@ class Report:
 # ---- main ----
 
 def prepare(name, s):
-    folder = Path(s.out_dir or BUILT / Path(name.rstrip('/')).name.split('.')[0].replace('*', 'files'))
+    plain = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_')
+    folder = Path(s.out_dir) if s.out_dir else BUILT / (plain or 'files')
     if (folder / 'meta.json').exists():
         raise UserError(f'{folder} is complete (it has a meta.json): remove it first, or write to another --out_dir')
     tokenizer = load_tokenizer(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer)

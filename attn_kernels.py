@@ -536,6 +536,7 @@ def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, 
     _store(_at(dk, dk_strides, b, h, key_stream, c, A), rows, seen, dk0 * scale, dk1 * scale, D, D0, D1)
     _store(_at(dv, dk_strides, b, h, key_stream, c, A), rows, seen, dv0, dv1, D, D0, D1)
 
+
 # (query rows, keys, warps, stages) of a tile by pass, per architecture, largest head size and dtype: `python -m bench.attention --tune` proposes rows
 TILES = {
     ('sm_90', 64, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2)},

@@ -88,21 +88,22 @@ def batches(source, s, position):
         if table is None:
             return
         table = table.slice(position['skip'])
-        texts, ids = (column(table, field, documents) for field in (s.text_field, s.id_field or s.text_field))
+        texts = column(table, s.text_field, str, documents)
+        ids = texts if s.id_field is None else column(table, s.id_field, (str, int), documents)
         yield position, [(split_of(printable(str(id)), s.val_share), printable(text)) for id, text in zip(ids, texts)]
         documents += len(texts)
         position = {'state': source.state_dict(), 'skip': 0, 'documents': documents}
 
 
-def column(table, field, documents):
-    """The values of a field; UserError for the first record that has none, or whose text is not text."""
+def column(table, field, kind, documents):
+    """The values of a field; UserError for the first record whose value is not of this kind."""
     remedy = f'the fields are {", ".join(table.column_names)}: set --text_field, or --id_field (None: the hash of the text decides between train and val)'
     if field not in table.column_names:
         raise UserError(f'record {documents + 1:,} has no field {field!r}; {remedy}')
     values = table[field].to_pylist()
     for i, value in enumerate(values):
-        if not isinstance(value, (str, int)):
-            raise UserError(f'record {documents + i + 1:,} has {value!r:.60} in the field {field!r}, which is no text; {remedy}')
+        if not isinstance(value, kind):
+            raise UserError(f'record {documents + i + 1:,} has {value!r:.60} in the field {field!r}, which is no {"text" if kind is str else "id"}; {remedy}')
     return values
 
 

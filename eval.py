@@ -17,6 +17,7 @@ untrained position. The SPS paper's figures are made so, and these are too.
 """
 import datetime
 import difflib
+import functools
 import importlib.metadata
 import json
 import math
@@ -179,50 +180,74 @@ def world():
 
 # ---- lm-eval ----
 
-def lm_eval_model(scorer, tokenizer):
-    """The run as a model of lm-eval, an instance of a class registered there as 'run'."""
+@functools.cache
+def lm_eval_class():
+    """The class that lm-eval knows as 'run': lm_eval.simple_evaluate(model='run', model_args={'run': FOLDER}) after this call."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     @register_model('run')
     class RunLM(TemplateLM):
-        eot_token_id = tokenizer.eos_id
-        tokenizer_name = tokenizer.name
+        def __init__(self, run=None, scorer=None, encoding=None, device=None, dtype='auto', batch_size=None, max_batch_size=None, max_length=None):
+            """run: a run folder; or a Scorer and its data.Tokenizer. batch_size None or 'auto': by the scorer's bounds."""
+            super().__init__()
+            if run is not None:
+                batch_size = None if batch_size in (None, 'auto') else int(batch_size)
+                scorer, encoding, _ = load_scorer(run, Settings(device=device or 'auto', dtype=dtype, batch_size=batch_size, max_length=max_length))
+            self.scorer, self.encoding = scorer, encoding
+
+        @property
+        def tokenizer_name(self):
+            return self.encoding.name
+
+        @property
+        def eot_token_id(self):
+            return self.encoding.eos_id
 
         def tok_encode(self, string, add_special_tokens=None, **kwargs):
-            return tokenizer.encode(string)
+            return self.encoding.encode(string)
 
         def _loglikelihood_tokens(self, requests, **kwargs):
-            return [(nats, greedy) for nats, greedy, _ in scorer.score([(context, continuation) for _, context, continuation in requests])]
+            return [(nats, greedy) for nats, greedy, _ in self.scorer.score([(context, continuation) for _, context, continuation in requests])]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             windows, owners = [], []
             for i, request in enumerate(requests):
-                ids = self.tok_encode(request.args[0])
-                cut = get_rolling_token_windows(ids, self.prefix_token_id, scorer.max_length, 1)
+                cut = get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.scorer.max_length, 1)
                 windows += map(make_disjoint_window, cut)
                 owners += [i] * (len(windows) - len(owners))
             totals = [0.0] * len(requests)
-            for owner, (nats, *_) in zip(owners, scorer.score(windows)):
+            for owner, (nats, *_) in zip(owners, self.scorer.score(windows)):
                 totals[owner] += nats
             return totals
 
         def generate_until(self, requests, disable_tqdm=False):
-            return [self.generate_one(*request.args) for request in requests]
+            groups, texts = {}, {}
+            for i, request in enumerate(requests):
+                groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+            for options, members in groups.items():
+                prompts = {i: self.encoding.encode(requests[i].args[0]) or [self.prefix_token_id] for i in members}
+                members.sort(key=lambda i: len(prompts[i]))
+                rows = self.scorer.batch_size or 16
+                for a in range(0, len(members), rows):
+                    texts |= self.generate_batch({i: prompts[i] for i in members[a:a + rows]}, json.loads(options))
+            return [texts[i] for i in range(len(requests))]
 
-        def generate_one(self, context, options):
+        def generate_batch(self, prompts, options):
+            """{request: ids of its prompt} -> {request: text up to the first stop string}."""
             stops = [options['until']] if isinstance(options.get('until'), str) else options.get('until') or []
             new = int(options.get('max_gen_toks', 256))
-            prompt = ([self.prefix_token_id] + tokenizer.encode(context))[1 if context else 0:][-max(1, scorer.max_length - new):]
-            text = lambda ids: tokenizer.decode(ids).decode(errors='replace')
-            temperature = float(options.get('temperature', 0)) if options.get('do_sample') else 0
-            ids = generate(scorer.model, [prompt], new, temperature=temperature, top_p=options.get('top_p'), top_k=options.get('top_k'),
-                           eos_id=tokenizer.eos_id, finished=lambda row, ids: any(stop in text(ids) for stop in stops))[0]
-            said = text(ids)
-            return said[:min((said.find(stop) for stop in stops if stop in said), default=len(said))]
+            room = max(1, self.scorer.max_length - new)
+            self.scorer.truncated += sum(len(ids) > room for ids in prompts.values())
+            text = lambda ids: self.encoding.decode([i for i in ids if i != self.eot_token_id]).decode(errors='replace')
+            rows = generate(self.scorer.model, [ids[-room:] for ids in prompts.values()], new, top_p=options.get('top_p'), top_k=options.get('top_k'),
+                            temperature=float(options.get('temperature', 1)) if options.get('do_sample') else 0, eos_id=self.eot_token_id,
+                            finished=lambda row, ids: any(stop in text(ids) for stop in stops))
+            cut = lambda said: said[:min((said.find(stop) for stop in stops if stop in said), default=len(said))]
+            return {i: cut(text(ids)) for i, ids in zip(prompts, rows)}
 
-    return RunLM()
+    return RunLM
 
 
 def local_records(folder, task):
@@ -326,7 +351,7 @@ def lambada_first_token(scorer, tokenizer, s):
 # ---- validation loss ----
 
 @torch.inference_mode()
-def validation(model, record, s, dtype):
+def validation(model, record, s):
     """Nats a token, perplexity and bits a byte on the validation split of the run's data or of --data."""
     data = open_data(s.data or record['settings']['data'])
     if (data.n_ids, data.eos_id) != (record['data']['n_ids'], record['data']['eos_id']):
@@ -353,19 +378,25 @@ def validation(model, record, s, dtype):
 
 # ---- one run, several runs ----
 
+def load_scorer(folder, s):
+    """A run's Scorer, its tokenizer and its config.json."""
+    device = pick_device(s.device)
+    if device == 'cuda' and world() > 1:
+        device = f'cuda:{os.environ["LOCAL_RANK"]}'
+    model, record = load_run(folder, device, pick_dtype(s.dtype, device.split(':')[0]))
+    scorer = Scorer(pack_weights(model), s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
+    return scorer, load_tokenizer(record['data']['tokenizer']), record
+
+
 def evaluate(folder, s, tasks, corpora):
     """{row: value} for one run; also a line in its eval.jsonl."""
-    device = pick_device(s.device) if world() == 1 or s.device == 'cpu' else f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-    dtype = pick_dtype(s.dtype, device.split(':')[0])
-    model, record = load_run(folder, device, dtype)
-    tokenizer = load_tokenizer(record['data']['tokenizer'])
-    scorer = Scorer(pack_weights(model), s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
-    results = {'val': validation(model, record, s, dtype)} if s.val else {}
+    scorer, tokenizer, record = load_scorer(folder, s)
+    results = {'val': validation(scorer.model, record, s)} if s.val else {}
     if 'lambada_first_token' in tasks:
         results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
     through = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
     if through:
-        found = task_metrics(run_tasks(lm_eval_model(scorer, tokenizer), through, s))
+        found = task_metrics(run_tasks(lm_eval_class()(scorer=scorer, encoding=tokenizer), through, s))
         for corpus in corpora:
             found[corpus]['nats_per_word'] = math.log(found[corpus]['word_perplexity'])
         results |= found
@@ -379,7 +410,7 @@ def evaluate(folder, s, tasks, corpora):
         print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their start', file=sys.stderr)
     if rank() == 0:
         versions = {name: importlib.metadata.version(name) for name in ('torch', 'lm_eval')}
-        line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'dtype': str(dtype)[6:], 'versions': versions,
+        line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'dtype': str(next(scorer.model.parameters()).dtype)[6:], 'versions': versions,
                 'truncated': scorer.truncated, 'results': results}
         with open(Path(folder) / 'eval.jsonl', 'a') as file:
             file.write(json.dumps(line) + '\n')

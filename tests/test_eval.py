@@ -92,7 +92,7 @@ def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
     model, _ = config.load_run(trained)
     tasks, settings = ['arc_easy', 'piqa', 'sciq', 'hellaswag', 'lambada_openai', 'wikitext', 'govreport'], judge.Settings(data_dir=str(benchmarks))
-    ours = judge.lm_eval_model(judge.Scorer(model, 64), load_tokenizer('byte'))
+    ours = judge.lm_eval_class()(scorer=judge.Scorer(model, 64), encoding=load_tokenizer('byte'))
     found = [judge.run_tasks(lm, tasks, settings, log_samples=True) for lm in (ours, llama_model(tmp_path / 'llama', 64))]
     for task in tasks:
         for mine, theirs in zip(*(f['samples'][task] for f in found), strict=True):
@@ -102,8 +102,16 @@ def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
                 assert abs(a[0] - b[0]) < 1e-3 and a[1:] == b[1:]
     mine, theirs = map(judge.task_metrics, found)
     assert mine['arc_easy'] == theirs['arc_easy'] and mine['wikitext']['word_perplexity'] == pytest.approx(theirs['wikitext']['word_perplexity'], rel=1e-4)
-    request = type('Request', (), {'args': ('ab cd', {'until': ['e'], 'max_gen_toks': 12})})
-    assert ours.generate_until([request]) == [ours.generate_one('ab cd', {'until': 'e', 'max_gen_toks': 12})] and 'e' not in ours.generate_until([request])[0]
+
+
+def test_generation_and_the_registered_name(trained):
+    from lm_eval.api.registry import get_model
+    judge.lm_eval_class()
+    lm = get_model('run').create_from_arg_obj({'run': str(trained), 'dtype': 'float32'}, {'batch_size': 2, 'device': 'cpu'})
+    requests = [type('Request', (), {'args': (text, {'until': ['e'], 'max_gen_toks': n})}) for text, n in (('ab cd', 12), ('', 5), ('a' * 60, 12), ('ab', 12))]
+    texts = lm.generate_until(requests)
+    assert texts == [lm.generate_until([request])[0] for request in requests]
+    assert not any('e' in text for text in texts) and len(texts[1]) <= 5
 
 
 def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_data, tmp_path):

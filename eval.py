@@ -353,6 +353,8 @@ def lambada_first_token(scorer, tokenizer, s):
 @torch.inference_mode()
 def validation(model, record, s):
     """Nats a token, perplexity and bits a byte on the validation split of the run's data or of --data."""
+    if not (s.data or record['settings']['data']):
+        raise UserError('this run has no data of its own: give --data=FOLDER')
     data = open_data(s.data or record['settings']['data'])
     if (data.n_ids, data.eos_id) != (record['data']['n_ids'], record['data']['eos_id']):
         raise UserError(f'{data.folder} has {data.n_ids} ids with eos {data.eos_id}, the run {record["data"]["n_ids"]} with {record["data"]["eos_id"]}: '

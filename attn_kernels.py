@@ -579,8 +579,9 @@ def _launch(kernel, kind, tensors, strided, q, k, windows, first):
     grid = B * H, NK * triton.cdiv(T, M) if kind == 'key_gradient' else triton.cdiv(T, N)
     strides = [x.stride()[:4] for x in strided]
     A = math.gcd(16, *(stride for x in strides for stride in x))
-    kernel[grid](*tensors, *strides, tuple(windows), T, H, D ** -0.5 * math.log2(math.e), NQ, NK, first, D, D0, D1, A, N, M,
-                 num_warps=warps, num_stages=stages)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        kernel[grid](*tensors, *strides, tuple(windows), T, H, D ** -0.5 * math.log2(math.e), NQ, NK, first, D, D0, D1, A, N, M,
+                     num_warps=warps, num_stages=stages)
 
 
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor | None, windows: list[int],
@@ -804,13 +805,14 @@ def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: t
     strides = [x.stride()[:4] for x in (q, k, v)] + [(k_cache.stride(0), 0, k_cache.stride(2), k_cache.stride(1))]
     A = math.gcd(16, *(stride for x in strides for stride in x))
     keys = DECODE_KEYS if D % 16 == 0 else DECODE_KEYS // 2  # halves that do not start on 16 bytes go through registers
-    _decode_kernel[B * H, n_shares](
-        q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin, slots.stride(0),
-        *strides, tuple(windows), H, R, D ** -0.5 * math.log2(math.e),
-        n, NQ, NK, first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4,
-        num_stages=2 if q.dtype == torch.float32 else 3)
-    if n_shares > 1:
-        _combine_kernel[B * H,](shares, statistics, out, H, n_shares, n, NQ, D, wide, num_warps=4, num_stages=2)
+    with torch.cuda.device_of(q):
+        _decode_kernel[B * H, n_shares](
+            q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin, slots.stride(0),
+            *strides, tuple(windows), H, R, D ** -0.5 * math.log2(math.e),
+            n, NQ, NK, first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4,
+            num_stages=2 if q.dtype == torch.float32 else 3)
+        if n_shares > 1:
+            _combine_kernel[B * H,](shares, statistics, out, H, n_shares, n, NQ, D, wide, num_warps=4, num_stages=2)
     return out
 
 

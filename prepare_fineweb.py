@@ -178,11 +178,11 @@ def load_progress(folder, arguments, tokenizer, shard_tokens):
     return ShardWriter(folder, tokenizer, shard_tokens, saved['splits'], pending), saved['position']
 
 
-def keep_tokenizer(folder, s):
+def keep_tokenizer(folder, name):
     """Copies a tokenizer given by path into the data folder; returns what meta.json calls it."""
-    path = Path(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer)
-    if str(path) in ('gpt2', 'byte'):
-        return str(path)
+    if name in ('gpt2', 'byte'):
+        return name
+    path = Path(name)
     kept = 'gpt2_vocabulary' if path.is_dir() else 'tokenizer' + path.suffix
     for source in [path / 'encoder.json', path / 'vocab.bpe'] if path.is_dir() else [path]:
         target = folder / kept / source.name if path.is_dir() else folder / kept
@@ -230,7 +230,7 @@ def prepare(name, s):
         if position['documents']:
             print(f'{folder} has {sum(len(i["shards"]) for i in writer.splits.values())} whole shards: going on after document {position["documents"]:,}')
         fill(folder, writer, name, s, arguments, position)
-        writer.finish(keep_tokenizer(folder, s))
+        writer.finish(keep_tokenizer(folder, tokenizer.name))
     for path in (folder / 'progress.json', folder / '.lock', *folder.glob('.pending_*')):
         path.unlink(missing_ok=True)
     for split, info in sorted(writer.splits.items()):

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import random
 import re
 import shlex
 import shutil
@@ -43,7 +44,7 @@ class Settings:
     out_dir: str | None = None  # run folder; None: out/<name of the config file>
     resume: bool = False  # go on with the run in out_dir, on the same batches
     overwrite: bool = False  # replace the run in out_dir
-    init_from: str | None = None  # run folder whose weights to start from
+    init_from: str | None = None  # run folder whose weights to start from; model settings that are not given are that run's
     eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
     dry_run: bool = False  # check everything, print sizes and costs, and stop
     seed: int = 1337  # of the initial weights, the data order and dropout
@@ -167,6 +168,11 @@ def read_settings(argv):
                                 f'with python train.py --out_dir={s.out_dir} --resume, or start another with another --out_dir')
         values = {**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir}
         s = config.saved_settings(Settings, values, f'{s.out_dir}/config.json')
+    elif s.init_from:  # what is not given is as in the source
+        source = config.read_run(s.init_from)['model_config'] if config.read_run(s.init_from)['model'] == s.model else {}
+        if 'documents' not in given and 'eos_id' in source:
+            s.documents = source['eos_id'] is not None
+        given = {k: v for k, v in source.items() if k not in ('vocab_size', 'n_ids', 'eos_id')} | given
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 
@@ -319,6 +325,19 @@ def read_weights(s, record):
     return source, state, files['model.safetensors']
 
 
+def check_conversion(model, source, new, data, s):
+    """Raises UserError unless the model, with weights that `source` has not, still gives the logits of `source`; prints how near it is."""
+    idx = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)[0].to(model.head.weight.device)
+    with torch.no_grad():
+        want, have = (m.eval().logits(idx)[..., :data.n_ids] for m in (config.load_run(source, idx.device)[0], model))
+    model.train()
+    worst = (have - want).abs().max().item()
+    if not worst < 1e-4:
+        raise UserError(f'{source} cannot become this model: with {", ".join(new)} at their start its logits change by {worst:.1e}. '
+                        'Settings that are not about the new weights (window, documents, n_head) must be those of the source')
+    print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most {worst:.1e} at step 0')
+
+
 def restore(s, model, optimizer):
     """Loads the newest whole checkpoint of out_dir. Returns (step, seconds); (0, 0) if the run was stopped before its first."""
     if not config.checkpoints(s.out_dir):
@@ -423,6 +442,8 @@ def train_step(model, ddp, optimizer, data, s, step, machine, stop):
     """
     rank, world = machine.rank, machine.world
     torch.manual_seed(((s.seed << 32) + (step << 10) + rank) % 2 ** 63)  # dropout's stream
+    if hasattr(model, 'begin_step'):
+        model.begin_step(random.Random(f'{s.seed} {step}'))
     for group in optimizer.param_groups:
         group['lr'] = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
@@ -495,14 +516,17 @@ def run(s, c, data, record, machine):
           f'{"" if compile else "not "}compiled')
     source, state, weights = read_weights(s, record)
     if source:
-        config.check_weights(model, weights, source)
+        config.check_weights(model, config.adopted(model, weights, source), source)
     if s.dry_run:
         return
 
     torch.manual_seed(s.seed)
     model = config.model_file(s.model).Model(c).to(device)
     if source:
-        config.load_weights(model, weights, source)
+        converted = config.adopted(model, weights, source)
+        config.load_weights(model, converted, source)
+        if converted.keys() != weights.keys():
+            check_conversion(model, source, sorted(converted.keys() - weights.keys()), data, s)
     fast = torch.compile(model) if compile else model
     if s.eval_only:
         print(f'validation loss {evaluate(fast, data, s, machine):.4f} nats per token at step {state["step"]} of {source}')

@@ -109,8 +109,8 @@ class Text(str):
 def read_config_file(path):
     """The assignments of a config file as {name: value}; modules, functions and names with a leading underscore are not settings."""
     if not os.path.isfile(path):
-        known = sorted(f'config/{p.name}' for p in (ROOT / 'config').glob('*.py') if p.name != '__init__.py')
-        near = difflib.get_close_matches(path, known, 3, 0.4) or known
+        known = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'config').rglob('*.py') if p.name != '__init__.py')
+        near = difflib.get_close_matches(path, known, 3, 0.4) or [name for name in known if name.count('/') == 1]
         raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
     try:
         names = runpy.run_path(str(path))
@@ -211,6 +211,14 @@ def make_config(model_name, values):
         return model_file(model_name).Config(**values)
     except (TypeError, ValueError) as error:
         raise UserError(f'model {model_name!r}: {error}')
+
+
+def adopted(model, tensors, source):
+    """The tensors of another run as this model takes them: as they are, or through its `adopt`, whose ValueError becomes a UserError."""
+    try:
+        return model.adopt(tensors) if hasattr(model, 'adopt') else tensors
+    except ValueError as error:
+        raise UserError(f'{source} does not fit this model: {error}')
 
 
 def check_weights(model, tensors, source):

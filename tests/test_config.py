@@ -79,7 +79,7 @@ def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence
     assert sentence.format(path) in str(error.value)
 
 
-@pytest.mark.parametrize('path', sorted(p for p in Path('config').glob('*.py') if p.name != '__init__.py'), ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', sorted(p for p in Path('config').rglob('*.py') if p.name != '__init__.py'), ids=lambda p: p.stem)
 def test_every_config_file_is_a_model_and_settings(path):
     _, _, given = load_settings(train.Settings, [str(path)], parse_model=True)
     names = {f.name for f in dataclasses.fields(config.model_file(given.get('model', 'standard')).Config)}

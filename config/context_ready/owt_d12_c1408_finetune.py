@@ -1,0 +1,7 @@
+# N = 12 to D = 12, C = 1408: table A11, 200,000 steps from the Roformer's.
+from config.context_ready.owt_large import *
+
+n_layer = 12
+n_embd = 1408
+init_from = 'out/owt_n12_c1408'
+max_tokens = 200_000 * 32 * 256

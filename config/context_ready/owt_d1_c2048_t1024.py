@@ -1,0 +1,5 @@
+# D = 1, C = 2048, windows of 1024: tables A9, 6 and A7.
+from config.context_ready.owt_d1_c2048 import *
+
+block_size = 1024
+batch_size = 16

@@ -1,0 +1,7 @@
+# D = 2, C = 512: table 3, on 20 tokens a parameter (the paper says Chinchilla-matched).
+from config.context_ready.owt_short import *
+
+n_layer = 2
+n_embd = 512
+n_head = 8
+max_tokens = 823_000_000

@@ -1,0 +1,5 @@
+# D = 5, C = 1024: table A8 and 6.
+from config.context_ready.owt import *
+
+n_layer = 5
+n_embd = 1024

@@ -1,0 +1,5 @@
+# What the rows of about 340M multiply-adds share (table A1): 200,000 steps of 32 sequences.
+from config.context_ready.owt import *
+
+batch_size = 32
+max_tokens = 200_000 * 32 * 256

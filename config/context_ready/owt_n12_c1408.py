@@ -1,0 +1,7 @@
+# Roformer N = 12, C = 1408: table A11.
+from config.context_ready.owt_large import *
+
+n_layer = 12
+n_embd = 1408
+K = 1
+k_min = None

@@ -1,0 +1,7 @@
+# Roformer N = 14, C = 1024: table 2.
+from config.context_ready.owt_large import *
+
+n_layer = 14
+n_embd = 1024
+K = 1
+k_min = None

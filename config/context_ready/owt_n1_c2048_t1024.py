@@ -1,0 +1,8 @@
+# Roformer N = 1, C = 2048, 85,000 steps: where the third row of table 4 starts.
+from config.context_ready.owt_long import *
+
+n_layer = 1
+n_embd = 2048
+max_tokens = 85_000 * 16 * 1024
+K = 1
+k_min = None

@@ -1,0 +1,7 @@
+# Roformer N = 24, C = 1024: table 2; the start of a conversion in table A11.
+from config.context_ready.owt_large import *
+
+n_layer = 24
+n_embd = 1024
+K = 1
+k_min = None

@@ -1,0 +1,5 @@
+# Roformer N = 2, C = 1024: table 3, on the tokens of its pair.
+from config.context_ready.owt_d2_c1024_t64 import *
+
+K = 1
+k_min = None

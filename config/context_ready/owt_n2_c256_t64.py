@@ -1,0 +1,5 @@
+# Roformer N = 2, C = 256: table 3, on the tokens of its pair.
+from config.context_ready.owt_d2_c256_t64 import *
+
+K = 1
+k_min = None

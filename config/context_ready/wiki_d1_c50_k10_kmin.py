@@ -1,0 +1,7 @@
+# D = 1, C = 50, K from 2 to 10: table A5.
+from config.context_ready.wiki import *
+
+n_layer = 1
+n_embd = 50
+n_head = 1
+K = 10

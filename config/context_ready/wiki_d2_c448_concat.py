@@ -1,0 +1,5 @@
+# D = 2, concat: tables A3 and A12.
+from config.context_ready.wiki import *
+
+n_layer = 2
+variant = 'concat'

@@ -1,0 +1,5 @@
+# D = 2, token_blind: table A3.
+from config.context_ready.wiki import *
+
+n_layer = 2
+variant = 'token_blind'

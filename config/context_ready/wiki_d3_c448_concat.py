@@ -1,0 +1,5 @@
+# D = 3, concat: table A3.
+from config.context_ready.wiki import *
+
+n_layer = 3
+variant = 'concat'

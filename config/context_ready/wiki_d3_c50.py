@@ -1,0 +1,6 @@
+# D = 3, C = 50, one head: table A4.
+from config.context_ready.wiki import *
+
+n_layer = 3
+n_embd = 50
+n_head = 1

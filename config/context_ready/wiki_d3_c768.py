@@ -1,0 +1,6 @@
+# D = 3, C = 768: table A4.
+from config.context_ready.wiki import *
+
+n_layer = 3
+n_embd = 768
+n_head = 16

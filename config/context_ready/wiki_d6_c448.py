@@ -1,0 +1,4 @@
+# D = 6, add: table A12.
+from config.context_ready.wiki import *
+
+n_layer = 6

@@ -1,0 +1,6 @@
+# Roformer N = 3: tables A2 and A12.
+from config.context_ready.wiki import *
+
+n_layer = 3
+K = 1
+k_min = None

@@ -1,0 +1,7 @@
+# Roformer-hFFN N = 3: table A2.
+from config.context_ready.wiki import *
+
+n_layer = 3
+variant = 'extra_ffn'
+K = 1
+k_min = None

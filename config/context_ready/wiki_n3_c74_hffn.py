@@ -1,0 +1,9 @@
+# Roformer-hFFN N = 3, C = 74, one head: table A4.
+from config.context_ready.wiki import *
+
+n_layer = 3
+n_embd = 74
+n_head = 1
+variant = 'extra_ffn'
+K = 1
+k_min = None

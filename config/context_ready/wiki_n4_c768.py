@@ -1,0 +1,8 @@
+# Roformer N = 4, C = 768: table A4.
+from config.context_ready.wiki import *
+
+n_layer = 4
+n_embd = 768
+n_head = 16
+K = 1
+k_min = None

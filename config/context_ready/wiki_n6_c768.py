@@ -1,0 +1,8 @@
+# Roformer N = 6, C = 768: table A12.
+from config.context_ready.wiki import *
+
+n_layer = 6
+n_embd = 768
+n_head = 16
+K = 1
+k_min = None

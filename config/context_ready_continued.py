@@ -1,0 +1,5 @@
+# The control of context_ready_finetune: the same run and steps, without conversion.
+from config.context_ready_finetune import *
+
+K = 1
+k_min = None

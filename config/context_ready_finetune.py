@@ -1,0 +1,8 @@
+# A K = 1 run becomes context-ready: python train.py config/context_ready_finetune.py --init_from=RUN (section 5.7).
+# Shape, window and documents are those of the run; its correction network starts at 0.
+from config.context_ready_small import data, block_size, batch_size, micro_batch_size, learning_rate, schedule, warmup_tokens, eval_interval, eval_tokens
+
+model = 'context_ready'
+K = 10
+k_min = 2
+max_tokens = 1_000_000

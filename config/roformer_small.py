@@ -1,0 +1,5 @@
+# The Roformer N = 2 beside context_ready_small; --variant=extra_ffn is Roformer-hFFN.
+from config.context_ready_small import *
+
+K = 1
+k_min = None

@@ -1,0 +1,366 @@
+"""Context-Ready against its paper: eq. 1 to 5 written out pair by pair, Lemma 1, exact backpropagation through time, conversion."""
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config
+import model_context_ready
+from conftest import assert_sentence, run, train_tiny
+from model_context_ready import Config, Model
+
+EOS = 59
+SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_ids=60)
+CORRECTIONS = ['add', 'concat', 'token_blind', 'tied', 'block_head']
+LAYOUTS = [dict(), dict(eos_id=EOS), dict(window=3), dict(eos_id=EOS, window=0)]
+
+
+def make(**values):
+    torch.manual_seed(0)
+    model = Model(Config(**(SMALL | values))).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    return model
+
+
+def tokens(B=3, T=12):
+    idx = torch.randint(0, 59, (B, T), generator=torch.Generator().manual_seed(1))
+    idx[1, [2, 6, 7]] = EOS
+    idx[2, 0] = EOS
+    return idx
+
+
+# ---- the paper, step by step, in the dtype of the weights ----
+
+def norm(x, layer):
+    mean = x.mean(-1, keepdim=True)
+    return (x - mean) / ((x - mean).square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.weight + layer.bias
+
+
+def ffn(x, up, down):
+    y = x @ up.weight.T + up.bias
+    y = y * 0.5 * (1 + torch.erf(y / 2 ** 0.5))  # GELU
+    return y @ down.weight.T + down.bias
+
+
+def turned(x, t, theta):
+    """x (B, H, D) at position t, rotated: pairs (x_j, x_{j + D/2}) as complex numbers."""
+    D = x.shape[-1]
+    angle = t * theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
+    y = torch.complex(*x.chunk(2, -1)) * torch.complex(angle.cos(), angle.sin()).to(torch.complex128)
+    return torch.cat([y.real, y.imag], -1)
+
+
+def block_output(model, entered, t, row_start, masks):
+    """Eq. 3 at position t, given what entered the blocks at positions 0 ... t, each (B, C); returns z_t.
+
+    Everything below t is computed again, so nothing is cached that could be wrong.
+    """
+    c, B = model.config, len(entered[0])
+    H, D = c.n_head, c.n_embd // c.n_head
+    h = list(entered)
+    for i, block in enumerate(model.blocks):
+        qkv = [(norm(x, block.attn.norm) @ block.attn.qkv.weight.T + block.attn.qkv.bias).view(B, 3, H, D) for x in h]
+        out = []
+        for s in range(t + 1):
+            rows = []
+            for b in range(B):
+                seen = [j for j in range(s + 1) if j >= row_start[b][s] and (c.window is None or j >= s - c.window)]
+                q = turned(qkv[s][b:b + 1, 0], s, c.rope_theta)[0]
+                k = torch.stack([turned(qkv[j][b:b + 1, 1], j, c.rope_theta)[0] for j in seen])
+                p = ((q * k).sum(-1) / D ** 0.5).softmax(0)  # (keys, H)
+                rows.append((p.unsqueeze(-1) * torch.stack([qkv[j][b, 2] for j in seen])).sum(0).flatten())
+            a = h[s] + masks[1 + 2 * i, s] * (torch.stack(rows) @ block.attn.out.weight.T + block.attn.out.bias)
+            out.append(a + masks[2 + 2 * i, s] * ffn(norm(a, block.ffn.norm), block.ffn.up, block.ffn.down))
+        h = out
+    return h[t]
+
+
+def correction(model, z, e):
+    net, variant = model.correction, model.config.variant
+    if variant == 'block_head':
+        return norm(z, net)
+    up, down = (net.up, net.down) if variant != 'tied' else (model.blocks[-1].ffn.up, model.blocks[-1].ffn.down)
+    x = {'concat': torch.cat([z, e], -1), 'token_blind': z}.get(variant, z + e)
+    return ffn(norm(x, net.norm), up, down)
+
+
+def starts(model, idx):
+    """For each row and position the first position of its document."""
+    documents = model.config.eos_id is not None
+    return [[max([0] + [s + 1 for s in range(t) if documents and row[s] == EOS]) for t in range(len(row))] for row in idx.tolist()]
+
+
+def streamed(model, idx, masks=None):
+    """Algorithm 1: z (B, T, C)."""
+    B, T = idx.shape
+    e, row_start, entered, zs = model.embed.weight[idx], starts(model, idx), [], []
+    masks = torch.ones(1 + 2 * model.config.n_layer, T, B, model.config.n_embd).to(e) if masks is None else masks
+    for t in range(T):
+        continues = torch.tensor([[float(row_start[b][t] < t)] for b in range(B)], dtype=e.dtype)
+        z = continues * zs[-1] if zs else torch.zeros_like(e[:, 0])
+        entered.append(masks[0, t] * (e[:, t] + correction(model, z, e[:, t])))
+        zs.append(block_output(model, entered, t, row_start, masks))
+    return torch.stack(zs, 1)
+
+
+def unrolled(model, idx, K):
+    """Eq. 5: z^(K) (B, T, C)."""
+    B, T = idx.shape
+    e, row_start = model.embed.weight[idx], starts(model, idx)
+    masks = torch.ones(1 + 2 * model.config.n_layer, T, B, model.config.n_embd).to(e)
+    corrections = [torch.zeros_like(e[:, 0])] * T
+    for _ in range(K):
+        entered = [e[:, t] + corrections[t] for t in range(T)]
+        z = [block_output(model, entered, t, row_start, masks) for t in range(T)]
+        before = [torch.stack([z[t - 1][b] if row_start[b][t] < t else torch.zeros_like(z[0][b]) for b in range(B)]) for t in range(T)]
+        corrections = [correction(model, before[t], e[:, t]) for t in range(T)]
+    return torch.stack(z, 1)
+
+
+def nll(model, z, targets):
+    logits = norm(z, model.norm) @ model.head.weight.T
+    if model.config.eos_id is not None:
+        targets = targets.masked_fill(tokens()[:, :targets.shape[1]] == EOS, -1)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(have, want, tolerance):
+    for name in want:
+        assert (have[name] - want[name]).norm() <= tolerance * want[name].norm(), name
+
+
+@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
+@pytest.mark.parametrize('variant', CORRECTIONS)
+def test_unrolls_and_streaming_are_the_papers(variant, layout):
+    model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
+    targets = torch.roll(idx, -1, 1)
+    assert_same_gradients(gradients(model, model(idx, targets)['loss']), gradients(model, nll(model, unrolled(model, idx, 3), targets)), 1e-8)
+    want = norm(streamed(model, idx), model.norm) @ model.head.weight.T
+    assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # where prefill stops
+
+
+@pytest.mark.parametrize('reference', [False, True])
+@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
+@pytest.mark.parametrize('variant', CORRECTIONS)
+def test_bptt_is_autograd_through_the_plain_loop(variant, layout, reference, monkeypatch):
+    model, idx = make(variant=variant, bptt=True, **layout).double(), tokens(T=8)
+    targets = torch.roll(idx, -1, 1)
+    if reference:
+        monkeypatch.setattr(model, '_stream', model.stream_reference)
+    want = nll(model, streamed(model, idx), targets)
+    have = model(idx, targets)
+    assert abs(have['loss'] - want) < 1e-8 * want
+    assert_same_gradients(gradients(model, have['loss']), gradients(model, want), 1e-8)
+
+
+def test_bptt_with_dropout_is_exact_for_its_masks(monkeypatch):
+    model, idx = make(bptt=True, dropout=0.4, window=3).double().train(), tokens(T=8)
+    targets, given = torch.roll(idx, -1, 1), []
+    original = model_context_ready._Scan.apply
+    monkeypatch.setattr(model_context_ready._Scan, 'apply', lambda model, e, doc_start, dropout, *rest: given.append(dropout) or original(model, e, doc_start, dropout, *rest))
+    have = gradients(model, model(idx, targets)['loss'])
+    assert 0.5 < (given[0] == 0).double().mean() / 0.4 < 1.5
+    assert_same_gradients(have, gradients(model, nll(model, streamed(model, idx, given[0]), targets)), 1e-8)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
+@pytest.mark.parametrize('variant', CORRECTIONS)
+def test_streaming_is_T_plus_1_unrolls_and_k_of_them_are_exact_below_k(variant, layout):
+    model, idx = make(variant=variant, **layout), tokens(T=16)
+    with torch.no_grad():
+        cache, streamed_logits = model.new_cache(3, 16), []
+        for t in range(16):
+            streamed_logits.append(model.extend(idx[:, t:t + 1], cache))
+        want = torch.stack(streamed_logits, 1)[..., :60]
+        steps = [(model.head(model._final(z))[..., :60], correction) for _, (z, correction) in zip(range(17), model.unrolled(idx))]
+    exact = steps[-1][1]
+    assert (steps[-1][0] - want).abs().max() < 1e-4
+    for k in range(1, 9):
+        logits, corrections = steps[k - 1]
+        assert (corrections - exact)[:, :k].abs().max() < 1e-5
+        assert k == 1 or (logits - want)[:, :k - 1].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize('prefill', ['parallel', 'sequential'])
+def test_prefill_reports_its_unrolls_and_equals_streaming(prefill):
+    model, idx = make(prefill=prefill), tokens(T=40)
+    cache = model.new_cache(3, 40)
+    logits = model.extend(idx, cache, all_positions=True)
+    want = torch.stack([model.extend(idx[:, t:t + 1], again) for again in [model.new_cache(3, 40)] for t in range(40)], 1)
+    assert (logits - want)[..., :60].abs().max() < 1e-4
+    assert cache.unrolls is None if prefill == 'sequential' else 3 < cache.unrolls <= 41
+    model.config.prefill_tol = 0.1
+    cheap = model.new_cache(3, 40)
+    model.extend(idx, cheap)
+    assert prefill == 'sequential' or cheap.unrolls < cache.unrolls
+
+
+@pytest.mark.parametrize('values, millions', [(dict(n_layer=1, n_embd=2048), 215), (dict(n_layer=5, n_embd=1120), 157),
+                                              (dict(n_layer=6, n_embd=1088, K=1), 155), (dict(n_layer=12, n_embd=768, K=1), 134)])
+def test_parameters_at_the_papers_shapes(values, millions):
+    with torch.device('meta'):
+        model = Model(Config(vocab_size=32000, **values))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_checkpointed_unrolls_give_the_same_gradients_with_dropout():
+    model, idx = make(dropout=0.3).train(), tokens()
+    again = copy.deepcopy(model)
+    again.config.checkpoint_unrolls = True
+    both = []
+    for m in (model, again):
+        torch.manual_seed(5)
+        both.append(gradients(m, m(idx, idx)['loss']))
+    assert_same_gradients(both[1], both[0], 1e-6)
+
+
+def test_dropout_is_fresh_in_every_unroll():
+    model, idx = make(dropout=0.5).train(), tokens()
+    zs = []
+    model._blocks = lambda x, rope, attend, blocks=model._blocks: zs.append(x) or blocks(x, rope, attend)
+    torch.manual_seed(0)
+    model._correction = lambda z, e, first: torch.zeros_like(e)  # every unroll then gets the same
+    masks = []
+    dropout = F.dropout
+    try:
+        F.dropout = lambda x, p, training: masks.append(dropout(torch.ones_like(x), p, training)) or x
+        model(idx, idx)
+    finally:
+        F.dropout = dropout
+    assert len(zs) == 5 and len(masks) == 5 * (1 + 2 * 2)
+    assert all(torch.equal(z, zs[0]) for z in zs) and not torch.equal(masks[0], masks[5])
+
+
+def test_last_unrolls_cuts_the_gradient_where_it_says():
+    model, idx = make(K=4).double(), tokens()
+    whole = gradients(model, model(idx, idx)['loss'])
+    model.config.last_unrolls = 4
+    assert_same_gradients(gradients(model, model(idx, idx)['loss']), whole, 1e-12)
+    model.config.last_unrolls = 2
+    have = gradients(model, model(idx, idx)['loss'])
+    e, first, rope, attend = model._start(idx)
+    z = None
+    for k in range(4):
+        z = model._unroll(e, z, first, rope, attend)
+        z = z.detach() if k == 1 else z
+    assert_same_gradients(have, gradients(model, model._nll(z, idx)), 1e-12)
+
+
+def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():
+    model, drawn = make(K=5, k_min=2), []
+    for step in range(400):
+        model.begin_step(random.Random(f'1337 {step}'))
+        drawn.append(model.unrolls)
+    assert set(drawn) == {2, 3, 4, 5} and all(70 < drawn.count(k) < 130 for k in range(2, 6))
+    model = make(K=5)
+    model.begin_step(random.Random(0))
+    assert model.unrolls == 5
+
+
+def test_a_step_of_one_unroll_still_has_gradients_of_the_network():
+    model, idx = make(K=3, k_min=1).train(), tokens()
+    model.unrolls = 1
+    grads = gradients(model, model(idx, idx)['loss'])
+    assert all(grads[name].abs().max() == 0 for name in grads if name.startswith('correction.'))
+
+
+@pytest.mark.parametrize('variant', ['add', 'concat', 'token_blind'])
+def test_a_converted_model_is_its_source(variant):
+    source = make(K=1, eos_id=EOS, window=5)
+    model = make(variant=variant, eos_id=EOS, window=5)
+    weights = dict(source.named_parameters())
+    converted = model.adopt(weights)
+    assert set(converted) == set(dict(model.named_parameters()))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(converted[name])
+    idx = tokens(T=30)
+    assert (model.logits(idx) - source.logits(idx))[..., :60].abs().max() < 1e-5
+    assert model.adopt(converted) is converted and source.adopt(weights) is weights
+
+
+def test_a_model_without_a_zero_layer_cannot_be_converted_to():
+    with pytest.raises(ValueError, match='cannot be converted'):
+        make(variant='block_head').adopt(dict(make(K=1).named_parameters()))
+
+
+def test_one_compiled_unroll_serves_every_depth():
+    model, idx = make(K=6).train(), tokens()
+    want, graphs = {}, []
+    for model.unrolls in range(2, 7):
+        want[model.unrolls] = gradients(model, model(idx, idx)['loss'])
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for model.unrolls in range(2, 7):
+        assert_same_gradients(gradients(model, compiled(idx, idx)['loss']), want[model.unrolls], 1e-5)
+        if model.unrolls == 2:
+            first = len(graphs)
+    assert len(graphs) == first
+
+
+@pytest.mark.parametrize('values, sentence', [
+    (dict(K=0), 'K = 0'), (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=3, last_unrolls=0), 'last_unrolls = 0'), (dict(K=3, last_unrolls=4), 'last_unrolls = 4'),
+    (dict(K=1, bptt=True), 'without a correction'), (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(variant='sum'), "variant = 'sum'"),
+    (dict(prefill='both'), "prefill = 'both'"), (dict(n_embd=18), 'even whole number'), (dict(dropout=1.0), 'dropout = 1.0')])
+def test_bad_settings_are_sentences(values, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Config(**(SMALL | values))
+
+
+def test_flops_count_the_unrolls():
+    flops = lambda **values: make(**values).flops_per_token(8)
+    C, V, pairs = 16, 64, 4.5
+    blocks, network, head = 2 * 12 * C * C + 2 * 2 * C * pairs, 8 * C * C, V * C
+    assert flops(K=1) == 6 * (blocks + head)
+    assert flops(K=4) == 6 * (4 * blocks + 3 * network + head)
+    assert flops(K=4, k_min=2) == 6 * (3 * blocks + 2 * network + head)
+    assert flops(K=4, last_unrolls=1) == 12 * blocks + 10 * network + 6 * head  # three passes forward; of the network two, and one with its backward
+    assert flops(bptt=True) == 6 * (blocks + network + head)
+
+
+# ---- through train.py ----
+
+CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
+
+
+def test_drawn_unrolls_do_not_depend_on_micro_batches_and_processes(tiny_data, tmp_path):
+
+    losses = []
+    args = [a for a in CONTEXT_READY if 'dropout' not in a]
+    for name, more, processes in (('one', [], 1), ('micro', ['--micro_batch_size=1'], 1), ('two', [], 2)):
+        result = train_tiny(tiny_data, tmp_path / name, *args, *more, steps=6, processes=processes)
+        assert result.returncode == 0, result.stderr
+        losses.append([r['loss'] for r in config.read_log(tmp_path / name)])
+    assert max(abs(a - b) for other in losses[1:] for a, b in zip(losses[0], other)) < 1e-4
+
+
+def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
+    result = train_tiny(tiny_data, tmp_path / 'roformer', '--model=context_ready', '--K=1', steps=6)
+    assert result.returncode == 0, result.stderr
+    finetune = [*CONTEXT_READY, f'--init_from={tmp_path / "roformer"}']
+    result = train_tiny(tiny_data, tmp_path / 'converted', *finetune, steps=6)
+    assert result.returncode == 0 and 'at step 0' in result.stdout, result.stderr
+
+    before, after = (config.read_log(tmp_path / name) for name in ('roformer', 'converted'))
+    assert after[0]['loss'] < before[0]['loss'] - 0.5
+    result = train_tiny(tiny_data, tmp_path / 'converted', '--resume', *finetune, steps=6)
+    assert result.returncode == 0, result.stderr
+    sampled = run('sample.py', tmp_path / 'converted', 'abc', '--max_new_tokens=8', '--ignore_eos')
+    assert sampled.returncode == 0 and '8 tokens' in sampled.stderr, sampled.stderr
+    for args, parts in ((['--window=3'], ['cannot become this model', 'window']), (['--variant=tied'], ['tied']), (['--n_embd=32'], ['shape'])):
+        assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, *args), *parts)
+        assert not (tmp_path / 'other').exists()

@@ -255,10 +255,11 @@ class Model(nn.Module):
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
-        loss = self._nll(self._window(idx), targets)
+        loss = self.nll(self._window(idx), targets)
         return {'loss': loss, 'nll': loss.detach()}
 
-    def _nll(self, z, targets):
+    def nll(self, z, targets):
+        """Mean nats of targets (B, T), -1 ignored, given block outputs z (B, T, C)."""
         return linear_cross_entropy(self._final(z).flatten(0, 1), self.head.weight, targets.flatten())
 
     def _unrolls(self, e, first, before, rope, attend):

@@ -3,6 +3,7 @@
     python -m bench.train_step      a training step beside Hugging Face Llama
     python -m bench.generate        decoding beside Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
+    python -m bench.context_ready   backpropagation through time, and generation with few wide layers, beside the plain forms
     python -m bench.attention       the Triton attention kernels on a GPU beside PyTorch's
     python -m bench.attention_cpu   the forms of attention on CPU
     python -m bench.prepare FILE    prepare_fineweb.py beside a plain loop of tiktoken

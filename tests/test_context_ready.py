@@ -252,7 +252,7 @@ def test_last_unrolls_cuts_the_gradient_where_it_says():
     for k in range(4):
         z = model._unroll(e, z, first, rope, attend)
         z = z.detach() if k == 1 else z
-    assert_same_gradients(have, gradients(model, model._nll(z, idx)), 1e-12)
+    assert_same_gradients(have, gradients(model, model.nll(z, idx)), 1e-12)
 
 
 def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():

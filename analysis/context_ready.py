@@ -1,0 +1,120 @@
+"""What the unrolls of Context-Ready runs are worth (tables 6, A7 and A8, section 5.8 and the costs of section 5.1).
+
+    python -m analysis.context_ready RUN RUN ... --out=NAME
+
+For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; the contraction estimate L
+at the K of training; how many unrolls a parallel prefill took; multiply-adds per token and cache bytes per token. Writes NAME.csv
+and NAME.png, perplexity against K, and prints the table.
+"""
+import csv
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from config import UserError, check_ranges, load_run, load_settings, pick_device, sentences
+from data import open_data
+
+DEPTHS = (1, 2, 3, 5, 10)
+
+
+@dataclass
+class Settings:
+    out: str = 'context_ready'  # NAME of the files to write, without ending
+    tokens: int = 65536  # of the validation data, from its start
+    batch_size: int = 16  # windows at a time
+    data: str | None = None  # data folder; None: the run's own
+    device: str = 'auto'  # auto, cuda or cpu
+
+
+@torch.no_grad()
+def measure(model, idx, targets):
+    """One batch (B, T): {K or 'sequential': nats per token}, contraction (B, T), unrolls of a parallel prefill."""
+    c, nll, corrections = model.config, {}, []
+    if c.K == 1:
+        nll = {1: model(idx, targets)['nll'].item()}
+        return nll | {'sequential': nll[1]}, torch.zeros(0), 1
+    K = max(c.K, 3)
+    for k, (z, correction) in zip(range(1, max(K, DEPTHS[-1]) + 1), model.unrolled(idx)):
+        if k in DEPTHS:
+            nll[k] = model.nll(z, targets).item()
+        if K - 2 <= k <= K:
+            corrections.append(correction)
+    before, after = ((b - a).norm(dim=-1) for a, b in zip(corrections, corrections[1:]))
+    moving = before > 1e-4 * corrections[1].norm(dim=-1)  # what is exact already, but for rounding, has no ratio
+    prefill, c.prefill = c.prefill, 'sequential'
+    logits = model.logits(idx).flatten(0, 1)
+    nll['sequential'] = torch.nn.functional.cross_entropy(logits[:, :c.n_ids].float(), targets.flatten(), ignore_index=-1).item()
+    c.prefill = 'parallel'
+    cache = model.new_cache(*idx.shape)
+    model.extend(idx, cache)
+    c.prefill = prefill
+    return nll, (after / before)[moving], cache.unrolls
+
+
+def analyse(run, s):
+    """A row of the table."""
+    model, record = load_run(run, pick_device(s.device))
+    if record['model'] != 'context_ready':
+        raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
+    c, T = model.config, record['settings']['block_size']
+    data = open_data(s.data or record['settings']['data'])
+    windows = range(max(1, min(data.n_windows('val', T), s.tokens // T)))
+    totals, counted, contraction, unrolls = {}, 0, 0.0, []
+    for a in range(0, len(windows), s.batch_size):
+        idx, targets = (x.to(model.head.weight.device) for x in data.val_batch(windows[a:a + s.batch_size], T))
+        if c.eos_id is not None:
+            targets = targets.masked_fill(idx == c.eos_id, -1)
+        count = int((targets >= 0).sum())
+        nll, ratios, used = measure(model, idx, targets)
+        totals = {k: totals.get(k, 0) + v * count for k, v in nll.items()}
+        counted += count
+        contraction = max([contraction, *ratios.tolist()])
+        unrolls.append(used)
+    perplexity = {k: math.exp(v / counted) for k, v in totals.items()}
+    width, variant = c.n_embd, 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
+    network = {'concat': 12, 'block_head': 0, 'roformer': 0}.get(variant, 8)
+    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'T': T, 'K': c.K, 'k_min': c.k_min}
+    row |= {f'K={k}': round(perplexity[k], 3) if k in perplexity else '' for k in DEPTHS}
+    row |= {'sequential': round(perplexity['sequential'], 3), 'L': round(contraction, 2) if c.K > 1 else '', 'prefill_unrolls': max(unrolls),
+            'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,
+            'cache_bytes_per_token': 2 * c.n_layer * width * model.embed.weight.itemsize}
+    return row
+
+
+def plot(rows, path):
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
+    for row in rows:
+        points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
+        line, = axes.plot(*zip(*points), marker='o', markersize=4, label=row['run'])
+        axes.axhline(row['sequential'], color=line.get_color(), linestyle=':', linewidth=1)
+    axes.set(xlabel='unrolls K (dotted: sequential)', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS, xticklabels=DEPTHS)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main():
+    with sentences():
+        s, runs, _ = load_settings(Settings, sys.argv[1:])
+        if not runs:
+            raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')
+        check_ranges(s, tokens=(1, math.inf), batch_size=(1, math.inf))
+        rows = [analyse(run, s) for run in runs]
+        with open(f'{s.out}.csv', 'w', newline='') as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        plot(rows, f'{s.out}.png')
+        for row in rows:
+            print('  '.join(f'{k} {v}' for k, v in row.items()))
+        print(f'written to {s.out}.png and {s.out}.csv')
+
+
+if __name__ == '__main__':
+    main()

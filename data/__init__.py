@@ -19,6 +19,7 @@ whose fields are the options of its name, as in 'path_star:degree=2,length=5', a
     score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
 """
 import difflib
+import functools
 import hashlib
 import importlib
 import json
@@ -507,8 +508,14 @@ def likeliest(model, idx, device, batch_size):
 def shuffled(i, n, seed):
     """Which of n windows the i-th of training is, and a number of that epoch's own: every epoch takes each once, in its own order."""
     epoch, index = divmod(i, n)
-    keys = [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
-    return permute(index, n, keys[:4]), keys[4]
+    *keys, own = epoch_keys(seed, epoch)
+    return permute(index, n, keys), own
+
+
+@functools.lru_cache(8)
+def epoch_keys(seed, epoch):
+    """Five pseudo-random 64-bit numbers of an epoch."""
+    return [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
 
 
 def permute(i, n, keys):

@@ -1,6 +1,6 @@
 """Judges trained runs: validation loss, other corpora, and zero-shot tasks through lm-eval.
 
-    python eval.py RUN [RUN ...] --val                          on the runs' own validation data, or on --data=FOLDER
+    python eval.py RUN [RUN ...] --val                          on the runs' own validation data, or on --data=FOLDER; a task's scores
     python eval.py RUN --corpus=wikitext,c4,books3,govreport    nats per word and bits per byte
     python eval.py RUN --tasks=arc_easy,lambada_openai          zero-shot accuracy
     python eval.py RUN --paper=sps                              the sets and averages of a paper: sps, nextlat or gpn
@@ -352,7 +352,7 @@ def lambada_first_token(scorer, tokenizer, s):
 
 @torch.inference_mode()
 def validation(model, record, s):
-    """Nats a token, perplexity and bits a byte on the validation split of the run's data or of --data."""
+    """Nats a token, perplexity and bits a byte, or a task's scores, on the validation split of the run's data or of --data."""
     if not (s.data or record['settings']['data']):
         raise UserError('this run has no data of its own: give --data=FOLDER')
     data = open_data(s.data or record['settings']['data'])
@@ -368,14 +368,19 @@ def validation(model, record, s):
     mine = range(rank(), n, world())
     for a in range(0, len(mine), rows):
         idx, targets = data.val_batch(mine[a:a + rows], T)
-        count = targets.numel() if model.config.eos_id is None else int((idx != model.config.eos_id).sum())
+        counts = (targets >= 0) & (idx != (-1 if model.config.eos_id is None else model.config.eos_id))
         nll = model(idx.to(device), targets.to(device))['nll'].item()
-        totals += torch.tensor([nll * count, count, targets.numel()], dtype=torch.float64)
+        totals += torch.tensor([nll * counts.sum(), counts.sum(), targets.numel()], dtype=torch.float64)
     if world() > 1:
         dist.all_reduce(totals)
     nats, info = (totals[0] / totals[1]).item(), data.splits['val']
-    bytes_a_token = info['bytes'] / (info['tokens'] - (0 if model.config.eos_id is None else info['documents']))
-    return {'nats_per_token': nats, 'perplexity': math.exp(nats), 'bits_per_byte': nats / math.log(2) / bytes_a_token, 'tokens': int(totals[1])}
+    values = {'nats_per_token': nats, 'perplexity': math.exp(nats)}
+    if hasattr(data, 'score'):  # a synthetic task: exact, on all its held-out rows
+        values |= data.score(model, device, rows)
+    else:
+        bytes_a_token = info['bytes'] / (info['tokens'] - (0 if model.config.eos_id is None else info['documents']))
+        values['bits_per_byte'] = nats / math.log(2) / bytes_a_token
+    return values | {'tokens': int(totals[1])}
 
 
 # ---- one run, several runs ----

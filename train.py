@@ -49,7 +49,7 @@ class Settings:
     dry_run: bool = False  # check everything, print sizes and costs, and stop
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
-    data: str = 'data/built/fineweb_edu'  # data folder, or the name of built-in data
+    data: str = 'data/built/fineweb_edu'  # data folder, or the name of built-in data, a task's with its options: path_star:degree=2,length=5
     documents: bool = True  # stop attention at document boundaries; False sets the model's eos_id to None
     verify: bool = False  # compare every shard with its checksum before the first step
     # batch and length
@@ -383,11 +383,20 @@ def counted(idx, targets, eos_id):
     return int(mask.sum())
 
 
+def exact_scores(model, data, s, machine):
+    """{name: value} of the scores that a synthetic task has, {} for text. `model` is the one that is not compiled."""
+    if not hasattr(data, 'score'):
+        return {}
+    with machine.autocast():
+        scores = data.score(model.eval(), machine.device, s.micro_batch_size)
+    model.train()
+    return scores
+
+
 def print_sample(model, data, s, machine):
-    """Continues the start of the validation set."""
+    """Continues the start of the validation set, or the prompt of a task."""
     tokenizer = load_tokenizer(data.tokenizer)
-    room = min(s.sample_tokens, s.block_size // 2)
-    prompt = data.tokens('val', 0, min(32, s.block_size - room)).tolist()
+    prompt, room = data.example(s.block_size, s.sample_tokens)
     with machine.autocast():
         new = generate(model.eval(), [prompt], room, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)[0]
     text = [tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new)]
@@ -403,9 +412,10 @@ def describe(s, c, data, world):
     n = sum(p.numel() for p in model.parameters())
     steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
     rows = min(s.micro_batch_size, math.ceil(s.batch_size / world))
+    tokens = data.splits['train']['tokens']
+    amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'fresh training rows without end'
     print(f'model {s.model}: {n:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
-          f'data {data.folder}: {data.splits["train"]["tokens"]:,} training tokens, '
-          f'{s.max_tokens / data.splits["train"]["tokens"]:.2f} epochs\n'
+          f'data {data.folder}: {amount}\n'
           f'{steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens, '
           f'{model.flops_per_token(s.block_size) / 1e6:,.1f} MFLOP per token')
     if s.dry_run:
@@ -568,7 +578,10 @@ def run(s, c, data, record, machine):
             progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | ETA {left // 60:.0f}m{left % 60:02.0f}s')
             if eval_due:
                 line['val'] = evaluate(fast, data, s, machine)
-                say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token')
+                scores = exact_scores(model, data, s, machine) if log else {}
+                line |= scores
+                say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token'
+                    + ''.join(f', {name} {value:.3g}' for name, value in scores.items()))
             if log:
                 log.write(json.dumps(line) + '\n')
             if wandb:
@@ -585,8 +598,9 @@ def run(s, c, data, record, machine):
         plot_loss(s.out_dir)
         if s.sample_tokens:
             print_sample(model, data, s, machine)
+        look = 'python -m analysis.scores {}    draws its scores' if hasattr(data, 'score') else 'python sample.py {} "Return the"    generates text'
         print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
-              f'  python sample.py {s.out_dir} "Return the"    generates text\n'
+              f'  {look.format(s.out_dir)}\n'
               f'  {s.out_dir}/loss.png                   is the loss curve; log.jsonl has its numbers\n'
               f'  python train.py --help                     lists every setting')
 

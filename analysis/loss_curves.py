@@ -39,18 +39,18 @@ def group(runs):
     return groups
 
 
-def curve(runs):
-    """Points {'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'} at the steps where every run has a validation loss."""
+def curve(runs, key='val', what='validation loss'):
+    """Points {'step', 'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'} of a logged value at the steps where every run has it."""
     logs = []
     for run in runs:
-        logs.append({r['tokens']: r for r in read_log(run) if 'val' in r})
+        logs.append({r['tokens']: r for r in read_log(run) if key in r})
     points = []
     for tokens in sorted(set.intersection(*map(set, logs))):
-        losses = [log[tokens]['val'] for log in logs]
-        points.append({'tokens': tokens, 'minutes': statistics.mean(log[tokens]['seconds'] for log in logs) / 60, 'mean': statistics.mean(losses),
-                       'lowest': min(losses), 'highest': max(losses), 'seeds': len(logs)})
+        values = [log[tokens][key] for log in logs]
+        points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': statistics.mean(log[tokens]['seconds'] for log in logs) / 60,
+                       'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values), 'seeds': len(logs)})
     if not points:
-        raise UserError(f'{" ".join(map(str, runs))}: no validation loss that all of these runs logged at the same step')
+        raise UserError(f'{" ".join(map(str, runs))}: no {what} that all of these runs logged at the same step')
     return points
 
 

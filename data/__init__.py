@@ -7,15 +7,29 @@ A data folder holds shards of token ids, little-endian and nothing else, and met
 
 Every document is followed by one eos. Built-in data is one file each in this folder, with a function build(folder). A folder of
 .txt files is data too: on first use it is built into such a folder, as bytes, in pieces of some thousand characters.
+
+Synthetic tasks are built-in data that is never written: `Generated` makes each row when it is read. Such a file has a dataclass Task,
+whose fields are the options of its name, as in 'path_star:degree=2,length=5', and which has
+
+    symbols                     the text of each token id; the id after the last one is eos, which no row contains
+    row_tokens                  tokens of a row, T + 1: a row is T inputs and, one further, their T targets
+    train_rows, val_rows        rows of the fixed training set, None for fresh rows without end; rows held out
+    row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
+    counted(idx)                (B, T) bool: the positions whose targets count; all other targets are -1
+    score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
 """
+import difflib
+import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+import typing
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +98,8 @@ EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
 def load_tokenizer(name):
     """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (through tiktoken, which downloads it once), or a path.
 
-    A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and vocab.bpe.
+    A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and vocab.bpe. The name
+    of a synthetic task, with its options, is that of its symbols' tokenizer.
     Raises UserError if it is not there, is damaged, or names no end of a document.
     """
     name, path = str(name), Path(name)
@@ -97,12 +112,28 @@ def load_tokenizer(name):
         except OSError as error:
             raise UserError(f'the gpt2 tokenizer is not on this machine and could not be downloaded ({type(error).__name__}): set '
                             'TIKTOKEN_CACHE_DIR to a folder that has it, or give --vocab_dir, a folder with encoder.json and vocab.bpe')
+    if task_class(name):
+        return symbol_tokenizer(name, make_task(name).symbols)
     if not path.exists():
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a SentencePiece .model or a "
                         'folder with encoder.json and vocab.bpe')
     if path.is_dir():
         return gpt2_tokenizer(name, gpt2_encoding(path))
     return sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path)
+
+
+def symbol_tokenizer(name, symbols):
+    """A token for each symbol: a word or a single other character. Blanks and commas only separate; decoding puts a blank before each."""
+    id_of = {symbol: i for i, symbol in enumerate(symbols)}
+
+    def encode(text):
+        found = re.findall(r'\w+|[^\w\s,]', text)
+        for symbol in found:
+            if symbol not in id_of:
+                near = difflib.get_close_matches(symbol, symbols, 3, 0.4) or [symbols[0], '...', symbols[-1]]
+                raise UserError(f'{symbol!r} is no symbol of {name}: expected {" ".join(near)}')
+        return [id_of[symbol] for symbol in found]
+    return Tokenizer(name, len(symbols) + 1, len(symbols), encode, lambda ids: ''.join(' ' + symbols[i] for i in ids if i < len(symbols)).encode())
 
 
 def gpt2_tokenizer(name, bpe):
@@ -274,6 +305,8 @@ def text_documents(paths):
 def open_data(name):
     """Data by name, by data folder, or by a folder of .txt files. What is not built yet is built, which takes seconds."""
     folder, build = Path(name), None
+    if task_class(name):
+        return Generated(str(name))
     if name in builtin_data():
         folder, build = BUILT / name, importlib.import_module(f'data.{name}').build
     elif not (folder / 'meta.json').exists() and (paths := sorted(p for p in folder.rglob('*.txt') if p.is_file())):
@@ -288,6 +321,29 @@ def open_data(name):
 
 def builtin_data():
     return sorted(p.stem for p in Path(__file__).parent.glob('[a-z]*.py'))
+
+
+def task_class(name):
+    """The Task class of the synthetic task that a data name begins with, or None."""
+    kind = str(name).partition(':')[0]
+    return getattr(importlib.import_module(f'data.{kind}'), 'Task', None) if kind in builtin_data() else None
+
+
+def make_task(name):
+    """The Task of a data name 'task' or 'task:option=value,...'; UserError for an option or a value that it does not take."""
+    from config import Text, typed  # here, because config imports this file
+    Task, where = task_class(name), f'in data {name!r}'
+    types_of, values = typing.get_type_hints(Task), {}
+    for option in filter(None, name.partition(':')[2].split(',')):
+        key, _, value = option.partition('=')
+        if key not in types_of:
+            near = difflib.get_close_matches(key, types_of, 3, 0.4) or types_of
+            raise UserError(f'unknown option {key!r} {where}: did you mean {" or ".join(map(repr, near))}?')
+        values[key] = typed(key, Text(value), types_of[key], where)
+    try:
+        return Task(**values)
+    except ValueError as error:
+        raise UserError(f'data {name!r}: {error}')
 
 
 class Data:
@@ -357,10 +413,8 @@ class Data:
         n = self.n_windows('train', T)
         windows = []
         for i in range(step * batch_size, (step + 1) * batch_size)[rows]:
-            epoch, index = divmod(i, n)
-            key = [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
-            start = permute(index, n, key[:4]) * T + key[4] % T
-            windows.append(self.tokens('train', start, T + 1))
+            index, offset = shuffled(i, n, seed)
+            windows.append(self.tokens('train', index * T + offset % T, T + 1))
         windows = torch.from_numpy(np.stack(windows))
         return windows[:, :-1], windows[:, 1:]
 
@@ -368,6 +422,100 @@ class Data:
         """idx, targets (len(windows), T) int64 of the given validation windows, cut one after the other from the start."""
         windows = torch.from_numpy(np.stack([self.tokens('val', w * T, T + 1) for w in windows]))
         return windows[:, :-1], windows[:, 1:]
+
+    def example(self, T, new_tokens):
+        """A prompt to continue, the start of the validation set, and how many ids of new_tokens then fit into T."""
+        new_tokens = min(new_tokens, T // 2)
+        return self.tokens('val', 0, min(32, T - new_tokens)).tolist(), new_tokens
+
+
+class Generated:
+    """The rows of a synthetic task, made when they are read. In its functions as Data: what reads one reads the other.
+
+    A row is a function of its split and number, and where training rows are fresh without end, of the seed: then row i of
+    training is the i-th that any run with that seed reads. A fixed training set is the same for all seeds, its order is not.
+    """
+
+    def __init__(self, name):
+        self.task, kind = make_task(name), name.partition(':')[0]
+        options = {f.name: getattr(self.task, f.name) for f in fields(self.task)}
+        full = lambda options: f'{kind}:{",".join(f"{key}={value}" for key, value in options.items())}'
+        self.folder = full(options)
+        self.tokenizer = full({key: value for key, value in options.items() if not key.endswith('_rows')})  # how many rows is not its matter
+        self.n_ids, self.eos_id = len(self.task.symbols) + 1, len(self.task.symbols)
+        self.T = self.task.row_tokens - 1
+        count = {'train': self.task.train_rows, 'val': self.task.val_rows}
+        self.splits = {split: {'tokens': rows and rows * self.T, 'documents': rows} for split, rows in count.items()}
+
+    @property
+    def sha256(self):
+        """A checksum of the options and of some rows, by which a resumed run knows its data, made by the same code."""
+        rows = np.concatenate([self.rows(split, range(8), 0) for split in self.splits])
+        return hashlib.sha256(self.folder.encode() + rows.astype('<i8').tobytes()).hexdigest()
+
+    def verify(self):
+        """Nothing is stored that could be damaged."""
+
+    def rows(self, split, numbers, seed):
+        """The rows of a split with these numbers, int64 (len(numbers), T + 1)."""
+        stream = seed if split == 'train' and self.task.train_rows is None else 0
+        return np.stack([self.task.row(np.random.default_rng([split == 'val', stream, i])) for i in numbers])
+
+    def tokens(self, split, start, count):
+        """count token ids from position start of a split's rows, written one after the other (fresh ones: those of seed 0)."""
+        n = self.T + 1
+        first, end = start // n, -(-(start + count) // n)
+        return self.rows(split, range(first, end), 0).ravel()[start - first * n:][:count]
+
+    def n_windows(self, split, T):
+        """Rows of a split, infinite where training rows are fresh. T must be the task's."""
+        if T != self.T:
+            raise UserError(f'block_size is {T}, but a row of {self.folder} is {self.T} inputs and their targets: set block_size to {self.T}')
+        rows = self.splits[split]['documents']
+        return math.inf if rows is None else rows
+
+    def train_batch(self, step, batch_size, T, seed, rows=slice(None)):
+        """idx, targets (rows of batch_size, T) int64 of a training step: a pure function of its arguments."""
+        numbers, n = range(step * batch_size, (step + 1) * batch_size)[rows], self.n_windows('train', T)
+        return self._batch(self.rows('train', numbers if n == math.inf else [shuffled(i, n, seed)[0] for i in numbers], seed))
+
+    def val_batch(self, windows, T):
+        """idx, targets (len(windows), T) int64 of the held-out rows with these numbers."""
+        return self._batch(self.rows('val', windows, 0))
+
+    def _batch(self, rows):
+        rows = torch.from_numpy(rows)
+        idx = rows[:, :-1]
+        return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
+
+    def example(self, T, new_tokens):
+        """The first held-out row up to its last answer, and how many ids that answer has."""
+        idx, targets = self.val_batch([0], T)
+        prompt = int((targets[0] < 0).nonzero()[-1]) + 2
+        return idx[0, :prompt].tolist(), T + 1 - prompt
+
+    def score(self, model, device, batch_size):
+        """The task's exact scores {name: value} of a model in eval mode, over all held-out rows."""
+        return self.task.score(model, *self.val_batch(range(self.task.val_rows), self.T), device, batch_size)
+
+
+@torch.no_grad()
+def likeliest(model, idx, device, batch_size):
+    """The token that the model holds likeliest after each position. idx (n, T) -> (n, T) int64, on the CPU."""
+    return torch.cat([model.logits(part.to(device)).argmax(-1).cpu() for part in idx.split(batch_size)])
+
+
+def shuffled(i, n, seed):
+    """Which of n windows the i-th of training is, and a number of that epoch's own: every epoch takes each once, in its own order."""
+    epoch, index = divmod(i, n)
+    *keys, own = epoch_keys(seed, epoch)
+    return permute(index, n, keys), own
+
+
+@functools.lru_cache(8)
+def epoch_keys(seed, epoch):
+    """Five pseudo-random 64-bit numbers of an epoch."""
+    return [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
 
 
 def permute(i, n, keys):

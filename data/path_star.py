@@ -1,0 +1,67 @@
+"""Path-star graphs (Bachmann and Nagarajan, "The pitfalls of next-token prediction"; the NextLat paper's planning task).
+
+    python train.py --data=path_star:degree=2,length=5,nodes=20 --block_size=31 ...        the options are Task's fields
+
+G(d, l): d arms of l - 1 nodes each leave one start node, all nodes different and drawn from N. A row is the edges in random order, start and
+goal, which is the end of one arm, and the way from one to the other:
+
+    a,b|c,d|...|y,z/start,goal=start,...,goal
+
+One token a node and one each for | / =, none for a comma; `$` is in the vocabulary as in the authors' files, and in no row. The prompt,
+up to and with =, does not count. Only the first step is hard: which arm leads to the goal has to be known before it is entered.
+
+The training set is a fixed one of 200,000 graphs, as in both papers; train_rows=None draws fresh ones for ever, an easier setting.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+
+from data import UserError, likeliest
+
+
+@dataclass
+class Task:
+    degree: int = 2  # arms, d
+    length: int = 10  # nodes of a path from start to goal, both included, l
+    nodes: int = 100  # node names to draw from, N
+    train_rows: int | None = 200_000  # graphs in the training set; None: fresh ones for ever
+    val_rows: int = 20_000  # held-out graphs, for the validation loss and the score
+
+    def __post_init__(self):
+        for name, least in (('degree', 1), ('length', 2), ('nodes', 2), ('train_rows', 1), ('val_rows', 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f'{name} = {value}: expected at least {least}')
+        self.n_edges = self.degree * (self.length - 1)
+        if self.nodes <= self.n_edges:
+            raise UserError(f'nodes = {self.nodes}: a graph of degree {self.degree} and length {self.length} has {self.n_edges + 1} different nodes')
+        self.symbols = [*map(str, range(self.nodes)), '|', '=', '/', '$']
+        self.bar, self.equals, self.slash = range(self.nodes, self.nodes + 3)
+        self.row_tokens = 3 * self.n_edges + 3 + self.length
+
+    def row(self, rng):
+        """A row of a random graph: ids (T + 1,)."""
+        names, E = rng.permutation(self.nodes), self.n_edges
+        arms = np.empty((self.degree, self.length), np.int64)  # of the first, the goal is the end
+        arms[:, 0] = names[0]
+        arms[:, 1:] = names[1:E + 1].reshape(self.degree, self.length - 1)
+        order = rng.permutation(E)
+        row = np.empty(self.row_tokens, np.int64)
+        row[0:3 * E:3] = arms[:, :-1].ravel()[order]
+        row[1:3 * E:3] = arms[:, 1:].ravel()[order]
+        row[2:3 * E:3] = self.bar
+        row[3 * E - 1:3 * E + 3] = self.slash, arms[0, 0], arms[0, -1], self.equals
+        row[3 * E + 3:] = arms[0]
+        return row
+
+    def counted(self, idx):
+        """idx (B, T) -> (B, T) bool: from = on."""
+        return (idx == self.equals).cumsum(1) > 0
+
+    def score(self, model, idx, targets, device, batch_size):
+        """{'accuracy': share of graphs whose whole path greedy decoding finds}.
+
+        It does exactly where the likeliest token is right at every position of the path, given the right ones before it.
+        """
+        right = (likeliest(model, idx, device, batch_size) == targets) | (targets < 0)
+        return {'accuracy': right.all(1).float().mean().item()}

@@ -1,0 +1,256 @@
+"""Synthetic tasks: rows that an independent solver can follow, the same however they are read, and scores that count exactly."""
+import shutil
+
+import pytest
+import torch
+
+import config
+import data
+from conftest import assert_sentence, run
+from data import UserError, load_tokenizer, make_task, open_data
+from sample import generate
+
+CHASE, STAR = 'pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6'
+TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=256', '--learning_rate=1e-2', '--eval_interval=4',
+         '--log_interval=1', '--save_interval=4', '--threads=1', '--device=cpu', '--dtype=float32', f'--data={CHASE},val_rows=50', '--block_size=47']
+
+
+def words(d, ids):
+    return load_tokenizer(d.tokenizer).decode(list(map(int, ids))).decode().split()
+
+
+def labelled(d, idx, targets):
+    """[(input tokens of a row, [(position, target token) that counts])]."""
+    return [(words(d, x), [(t, words(d, [y[t]])[0]) for t in range(len(y)) if y[t] >= 0]) for x, y in zip(idx, targets)]
+
+
+# ---- pointer chasing ----
+
+def test_the_papers_worked_example_is_reproduced_token_by_token():
+    d = open_data(CHASE)
+    row = torch.tensor(d.task.encode([3, 0, 8], [[0, 1, 2], [0, 1, 2]]))
+    want = '''v3 = A v0 = B v8 = C    Q A v3 Q B v0 Q C v8
+              A = D B = E C = F       Q D v3 Q E v0 Q F v8
+              D = G E = H F = I       Q G'''.split()
+    assert words(d, row[:-1]) == want and len(want) == d.T == 6 * 3 * 2 + 3 * 3 + 2
+    (_, counted), = labelled(d, *d._batch(row[None].numpy()))
+    assert [(want[t], target) for t, target in counted] == [*zip('ABCDEFG', ['v3', 'v0', 'v8'] * 2 + ['v3'])]
+
+
+def chase(tokens):
+    """{position: value} of the queries of a row, by following its tables backwards from each key; reads the tokens alone."""
+    left_of, found = {}, {}
+    for at in range(0, len(tokens), 3):
+        if tokens[at] == 'Q':
+            key = tokens[at + 1]
+            while key in left_of:
+                key = left_of[key]
+            found[at + 1] = key
+        else:
+            value, equals, key = tokens[at:at + 3]
+            assert equals == '=' and key not in left_of and value not in left_of.values()
+            left_of[key] = value
+    return found
+
+
+@pytest.mark.parametrize('options', ['hops=0,keys=3', 'hops=1,keys=1,values=1', 'hops=2,keys=3', 'hops=10', 'hops=20,keys=5,values=20'])
+def test_every_target_is_what_the_tables_say(options):
+    d = open_data(f'pointer_chasing:{options}')
+    H, M = d.task.hops, d.task.keys
+    idx, targets = d.train_batch(3, 40, d.T, seed=1)
+    for tokens, counted in labelled(d, idx, targets):
+        assert len(tokens) == 6 * M * H + 3 * M + 2
+        assert dict(counted) == chase(tokens) and len(counted) == M * H + 1
+    keys = idx[:, 2::6 * M] if H else idx[:, 2:3]
+    assert (keys == keys[0]).all()  # each level's first key, in the same place in every row
+    assert M == 1 or len(set(targets[:, -1].tolist())) > M  # the answers are not
+
+
+# ---- path-star ----
+
+@pytest.mark.parametrize('options', ['degree=2,length=5,nodes=20', 'degree=5,length=5', 'degree=1,length=2,nodes=2', 'degree=3,length=2,nodes=4'])
+def test_graphs_are_stars_and_the_target_is_the_way_to_the_goal(options):
+    d = open_data(f'path_star:{options}')
+    degree, length = d.task.degree, d.task.length
+    first_edges = []
+    for tokens, counted in labelled(d, *d.train_batch(0, 40, d.T, seed=1)):
+        text = ' '.join([*tokens, counted[-1][1]])
+        prompt, path = text.split(' = ')
+        edges, question = prompt.split(' / ')
+        edges = [tuple(edge.split()) for edge in edges.split(' | ')]
+        (start, goal), path = question.split(), path.split()
+        after = {}
+        for a, b in edges:
+            after.setdefault(a, []).append(b)
+        assert len(after.pop(start)) == degree and all(len(b) == 1 for b in after.values())
+        assert len({start, *(b for _, b in edges)}) == len(edges) + 1 == degree * (length - 1) + 1  # all nodes differ
+        assert path[0] == start and path[-1] == goal and len(path) == length and goal not in after
+        assert set(zip(path, path[1:])) <= set(edges)
+        assert [target for _, target in counted] == path  # all of it counts, the prompt does not
+        first_edges.append(edges[0] in zip(path, path[1:]))
+    assert degree == 1 or 0 < sum(first_edges) < 40  # the edges are shuffled
+
+
+# ---- rows ----
+
+@pytest.mark.parametrize('name', [CHASE, STAR])
+def test_a_batch_depends_on_seed_and_step_only(name):
+    d = open_data(name)
+    idx, targets = d.train_batch(7, 8, d.T, seed=1)
+    parts = [open_data(name).train_batch(7, 8, d.T, 1, slice(a, b)) for a, b in ((0, 3), (3, 8))]
+    assert all(torch.equal(torch.cat(part), whole) for part, whole in zip(zip(*parts), (idx, targets)))
+    assert not torch.equal(d.train_batch(7, 8, d.T, seed=2)[0], idx) and not torch.equal(d.train_batch(8, 8, d.T, seed=1)[0], idx)
+    counted = targets >= 0
+    assert (counted[:, :-1] <= (targets[:, :-1] == idx[:, 1:])).all() and idx.max() < d.eos_id
+    assert (d.tokens('val', d.T - 2, 7) == d.rows('val', range(2), 0).ravel()[d.T - 2:d.T + 5]).all()
+
+
+def test_fresh_rows_never_repeat_and_held_out_ones_are_the_same_for_every_seed():
+    d = open_data('pointer_chasing:val_rows=100')
+    train = torch.cat([d.train_batch(step, 50, d.T, seed)[0] for seed in (0, 1) for step in (0, 1)])
+    val = d.val_batch(range(100), d.T)[0]
+    assert len({tuple(row) for row in torch.cat([train, val]).tolist()}) == 300
+
+
+def test_a_fixed_training_set_is_read_once_an_epoch_in_an_order_of_the_seed():
+    d = open_data('path_star:degree=2,length=4,nodes=12,train_rows=60')
+    epoch = lambda seed, step: [tuple(row) for row in d.train_batch(step, 60, d.T, seed)[0].tolist()]
+    epochs = [epoch(0, 0), epoch(0, 1), epoch(1, 0)]
+    assert all(len(set(rows)) == 60 and set(rows) == set(epochs[0]) for rows in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert not set(epochs[0]) & {tuple(row) for row in d.val_batch(range(60), d.T)[0].tolist()}
+
+
+def test_symbols_round_trip_with_or_without_blanks():
+    tokenizer = load_tokenizer('path_star:nodes=20')
+    assert tokenizer.encode('3,15|15,4/3,4=') == tokenizer.encode(' 3 15 | 15 4 / 3 4 =') == [3, 15, 20, 15, 4, 22, 3, 4, 21]
+    assert tokenizer.decode([3, 15, 20, tokenizer.eos_id]).decode() == ' 3 15 |' and tokenizer.n_ids == tokenizer.eos_id + 1 == 25
+    for name in (CHASE, 'pointer_chasing', 'path_star'):
+        task, tokenizer = make_task(name), load_tokenizer(name)
+        assert tokenizer.encode(tokenizer.decode(range(tokenizer.n_ids)).decode()) == list(range(len(task.symbols)))
+    with pytest.raises(UserError, match="'20' is no symbol of path_star:nodes=20"):
+        load_tokenizer('path_star:nodes=20').encode('3 20')
+
+
+def test_the_checksum_knows_options_and_rows(monkeypatch):
+    d = open_data(CHASE)
+    assert d.sha256 == open_data(CHASE + ',val_rows=1000').sha256  # the default, spelled out
+    assert d.sha256 != open_data(CHASE + ',val_rows=999').sha256 and d.tokenizer == open_data(CHASE + ',val_rows=999').tokenizer
+    before, encode = d.sha256, type(d.task).encode
+    monkeypatch.setattr(type(d.task), 'encode', lambda self, base, maps: encode(self, base, maps[::-1]))
+    assert d.sha256 != before
+
+
+@pytest.mark.parametrize('name, sentence', [
+    ('pointer_chasing:hopps=2', "unknown option 'hopps' in data 'pointer_chasing:hopps=2': did you mean 'hops'?"),
+    ('pointer_chasing:hops=two', "'hops' in data 'pointer_chasing:hops=two' is 'two', a str: expected int"),
+    ('pointer_chasing:hops', "'hops' in data 'pointer_chasing:hops' is '', a str: expected int"),
+    ('pointer_chasing:hops=-1', 'hops = -1: expected at least 0'),
+    ('pointer_chasing:keys=11', 'values = 10 and keys = 11'),
+    ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
+    ('path_star:train_rows=0', 'train_rows = 0: expected at least 1'),
+    ('python_docs:hops=2', 'no data at python_docs:hops=2'),
+    ('path_stars', 'built-in data (path_star, pointer_chasing, python_docs)')])
+def test_bad_options_are_sentences(name, sentence):
+    with pytest.raises(UserError) as error:
+        open_data(name)
+    assert sentence in str(error.value)
+
+
+def test_another_block_size_is_a_sentence_that_says_which():
+    with pytest.raises(UserError, match='block_size is 46, .* 47 inputs and their targets: set block_size to 47'):
+        open_data(CHASE).n_windows('val', 46)
+
+
+# ---- scores ----
+
+class Oracle:
+    """Knows the held-out rows, and is wrong where it is told to be."""
+
+    def __init__(self, d, wrong):
+        rows = torch.from_numpy(d.rows('val', range(d.task.val_rows), 0))
+        self.next = {tuple(row[:-1].tolist()): row[1:].where(~bad, (row[1:] + 1) % d.eos_id) for row, bad in zip(rows, wrong)}
+        self.n_ids = d.n_ids
+
+    def logits(self, idx):
+        return torch.nn.functional.one_hot(torch.stack([self.next[tuple(row.tolist())] for row in idx]), self.n_ids).float()
+
+
+def test_scores_count_levels_and_whole_paths():
+    d = open_data(CHASE + ',val_rows=20')
+    wrong = d.val_batch(range(20), d.T)[1] < 0  # what does not count
+    perfect = {'accuracy_0': 1, 'accuracy_1': 1, 'accuracy_2': 1, 'levels_solved': 3}
+    assert d.score(Oracle(d, wrong), 'cpu', batch_size=7) == perfect
+    wrong[:5, 18 + 10] = True  # the first query of level 1
+    wrong[:, 46] = True  # the last query
+    assert d.score(Oracle(d, wrong), 'cpu', 20) == pytest.approx({'accuracy_0': 1, 'accuracy_1': 1 - 5 / 60, 'accuracy_2': 0, 'levels_solved': 1})
+    d = open_data(STAR + ',val_rows=20')
+    wrong = d.val_batch(range(20), d.T)[1] < 0
+    assert d.score(Oracle(d, wrong), 'cpu', 7) == {'accuracy': 1}
+    wrong[:3, -1] = wrong[2:5, -3] = True
+    assert d.score(Oracle(d, wrong), 'cpu', 7)['accuracy'] == pytest.approx(15 / 20)
+
+
+def test_the_path_score_is_that_of_greedy_decoding():
+    d = open_data(STAR + ',val_rows=100')
+    torch.manual_seed(0)
+    c = config.make_config('standard', dict(n_layer=2, n_head=2, n_embd=32, init_std=0.1, vocab_size=64, n_ids=d.n_ids, eos_id=d.eos_id))
+    model = config.model_file('standard').Model(c)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for step in range(200):  # until it is right now and then
+        model(*d.train_batch(step, 32, d.T, seed=0))['loss'].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = d.rows('val', range(100), 0).tolist()
+    prompt = rows[0].index(d.task.equals) + 1
+    new = generate(model.eval(), [row[:prompt] for row in rows], 3, temperature=0)
+    exact = sum(ids == row[prompt:] for ids, row in zip(new, rows)) / 100
+    assert 0.05 < exact < 0.95 and d.score(model, 'cpu', 64)['accuracy'] == pytest.approx(exact)
+
+
+# ---- with the scripts ----
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp('runs') / 'chase'
+    result = run(*TRAIN, f'--max_tokens={8 * 8 * 47}', f'--out_dir={out}')
+    assert result.returncode == 0, result.stderr
+    assert 'fresh training rows without end' in result.stdout and 'levels_solved' in result.stdout and 'Q G|' in result.stdout
+    return out
+
+
+def values(out):
+    return {r['step']: {k: v for k, v in r.items() if k not in ('seconds', 'tokens_per_s', 'mfu')} for r in config.read_log(out)}
+
+
+def test_scores_are_logged_and_eval_and_sample_know_the_task(trained):
+    log = values(trained)
+    assert [step for step in log if 'accuracy_2' in log[step]] == [4, 8] and 0 <= log[8]['accuracy_0'] <= 1
+    judged = run('eval.py', trained, '--val', '--dtype=float32')
+    assert judged.returncode == 0 and f'val nats_per_token {log[8]["val"]:20,.4f}' in judged.stdout, judged.stdout + judged.stderr
+    assert f'val accuracy_0     {log[8]["accuracy_0"]:20,.4f}' in judged.stdout and 'bits_per_byte' not in judged.stdout
+    sampled = run('sample.py', trained, 'v3 = A v0 = B v8 = C Q A', '--max_new_tokens=1', '--dtype=float32')
+    assert sampled.returncode == 0 and sampled.stdout.startswith('v3 = A v0 = B v8 = C Q A '), sampled.stderr
+    assert_sentence(run('sample.py', trained, 'v3 = Z', '--max_new_tokens=1'), "'Z' is no symbol of pointer_chasing:hops=2,keys=3,values=10")
+
+
+def test_a_task_resumes_on_the_same_rows_and_does_not_depend_on_processes(trained, tmp_path):
+    out, want = shutil.copytree(trained, tmp_path / 'run'), values(trained)
+    shutil.rmtree(out / 'ckpt/step_00000008')
+    resumed = run('train.py', f'--out_dir={out}', '--resume')
+    assert resumed.returncode == 0 and 'from step 4' in resumed.stdout, resumed.stderr
+    assert values(out) == want
+    result = run(*TRAIN, f'--max_tokens={8 * 8 * 47}', f'--out_dir={tmp_path / "two"}', '--micro_batch_size=3', processes=2)
+    assert result.returncode == 0, result.stderr
+    got = values(tmp_path / 'two')
+    assert got.keys() == want.keys() and all(got[step] == pytest.approx(want[step], rel=1e-3, abs=1e-4) for step in want)
+
+
+def test_other_rows_under_the_same_name_are_not_resumed(trained, tmp_path, monkeypatch):
+    import train
+    out = shutil.copytree(trained, tmp_path / 'run')
+    s, given, record = train.read_settings([f'--out_dir={out}', '--resume'])
+    train.model_config(s, given, open_data(s.data), record)
+    monkeypatch.setattr(data.Generated, 'sha256', 'other')
+    with pytest.raises(UserError, match='is not the data that the run in .* was trained on'):
+        train.model_config(s, given, open_data(s.data), record)

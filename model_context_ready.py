@@ -235,7 +235,7 @@ class Model(nn.Module):
         """z of whole windows as training sees them: after this step's unrolls, or streamed. idx (B, T) -> (B, T, C)."""
         c = self.config
         if c.bptt:
-            return self._stream(idx)
+            return self.stream(idx)
         e, first, rope, attend = self._start(idx)
         K, z = self.unrolls if self.training else c.K, None
         for k in range(K):
@@ -320,7 +320,7 @@ class Model(nn.Module):
             zs.append(z)
         return torch.cat(zs, 1)
 
-    def _stream(self, idx):
+    def stream(self, idx):
         """`stream_reference` by `_Scan`, in fp32 at least; on a GPU its forward and its backward are one CUDA graph each."""
         c, p = self.config, self.config.dropout if self.training else 0.0
         e, first, rope, _ = self._start(idx)
@@ -570,8 +570,8 @@ class _AttentionTape:
         self.p = e.new_empty(B * H, T, self.W)
         self.mixed = e.new_empty(T, B, C)  # what the output projection reads
         cos, sin = (table.to(e.dtype).unsqueeze(1) for table in rope)  # (T, 1, 1, D / 2)
-        scale = torch.tensor([(C // H) ** -0.5, 1.0], device=e.device, dtype=e.dtype).view(1, 2, 1, 1)  # of q and of k
-        self.cos, self.sin = torch.cat([cos, cos], -1) * scale, torch.cat([-sin, sin], -1) * scale  # (T, 2, 1, D)
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        self.cos, self.sin = (torch.cat([table * (C // H) ** -0.5, table], 1) for table in (cos, sin))  # (T, 2, 1, D): of q, scaled, and of k
 
     def _rotate(self, qk, t, direction):
         """qk (B, 2, H, D) turned by its angle, q scaled too; direction -1: the transposed map."""

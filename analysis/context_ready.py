@@ -43,13 +43,10 @@ def measure(model, idx, targets):
             corrections.append(correction)
     before, after = ((b - a).norm(dim=-1) for a, b in zip(corrections, corrections[1:]))
     moving = before > 1e-4 * corrections[1].norm(dim=-1)  # what is exact already, but for rounding, has no ratio
-    prefill, c.prefill = c.prefill, 'sequential'
-    logits = model.logits(idx).flatten(0, 1)
-    nll['sequential'] = torch.nn.functional.cross_entropy(logits[:, :c.n_ids].float(), targets.flatten(), ignore_index=-1).item()
+    nll['sequential'] = model.nll(model.stream(idx), targets).item()
     c.prefill = 'parallel'
     cache = model.new_cache(*idx.shape)
     model.extend(idx, cache)
-    c.prefill = prefill
     return nll, (after / before)[moving], cache.unrolls
 
 

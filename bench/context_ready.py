@@ -19,7 +19,7 @@ PAIRS = [  # table A13: (Context-Ready, the Roformer beside it)
     ({'n_layer': 1, 'n_embd': 2048}, {'n_layer': 6, 'n_embd': 1088, 'K': 1}),
     ({'n_layer': 5, 'n_embd': 1120}, {'n_layer': 12, 'n_embd': 768, 'K': 1}),
 ]
-PROMPT, NEW = [[7] * 16], 2000 if GPU else 64
+PROMPT, NEW = [[7] * 16], 2000 if GPU else 32
 
 
 def bptt():
@@ -32,7 +32,7 @@ def bptt():
         def step(stream):
             model.zero_grad()
             model.nll(stream(idx), idx).backward()
-        seconds = alternate({'loop': lambda: step(model.stream_reference), 'scan': lambda: step(model._stream)}, rounds=5, warmup=1)
+        seconds = alternate({'loop': lambda: step(model.stream_reference), 'scan': lambda: step(model.stream)}, rounds=5, warmup=1)
         rows.append({'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window, 'scan_ms': round(seconds['scan'] * 1e3),
                      'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2)})
     return rows
@@ -59,7 +59,7 @@ def generation():
         if GPU:
             modes['CUDA graph'] = lambda model: generate(model, PROMPT, NEW, temperature=0)
         for mode, decode in modes.items():
-            seconds = alternate({i: lambda model=model: decode(model) for i, model in enumerate(models)}, rounds=5, warmup=1)
+            seconds = alternate({i: lambda model=model: decode(model) for i, model in enumerate(models)}, rounds=3, warmup=1)
             for i, (model, values) in enumerate(zip(models, pair)):
                 read = sum(p.numel() for p in model.parameters()) - model.embed.weight.numel()  # per token; of the embedding one row
                 first = sum(p.numel() for p in models[1].parameters()) - models[1].embed.weight.numel()

@@ -20,6 +20,7 @@ STEPS = {
     'train_step': ['-m', 'bench.train_step'],
     'generate': ['-m', 'bench.generate'],
     'inference': ['-m', 'bench.inference'],
+    'context_ready': ['-m', 'bench.context_ready'],
 }
 
 

@@ -1,5 +1,6 @@
 """Context-Ready against its paper: eq. 1 to 5 written out pair by pair, Lemma 1, exact backpropagation through time, conversion."""
 import copy
+import csv
 import random
 
 import pytest
@@ -155,7 +156,7 @@ def test_bptt_is_autograd_through_the_plain_loop(variant, layout, reference, mon
     model, idx = make(variant=variant, bptt=True, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
     if reference:
-        monkeypatch.setattr(model, '_stream', model.stream_reference)
+        monkeypatch.setattr(model, 'stream', model.stream_reference)
     want = nll(model, streamed(model, idx), targets)
     have = model(idx, targets)
     assert abs(have['loss'] - want) < 1e-8 * want
@@ -361,6 +362,12 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert result.returncode == 0, result.stderr
     sampled = run('sample.py', tmp_path / 'converted', 'abc', '--max_new_tokens=8', '--ignore_eos')
     assert sampled.returncode == 0 and '8 tokens' in sampled.stderr, sampled.stderr
+    table = run('-m', 'analysis.context_ready', tmp_path / 'roformer', tmp_path / 'converted', f'--out={tmp_path / "depths"}', '--tokens=640')
+    assert table.returncode == 0 and (tmp_path / 'depths.png').exists(), table.stderr
+    plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))
+    assert plain['K=1'] == plain['sequential'] and plain['K=2'] == '' and plain['variant'] == 'roformer'
+    assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01 and float(ready['L']) > 0
+    assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
     for args, parts in ((['--window=3'], ['cannot become this model', 'window']), (['--variant=tied'], ['tied']), (['--n_embd=32'], ['shape'])):
         assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, *args), *parts)
         assert not (tmp_path / 'other').exists()

@@ -176,6 +176,11 @@ class Model(nn.Module):
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
+    @property
+    def sequential(self):
+        """Whether a short run of `extend` takes a pass per token, so that verifying a draft saves no time."""
+        return self.config.K > 1
+
     def begin_step(self, rng):
         """Draws the unrolls of the next training step from rng, a random.Random that is equal on all processes (section 3.2)."""
         self.unrolls = rng.randint(self.config.k_min or self.config.K, self.config.K)

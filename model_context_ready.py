@@ -64,6 +64,8 @@ class Config:
         if self.bptt and self.K == 1:
             raise ValueError(f'bptt = True with K = 1 (variant = {self.variant!r}): without a correction nothing runs from position to position. '
                              'Use K > 1, which builds the network')
+        if self.n_ffn is not None and self.n_ffn < 1:
+            raise ValueError(f'n_ffn = {self.n_ffn}: expected at least 1, or None for 4 n_embd')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout = {self.dropout}: expected 0 or more and less than 1')
         if self.window is not None and self.window < 0:
@@ -134,7 +136,7 @@ class Cache:
         shape = (config.n_layer, batch_size, config.n_head, max_tokens + 1, head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.z = torch.zeros(batch_size, max_run + 2, config.n_embd, device=device, dtype=z_dtype)
+        self.z = torch.zeros(batch_size, max_run + 2 if config.K > 1 else 0, config.n_embd, device=device, dtype=z_dtype)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of the token in each slot
         self.hidden = torch.zeros(batch_size, max_run, config.n_embd, device=device, dtype=dtype)  # last run, before the head
@@ -235,6 +237,10 @@ class Model(nn.Module):
         x = e if z is None else e + self._correction(z.roll(1, 1), e, first)  # `first` hides what the roll brings to position 0
         return self._blocks(x, rope, attend)
 
+    def _forgotten_unroll(self, *args):
+        """`_unroll`, computed again in the backward. A function of its own, as a compiler does not see a `checkpoint` outside of one."""
+        return checkpoint(self._unroll, *args, use_reentrant=False)
+
     @torch.compiler.disable(recursive=False)  # one unroll is compiled, for any K
     def _window(self, idx):
         """z of whole windows as training sees them: after this step's unrolls, or streamed. idx (B, T) -> (B, T, C)."""
@@ -245,10 +251,8 @@ class Model(nn.Module):
         K, z = self.unrolls if self.training else c.K, None
         for k in range(K):
             with torch.set_grad_enabled(torch.is_grad_enabled() and k >= K - (c.last_unrolls or K)):
-                if c.checkpoint_unrolls and self.training:
-                    z = checkpoint(self._unroll, e, z, first, rope, attend, use_reentrant=False)
-                else:
-                    z = self._unroll(e, z, first, rope, attend)
+                unroll = self._forgotten_unroll if c.checkpoint_unrolls and self.training else self._unroll
+                z = unroll(e, z, first, rope, attend)
         if K == 1 < c.K:  # every process must have gradients of all weights
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
@@ -278,7 +282,9 @@ class Model(nn.Module):
     def _fixed_point(self, e, first, before, counts, rope, attend):
         """Unrolls until no correction that `counts` (B, n) changes by prefill_tol of its size, or only rounding changes them, or all
         are exact (Lemma 1). Returns z (B, n, C) and the number of unrolls."""
-        rounding = 16 * torch.finfo(self.blocks[0].ffn.up.weight.dtype).eps
+        device = e.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.head.weight.dtype
+        rounding = 16 * torch.finfo(dtype).eps
         last, last_change = torch.zeros_like(e), math.inf
         for k, (z, correction) in enumerate(self._unrolls(e, first, before, rope, attend), 1):
             change = ((correction - last).norm(dim=-1) / correction.norm(dim=-1).clamp(min=1e-30))[counts].max().item()
@@ -325,8 +331,12 @@ class Model(nn.Module):
             zs.append(z)
         return torch.cat(zs, 1)
 
+    @torch.compiler.disable
     def stream(self, idx):
-        """`stream_reference` by `_Scan`, in fp32 at least; on a GPU its forward and its backward are one CUDA graph each."""
+        """`stream_reference` by `_Scan`, in the dtype of the weights. idx (B, T) -> z (B, T, C).
+
+        In training on a GPU forward and backward are one CUDA graph each: run the backward before the next forward.
+        """
         c, p = self.config, self.config.dropout if self.training else 0.0
         e, first, rope, _ = self._start(idx)
         B, T, C = e.shape
@@ -334,8 +344,8 @@ class Model(nn.Module):
         if p:
             dropout = torch.empty(1 + 2 * c.n_layer, T, B, C, device=e.device, dtype=e.dtype).bernoulli_(1 - p).div_(1 - p)
         doc_start = document_starts(idx, c.eos_id)
-        params = [*self.blocks.parameters(), *(p for name, p in self.named_parameters() if name.startswith('correction.'))]
         given = [x for x in (e, *rope, doc_start, dropout) if x is not None]  # a graph's inputs are tensors
+        params = self._scanned()
 
         def scan(e, cos, sin, *rest):
             rest = list(rest)
@@ -345,9 +355,16 @@ class Model(nn.Module):
         with torch.autocast(e.device.type, enabled=False):
             if not (e.is_cuda and torch.is_grad_enabled()):
                 return scan(*given, *params)
-            if e.shape not in self._graphs:
-                self._graphs[e.shape] = torch.cuda.make_graphed_callables(scan, (e.detach().clone().requires_grad_(), *given[1:], *params))
-            return self._graphs[e.shape](*given, *params)
+            key = e.shape, dropout is None
+            if key not in self._graphs:
+                own = [x.detach().clone().requires_grad_() for x in (e, *params)]
+                self._graphs[key] = torch.cuda.make_graphed_callables(scan, (own[0], *given[1:], *own[1:]))
+            # the next replay overwrites the graph's gradients, which p.grad would take as they are: `p * 1` has them copied
+            return self._graphs[key](*given, *(p * 1 for p in params))
+
+    def _scanned(self):
+        """The parameters that `_Scan` gives gradients."""
+        return list(dict.fromkeys([*self.blocks.parameters(), *self.correction.parameters()]))  # `tied` has some twice
 
     # ---- decoding ----
 
@@ -376,23 +393,24 @@ class Model(nn.Module):
         doc_start = self._extend_documents(tokens, cache, rows, positions) if c.eos_id is not None else None
         first = positions == (0 if doc_start is None else doc_start)
         run = torch.full_like(cache.lengths, n) if lengths is None else lengths
-        e, kept_z = self.embed(tokens), cache.z.shape[1]
-        z = cache.z[rows, (cache.lengths[:, None] - 1) % kept_z]  # of the token before
+        last = lambda m: (run[:, None] - m).clamp(min=0) + torch.arange(min(n, m), device=tokens.device)  # of each row's tokens
+        e = self.embed(tokens)
         if c.K == 1:
             z = self._blocks(e, *self._cached(cache, positions, doc_start, n > cache.max_run))
-        elif n > cache.max_run and c.prefill == 'parallel':
-            counts = torch.arange(n, device=tokens.device) < run[:, None]
-            z, cache.unrolls = self._fixed_point(e, first, z, counts, *self._cached(cache, positions, doc_start, True))
         else:
-            steps = []
-            for now in (slice(t, t + 1) for t in range(n)):
-                at = self._cached(cache, positions[:, now], None if doc_start is None else doc_start[:, now])
-                z = self._blocks(e[:, now] + self._correction(z, e[:, now], first[:, now]), *at)
-                steps.append(z)
-            z = torch.cat(steps, 1)
-        last = lambda m: (run[:, None] - m).clamp(min=0) + torch.arange(min(n, m), device=tokens.device)  # of each row's tokens
-        kept = last(cache.max_run + 1)
-        cache.z[rows, positions[rows, kept] % kept_z] = z[rows, kept].to(cache.z.dtype)
+            kept, kept_z = last(cache.max_run + 1), cache.z.shape[1]
+            z = cache.z[rows, (cache.lengths[:, None] - 1) % kept_z]  # of the token before
+            if n > cache.max_run and c.prefill == 'parallel':
+                counts = torch.arange(n, device=tokens.device) < run[:, None]
+                z, cache.unrolls = self._fixed_point(e, first, z, counts, *self._cached(cache, positions, doc_start, True))
+            else:
+                steps = []
+                for now in (slice(t, t + 1) for t in range(n)):
+                    at = self._cached(cache, positions[:, now], None if doc_start is None else doc_start[:, now])
+                    z = self._blocks(e[:, now] + self._correction(z, e[:, now], first[:, now]), *at)
+                    steps.append(z)
+                z = torch.cat(steps, 1)
+            cache.z[rows, positions[rows, kept] % kept_z] = z[rows, kept].to(cache.z.dtype)
         h, kept = self._final(z), last(cache.max_run)
         cache.hidden[:, :kept.shape[1]] = h[rows, kept]
         cache.lengths += run
@@ -434,13 +452,14 @@ class Model(nn.Module):
         if c.window is not None and c.window < T - 1:
             w = c.window + 1
             keys = w - w * (w - 1) / 2 / T
-        K = 1 if c.bptt else (c.K + (c.k_min or c.K)) / 2
-        forward_only = max(0, K - (c.last_unrolls or K))
+        depths = [1] if c.bptt else range(c.k_min or c.K, c.K + 1)
+        graded = [min(K, c.last_unrolls or K) for K in depths]  # unrolls with a backward
+        passes = sum(2 * K + 4 * n for K, n in zip(depths, graded)) / len(depths)
         weights = lambda module: sum(p.numel() for p in module.parameters() if p.dim() >= 2)
         blocks = weights(self.blocks) + 2 * c.n_layer * c.n_embd * keys + (weights(self.extra) if c.variant == 'extra_ffn' else 0)
-        flops = 6 * self.head.weight.numel() + (6 * K - 4 * forward_only) * blocks
+        flops = 6 * self.head.weight.numel() + passes * blocks
         if c.K > 1:  # the first unroll has no correction
-            flops += (6 if c.bptt else 6 * (K - 1) - 4 * max(0, forward_only - 1)) * weights(self.correction)
+            flops += weights(self.correction) * (6 if c.bptt else sum(2 * K - 2 + 4 * min(n, K - 1) for K, n in zip(depths, graded)) / len(depths))
         return flops
 
 
@@ -470,12 +489,13 @@ class _Scan(torch.autograd.Function):
                 x = x + y if dropout is None else torch.addcmul(x, y, dropout[1 + i, t])
             z[t] = x
         ctx.save_for_backward(*params)  # so that a change of the weights in between is an error
-        ctx.tapes, ctx.dropout = (correct, layers), dropout
+        ctx.tapes, ctx.dropout, ctx.params = (correct, layers), dropout, model._scanned()
         return z.transpose(0, 1)
 
     @staticmethod
     def backward(ctx, grad):
-        (correct, layers), dropout = ctx.tapes, ctx.dropout
+        _, (correct, layers), dropout = ctx.saved_tensors, ctx.tapes, ctx.dropout
+        ctx.tapes = None  # the loss may live on
         grad = grad.transpose(0, 1).contiguous()
         grad_e = torch.empty_like(grad)
         through_z = torch.zeros_like(grad[0])  # from the position after
@@ -493,7 +513,7 @@ class _Scan(torch.autograd.Function):
         for tape in (correct, *layers):
             for p, g in tape.weight_gradients():
                 grads[p] = grads[p] + g if p in grads else g  # `tied` uses some twice
-        return None, grad_e.transpose(0, 1), None, None, None, *(grads[p] for p in ctx.saved_tensors)
+        return None, grad_e.transpose(0, 1), None, None, None, *(grads[p] for p in ctx.params)
 
 
 class _NormTape:

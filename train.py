@@ -169,7 +169,8 @@ def read_settings(argv):
         values = {**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir}
         s = config.saved_settings(Settings, values, f'{s.out_dir}/config.json')
     elif s.init_from:  # what is not given is as in the source
-        source = config.read_run(s.init_from)['model_config'] if config.read_run(s.init_from)['model'] == s.model else {}
+        source = config.read_run(s.init_from)
+        source = source['model_config'] if source['model'] == s.model else {}
         if 'documents' not in given and 'eos_id' in source:
             s.documents = source['eos_id'] is not None
         given = {k: v for k, v in source.items() if k not in ('vocab_size', 'n_ids', 'eos_id')} | given
@@ -426,7 +427,7 @@ def describe(s, c, data, world):
         widths = sum(m.in_features + m.out_features for m in layers)
         activations = rows * s.block_size * widths * passes * 2  # what linear layers take and give, in bf16
         print(f'estimated memory per process: {16 * n / 2**30:.2f} GiB for weights, gradients and AdamW, '
-              f'{activations / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks)')
+              f'{activations / 2**30:.2f} GiB for activations (micro-batches of {rows}, less with checkpoint_blocks or checkpoint_unrolls)')
     return model, steps
 
 

@@ -3,7 +3,7 @@
     python -m analysis.context_ready RUN RUN ... --out=NAME
 
 For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; the contraction estimate L
-at the K of training; how many unrolls a parallel prefill took; multiply-adds per token and cache bytes per token. Writes NAME.csv
+at the K of training (of a bptt run: at K = 5); how many unrolls a parallel prefill took; multiply-adds per token and cache bytes per token. Writes NAME.csv
 and NAME.png, perplexity against K, and prints the table.
 """
 import csv
@@ -15,6 +15,7 @@ import torch
 
 from config import UserError, check_ranges, load_run, load_settings, pick_device, sentences
 from data import open_data
+from train import check_vocabulary
 
 DEPTHS = (1, 2, 3, 5, 10)
 
@@ -35,7 +36,7 @@ def measure(model, idx, targets):
     if c.K == 1:
         nll = {1: model(idx, targets)['nll'].item()}
         return nll | {'sequential': nll[1]}, torch.zeros(0), 1
-    K = max(c.K, 3)
+    K = 5 if c.bptt else max(c.K, 3)
     for k, (z, correction) in zip(range(1, max(K, DEPTHS[-1]) + 1), model.unrolled(idx)):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
@@ -57,6 +58,7 @@ def analyse(run, s):
         raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
     c, T = model.config, record['settings']['block_size']
     data = open_data(s.data or record['settings']['data'])
+    check_vocabulary(record, data, run)
     windows = range(max(1, min(data.n_windows('val', T), s.tokens // T)))
     totals, counted, contraction, unrolls = {}, 0, 0.0, []
     for a in range(0, len(windows), s.batch_size):
@@ -72,10 +74,10 @@ def analyse(run, s):
     perplexity = {k: math.exp(v / counted) for k, v in totals.items()}
     width, variant = c.n_embd, 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
     network = {'concat': 12, 'block_head': 0, 'roformer': 0}.get(variant, 8)
-    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'T': T, 'K': c.K, 'k_min': c.k_min}
+    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'T': T, 'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
     row |= {f'K={k}': round(perplexity[k], 3) if k in perplexity else '' for k in DEPTHS}
     row |= {'sequential': round(perplexity['sequential'], 3), 'L': round(contraction, 2) if c.K > 1 else '', 'prefill_unrolls': max(unrolls),
-            'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,
+            'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,  # of 4 C wide FFNs, as the paper's
             'cache_bytes_per_token': 2 * c.n_layer * width * model.embed.weight.itemsize}
     return row
 

@@ -55,7 +55,7 @@ def sentences():
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        sys.exit(f'{Path(sys.argv[0]).name}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks; sampling: '
+        sys.exit(f'{Path(sys.argv[0]).name}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks (context_ready: checkpoint_unrolls); sampling: '
                  f'give fewer or shorter prompts. {str(error).splitlines()[0]}')
 
 

@@ -5,4 +5,5 @@ from config.context_ready_small import data, block_size, batch_size, micro_batch
 model = 'context_ready'
 K = 10
 k_min = 2
+seed = 1338  # other batches than the run was trained on
 max_tokens = 1_000_000

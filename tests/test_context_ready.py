@@ -267,6 +267,73 @@ def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():
     assert model.unrolls == 5
 
 
+def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout():
+    model, idx = make(K=5, k_min=2, dropout=0.5), tokens()
+    model.unrolls = 2
+    z = [z for _, (z, _) in zip(range(5), model.unrolled(idx))][-1]
+    assert torch.allclose(model(idx, idx)['nll'], model.nll(z, idx), atol=1e-6)
+    model.config.bptt = True
+    assert torch.allclose(model.stream(idx), model.stream_reference(idx), atol=1e-5)
+
+
+def test_autocast_does_not_reach_the_scan():
+    model, idx = make(bptt=True), tokens()
+    with torch.autocast('cpu', torch.bfloat16):
+        z = model.stream(idx)
+    assert torch.equal(z, model.stream(idx))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@pytest.mark.parametrize('dropout', [0.0, 0.3])
+def test_cuda_graphs_of_the_scan_accumulate_gradients(dropout, monkeypatch):
+    model, idx = make(bptt=True, dropout=dropout, window=3).cuda().train(), tokens().cuda()
+    micro = [idx, idx.flip(0)]
+    for _ in range(2):  # the second time by replay alone
+        model.zero_grad()
+        for x in micro:
+            torch.manual_seed(3)
+            model(x, x)['loss'].backward()
+    have = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    monkeypatch.setattr(torch.cuda, 'make_graphed_callables', lambda function, samples: function)
+    model._graphs.clear()
+    for x in micro:
+        torch.manual_seed(3)
+        model(x, x)['loss'].backward()
+    assert_same_gradients(have, {name: p.grad for name, p in model.named_parameters()}, 1e-4)
+
+
+@pytest.mark.parametrize('prefill', ['parallel', 'sequential'])
+def test_what_comes_before_a_forgotten_run_is_still_there(prefill):
+    model, idx = make(prefill=prefill), tokens(T=20)
+    cache = model.new_cache(3, 20, max_run=4, dtype=torch.bfloat16)
+    assert cache.z.dtype == torch.float32  # whatever keys and values are kept in
+    cache = model.new_cache(3, 20, max_run=4)
+    model.extend(idx[:, :10], cache)
+    model.extend(idx[:, 10:19], cache, torch.tensor([2, 9, 4]))
+    cache.rollback(torch.tensor([2, 0, 4]))
+    got, want = model.extend(idx[:, 10:11], cache)[[0, 2], :60], model.logits(idx)[[0, 2], 10, :60]
+    assert (got - want).abs().max() < 1e-4
+
+
+def test_padding_costs_no_unrolls():
+    model, idx = make(), tokens(T=40)
+    both = [model.new_cache(3, 40) for _ in range(2)]
+    model.extend(idx[:, :3], both[0])
+    padded = idx.clone()
+    padded[:, 3:] = 7
+    model.extend(padded, both[1], torch.tensor([3, 3, 3]))
+    assert both[1].unrolls == both[0].unrolls
+
+
+def test_prefill_under_autocast_stops_at_its_rounding():
+    model, idx = make(), tokens(T=60)
+    cache = model.new_cache(3, 60)
+    with torch.autocast('cpu', torch.bfloat16):
+        model.extend(idx, cache)
+    assert cache.unrolls < 40
+
+
 def test_a_step_of_one_unroll_still_has_gradients_of_the_network():
     model, idx = make(K=3, k_min=1).train(), tokens()
     model.unrolls = 1
@@ -294,8 +361,9 @@ def test_a_model_without_a_zero_layer_cannot_be_converted_to():
         make(variant='block_head').adopt(dict(make(K=1).named_parameters()))
 
 
-def test_one_compiled_unroll_serves_every_depth():
-    model, idx = make(K=6).train(), tokens()
+@pytest.mark.parametrize('checkpointed', [False, True])
+def test_one_compiled_unroll_serves_every_depth(checkpointed):
+    model, idx = make(K=6, checkpoint_unrolls=checkpointed).train(), tokens()
     want, graphs = {}, []
     for model.unrolls in range(2, 7):
         want[model.unrolls] = gradients(model, model(idx, idx)['loss'])
@@ -310,13 +378,21 @@ def test_one_compiled_unroll_serves_every_depth():
         assert_same_gradients(gradients(model, compiled(idx, idx)['loss']), want[model.unrolls], 1e-5)
         if model.unrolls == 2:
             first = len(graphs)
-    assert len(graphs) == first
+    nodes = [sum(len(m.graph.nodes) for m in graph.modules() if isinstance(m, torch.fx.GraphModule)) for graph in graphs]
+    assert len(graphs) == first and sum(n > 60 for n in nodes) == 2  # an unroll with a correction and one without
+
+
+def test_a_compiler_leaves_the_scan_alone():
+    model, idx, graphs = make(bptt=True).train(), tokens(), []
+    torch._dynamo.reset()
+    torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)(idx, idx)
+    assert sum(len(graph.graph.nodes) for graph in graphs) < 60
 
 
 @pytest.mark.parametrize('values, sentence', [
     (dict(K=0), 'K = 0'), (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=3, last_unrolls=0), 'last_unrolls = 0'), (dict(K=3, last_unrolls=4), 'last_unrolls = 4'),
     (dict(K=1, bptt=True), 'without a correction'), (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(variant='sum'), "variant = 'sum'"),
-    (dict(prefill='both'), "prefill = 'both'"), (dict(n_embd=18), 'even whole number'), (dict(dropout=1.0), 'dropout = 1.0')])
+    (dict(prefill='both'), "prefill = 'both'"), (dict(n_embd=18), 'even whole number'), (dict(n_ffn=-4), 'n_ffn = -4'), (dict(dropout=1.0), 'dropout = 1.0')])
 def test_bad_settings_are_sentences(values, sentence):
     with pytest.raises(ValueError, match=sentence):
         Config(**(SMALL | values))
@@ -330,6 +406,7 @@ def test_flops_count_the_unrolls():
     assert flops(K=4) == 6 * (4 * blocks + 3 * network + head)
     assert flops(K=4, k_min=2) == 6 * (3 * blocks + 2 * network + head)
     assert flops(K=4, last_unrolls=1) == 12 * blocks + 10 * network + 6 * head  # three passes forward; of the network two, and one with its backward
+    assert flops(K=5, k_min=2, last_unrolls=4) == pytest.approx(6 * head + (12 + 18 + 24 + 26) / 4 * blocks + (6 + 12 + 18 + 24) / 4 * network)
     assert flops(bptt=True) == 6 * (blocks + network + head)
 
 
@@ -342,7 +419,7 @@ def test_drawn_unrolls_do_not_depend_on_micro_batches_and_processes(tiny_data, t
 
     losses = []
     args = [a for a in CONTEXT_READY if 'dropout' not in a]
-    for name, more, processes in (('one', [], 1), ('micro', ['--micro_batch_size=1'], 1), ('two', [], 2)):
+    for name, more, processes in (('one', [], 1), ('two', ['--micro_batch_size=1'], 2)):
         result = train_tiny(tiny_data, tmp_path / name, *args, *more, steps=6, processes=processes)
         assert result.returncode == 0, result.stderr
         losses.append([r['loss'] for r in config.read_log(tmp_path / name)])
@@ -360,14 +437,16 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert after[0]['loss'] < before[0]['loss'] - 0.5
     result = train_tiny(tiny_data, tmp_path / 'converted', '--resume', *finetune, steps=6)
     assert result.returncode == 0, result.stderr
-    sampled = run('sample.py', tmp_path / 'converted', 'abc', '--max_new_tokens=8', '--ignore_eos')
-    assert sampled.returncode == 0 and '8 tokens' in sampled.stderr, sampled.stderr
     table = run('-m', 'analysis.context_ready', tmp_path / 'roformer', tmp_path / 'converted', f'--out={tmp_path / "depths"}', '--tokens=640')
     assert table.returncode == 0 and (tmp_path / 'depths.png').exists(), table.stderr
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))
     assert plain['K=1'] == plain['sequential'] and plain['K=2'] == '' and plain['variant'] == 'roformer'
     assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01 and float(ready['L']) > 0
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
-    for args, parts in ((['--window=3'], ['cannot become this model', 'window']), (['--variant=tied'], ['tied']), (['--n_embd=32'], ['shape'])):
-        assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, *args), *parts)
-        assert not (tmp_path / 'other').exists()
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3'), 'cannot become this model', 'window')
+    assert not (tmp_path / 'other').exists()
+    source = config.load_run(tmp_path / 'roformer')[0]
+    for values, part in ((dict(variant='tied'), 'tied'), (dict(n_embd=32), 'shape')):
+        model = make(**(dict(vocab_size=320, n_ids=257, n_embd=16) | values))
+        with pytest.raises(config.UserError, match=part):
+            config.load_weights(model, config.adopted(model, dict(source.named_parameters()), 'out/x'), 'out/x')

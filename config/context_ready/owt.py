@@ -1,6 +1,6 @@
 # What the rows of the Context-Ready paper share (section 5.1, tables A1 and 1): OpenWebText, vocabulary 32,000, 100,000 steps.
 # The paper leaves open betas and weight decay (as in the SPS paper here), warm-up (1,000 steps) and, but for T = 1024, the heads:
-# 16 everywhere, so that heads are C / 16 wide; where the width is below 1024, heads of 64.
+# 16, so that they are C / 16 wide; at widths 256, 512 and 448 heads of 64.
 model = 'context_ready'
 data = 'data/built/openwebtext'  # python prepare_fineweb.py Skylion007/openwebtext --id_field=None --tokenizer=YOUR_32K_TOKENIZER --out_dir=data/built/openwebtext
 documents = False
@@ -10,6 +10,7 @@ k_min = 2
 dropout = 0.2
 block_size = 256
 batch_size = 64
+micro_batch_size = 64
 max_tokens = 100_000 * 64 * 256
 learning_rate = 2e-4
 schedule = 'constant'

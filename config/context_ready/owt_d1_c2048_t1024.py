@@ -3,3 +3,4 @@ from config.context_ready.owt_d1_c2048 import *
 
 block_size = 1024
 batch_size = 16
+micro_batch_size = 16

@@ -2,4 +2,5 @@
 from config.context_ready.owt_d1_c2048_t1024_k10 import *
 
 init_from = 'out/owt_n1_c2048_t1024'
+seed = 1338  # other batches than the start was trained on
 max_tokens = 130_000 * 16 * 1024

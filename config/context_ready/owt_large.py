@@ -2,4 +2,6 @@
 from config.context_ready.owt import *
 
 batch_size = 32
+micro_batch_size = 32
 max_tokens = 200_000 * 32 * 256
+warmup_tokens = 1000 * 32 * 256

@@ -382,13 +382,17 @@ def describe(s, c, data, world):
     with torch.device('meta'):
         model = config.model_file(s.model).Model(c)
     n = sum(p.numel() for p in model.parameters())
+    try:
+        flops = model.flops_per_token(s.block_size)
+    except ValueError as error:  # block_size does not suit the model
+        raise UserError(str(error))
     steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
     rows = min(s.micro_batch_size, math.ceil(s.batch_size / world))
     print(f'model {s.model}: {n:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {data.splits["train"]["tokens"]:,} training tokens, '
           f'{s.max_tokens / data.splits["train"]["tokens"]:.2f} epochs\n'
           f'{steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens, '
-          f'{model.flops_per_token(s.block_size) / 1e6:,.1f} MFLOP per token')
+          f'{flops / 1e6:,.1f} MFLOP per token')
     if s.dry_run:
         layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.head]
         weights = sum(m.weight.numel() for m in layers)

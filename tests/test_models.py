@@ -34,6 +34,12 @@ VARIANTS = {
     'reverse_sps, window 0': ('sps', dict(eos_id=59, method='reverse_sps', window=0)),
     'reverse_sps, all': ('sps', dict(eos_id=59, method='reverse_sps', window=None)),
     'reverse_sps, top layer': ('sps', dict(eos_id=None, method='reverse_sps', window=2, predict_layers=1)),
+    'ntp, documents': ('nextlat', dict(eos_id=59, objective='ntp')),
+    'nextlat': ('nextlat', dict(eos_id=None)),
+    'nextlat, documents, tied': ('nextlat', dict(eos_id=59, horizon=2, tied_head=True)),
+    'nextlat, ablations': ('nextlat', dict(eos_id=59, horizon=2, token_loss='ce', stop_target=False, stop_head=False)),
+    'mtp, documents': ('nextlat', dict(eos_id=59, objective='mtp', horizon=2)),
+    'jtp, documents': ('nextlat', dict(eos_id=59, objective='jtp', horizon=2)),
 }
 
 
@@ -129,7 +135,8 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     assert (model.logits(idx)[..., 60:] == float('-inf')).all()
 
 
-ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps']
+ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps', 'nextlat, documents, tied',
+               'mtp, documents', 'jtp, documents']
 
 
 @pytest.mark.parametrize('variant', ONE_OF_EACH)

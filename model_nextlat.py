@@ -164,7 +164,7 @@ class Cache:
         self.hidden = zeros(batch_size, max_run, C)  # last run, before the head
         self.last = zeros(batch_size, dtype=torch.int64)  # which of the last run is the row's last token
         self.drafted = 0  # tokens drafted since the last run
-        self.state = zeros(batch_size, C)  # nextlat: where drafting has got to, h^_{t+i}
+        self.states = zeros(batch_size, max_run, C)  # nextlat: h^_{t+i} of the tokens drafted since then
         self.future = zeros(batch_size, max_run, future_heads, C)  # mtp: the further heads' vectors of the last run
         n_fetched = config.horizon + 1 if config.objective == 'jtp' else 0
         self.fetched = zeros(2, n_fetched, batch_size, 1, config.n_head, head_size)  # jtp: Fetch's keys and values
@@ -172,7 +172,7 @@ class Cache:
 
     @property
     def nbytes(self):
-        return sum(t.nbytes for t in (self.k, self.v, self.lengths, self.doc_start, self.hidden, self.last, self.state, self.future,
+        return sum(t.nbytes for t in (self.k, self.v, self.lengths, self.doc_start, self.hidden, self.last, self.states, self.future,
                                       self.fetched, *self.rope))
 
     def rollback(self, n):
@@ -384,11 +384,12 @@ class Model(nn.Module):
 
         pick(logits (B, V)) -> token (B,), probs (B, V) chooses. The Transformer does not run and the cache's tokens stay as they are.
         Called again with the last drafted token, it goes on from there, until the next `extend`. Each row must have kept a
-        token of the last run. Raises ValueError for more than `longest_draft` tokens.
+        token of the last run. Raises ValueError for more than `longest_draft` or cache.max_run tokens.
         """
-        if cache.drafted + n > self.longest_draft:
+        longest = min(self.longest_draft, cache.max_run)
+        if cache.drafted + n > longest:
             raise ValueError(f"a draft of {cache.drafted + n} tokens: objective = '{self.config.objective}' with horizon = "
-                             f'{self.config.horizon} drafts up to {self.longest_draft}')
+                             f'{self.config.horizon} and max_run = {cache.max_run} drafts up to {longest}')
         tokens, probs = [], []
         for _ in range(n):
             token, prob = pick(self._logits(self._drafted(token, cache)))
@@ -407,8 +408,8 @@ class Model(nn.Module):
                 raise ValueError('drafting needs a cache with max_run of at least 2')
             return cache.future[rows, cache.last, i].to(e.dtype)
         if c.objective == 'nextlat':
-            cache.state.copy_(self.dynamics(h if i == 0 else cache.state.to(e.dtype), e))
-            return cache.state.to(e.dtype)
+            cache.states[:, i] = h = self.dynamics(h if i == 0 else cache.states[:, i - 1].to(e.dtype), e)
+            return h
         rope = lambda p: rope_table(torch.arange(p, p + 1, device=token.device), c.n_embd // c.n_head, c.rope_theta)
         if i == 0:
             cache.fetched[:, 0] = torch.stack(self.fetch.project(h.unsqueeze(1), rope(0))[1:])

@@ -516,16 +516,16 @@ def drafted(decoder, auto, longest, live):
 
 
 def longest_draft(model, draft, draft_len):
-    """The longest draft that draft_len asks for; ValueError if it is no length, or not one of the model's."""
+    """The longest draft that draft_len asks for; UserError if it is no length, or not one of the model's."""
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
     if draft_len != 'auto' and not (isinstance(draft_len, int) and draft_len >= 1):
-        raise ValueError(f'draft_len = {draft_len!r}: expected at least 1 token, or auto')
+        raise UserError(f'draft_len = {draft_len!r}: expected at least 1 token, or auto')
     if longest < 1:
-        raise ValueError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that drafts')
+        raise UserError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that drafts')
     if draft_len != 'auto' and draft_len > longest:
-        raise ValueError(f'draft_len = {draft_len}: this model drafts up to {longest} tokens')
+        raise UserError(f'draft_len = {draft_len}: this model drafts up to {longest} tokens')
     if draft is not None and (draft.config.vocab_size, draft.config.n_ids) != (model.config.vocab_size, model.config.n_ids):
-        raise ValueError(f'the draft has {draft.config.n_ids} ids in {draft.config.vocab_size} rows, the model {model.config.n_ids} in '
+        raise UserError(f'the draft has {draft.config.n_ids} ids in {draft.config.vocab_size} rows, the model {model.config.n_ids} in '
                          f'{model.config.vocab_size}: they must have one vocabulary')
     return min(longest, LONGEST_AUTO) if draft_len == 'auto' else draft_len
 
@@ -631,23 +631,23 @@ def write_texts(s, model, tokenizer, record, texts, prompts, options=None):
           f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}', file=sys.stderr)
 
 
+def load_draft(folder, record, device, dtype):
+    """The model of a run folder, to draft for the run of this record; UserError if it has another tokenizer."""
+    draft, of_draft = load_run(folder, device, pick_dtype(dtype, device))
+    for key in ('tokenizer', 'n_ids'):
+        if of_draft['data'][key] != record['data'][key]:
+            raise UserError(f'the draft run {folder} has {key} {of_draft["data"][key]!r}, the run {record["data"][key]!r}: they must have one tokenizer')
+    return pack_weights(draft)
+
+
 def speculation(s, model, record, device):
     """`speculative_generate`'s options from the settings, None for plain decoding; UserError for a draft that does not fit."""
     if s.draft is None and s.draft_len is None:
         return None
-    draft, draft_len = None, s.draft_len or 'auto'
-    if s.draft is not None:
-        draft, of_draft = load_run(s.draft, device, pick_dtype(s.dtype, device))
-        for key in ('tokenizer', 'n_ids'):
-            if of_draft['data'][key] != record['data'][key]:
-                raise UserError(f'the draft run {s.draft} has {key} {of_draft["data"][key]!r}, the run {record["data"][key]!r}: '
-                                'they must have one tokenizer')
-        pack_weights(draft)
+    draft = s.draft and load_draft(s.draft, record, device, s.dtype)
+    draft_len = s.draft_len or 'auto'
     draft_len = int(draft_len) if draft_len.isdecimal() else draft_len
-    try:
-        longest_draft(model, draft, draft_len)
-    except ValueError as error:
-        raise UserError(str(error))
+    longest_draft(model, draft, draft_len)
     if getattr(model, 'sequential', False):
         print(f'model_{record["model"]} reads tokens one after the other: verifying a draft saves it no time', file=sys.stderr)
     return dict(draft=draft, draft_len=draft_len)

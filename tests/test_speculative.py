@@ -54,6 +54,13 @@ def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
         assert statistics.accepted_per_step > 0.3  # the drafts are of use
 
 
+@pytest.mark.parametrize('name', ['standard', 'sps'])
+def test_a_draft_by_the_same_weights_is_always_accepted(name):
+    model = make(name)
+    _, statistics = speculative_generate(model, PROMPTS, 30, draft=near(model, 0.0), draft_len=3, temperature=0)
+    assert statistics.by_position == [1, 1, 1] and statistics.rounds == 3 * 8  # 1 token of the prefill, 4 in each of 7 rounds, 1
+
+
 def test_rows_end_at_eos_and_at_finished():
     model = make('nextlat')
     free = generate(model, PROMPTS, 20, temperature=0)
@@ -86,8 +93,7 @@ class Choices:
         return torch.tensor(others)
 
     def accepts(self, p, q, uniform):
-        decided, going = torch.ones_like(p, dtype=torch.bool), True
-        decided[:, 1:] = False
+        decided, going = torch.zeros_like(p, dtype=torch.bool), True  # the other rows refuse: they fall behind
         for i, (a, b) in enumerate(zip(p[self.row].double().tolist(), q[self.row].double().tolist())):
             if going:
                 share = min(1.0, a / b)

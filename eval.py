@@ -25,6 +25,7 @@ import json
 import math
 import operator
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -401,9 +402,9 @@ def validation(model, record, s):
 def speculative(folder, model, record, s):
     """{'speedup 4': ..., 'accepted 4': ...} over draft lengths; writes speculative.csv into the run folder. The NextLat paper's protocol.
 
-    Plain decoding and all lengths take turns on each batch of prompts, none of which ends early. Speed-ups are ratios of their
-    total times; accepted tokens are the mean over a row's rounds; cumulative acceptance at i is the chance that the first i tokens of a
-    draft are all accepted, the product of the acceptance at each position.
+    Plain decoding and all lengths take turns on each batch of prompts, none of which ends early. A speed-up is the median over the
+    batches of the ratio of their times, as machines are noisy; accepted tokens are the mean over a row's rounds; cumulative acceptance
+    at i is the chance that the first i tokens of a draft are all accepted, the product of the acceptance at each position.
     """
     if world() > 1:
         raise UserError('--speculative compares times within one process: start it without torchrun')
@@ -419,24 +420,28 @@ def speculative(folder, model, record, s):
     longest_draft(model, draft, 'auto')  # raises UserError where there is no draft
     lengths = [int(n) if n.strip().isdecimal() else n.strip() for n in s.draft_lens.split(',')]
     lengths = [n for n in lengths if draft or n == 'auto' or n <= model.longest_draft]
-    sides = {n: lambda rows, n=n, **more: speculative_generate(model, rows, draft=draft, draft_len=n, temperature=s.temperature, **more) for n in lengths}
-    sides['plain'] = lambda rows, **more: (generate(model, rows, temperature=s.temperature, **more), None)
-    seconds, became, size = dict.fromkeys(sides, 0.0), {n: [] for n in lengths}, s.batch_size or 1
+    options = dict(temperature=s.temperature)
+    sides = {n: lambda rows, n=n, **more: speculative_generate(model, rows, draft=draft, draft_len=n, **options, **more) for n in lengths}
+    sides['plain'] = lambda rows, **more: (generate(model, rows, **options, **more), None)
+    seconds, became, size = {n: [] for n in sides}, {n: [] for n in lengths}, s.batch_size or 1
     for decode in sides.values():
         decode(prompts[:size], max_new_tokens=min(32, s.new_tokens))  # what happens only once
     for a in range(0, s.n_prompts, size):
         for n, decode in sides.items():
             start = time.perf_counter()
-            _, statistics = decode(prompts[a:a + size], max_new_tokens=s.new_tokens, seed=a)
-            seconds[n] += time.perf_counter() - start
-            if statistics:
-                became[n].append(statistics)
-    tokens, table = s.n_prompts * s.new_tokens, []
+            _, drafts = decode(prompts[a:a + size], max_new_tokens=s.new_tokens, seed=a)
+            seconds[n].append(time.perf_counter() - start)
+            if drafts:
+                became[n].append(drafts)
+    table = []
     for n, parts in became.items():
-        accepted, tried = ([sum(column) for column in zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)] for name in ('accepted', 'tried'))
+        by_position = lambda lists: [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+        accepted, tried = by_position(part.accepted for part in parts), by_position(part.tried for part in parts)
         survive = list(accumulate((a / t for a, t in zip(accepted, tried) if t), operator.mul))
-        table.append({'draft_len': n, 'speedup': seconds['plain'] / seconds[n], 'accepted': sum(accepted) / sum(part.rounds for part in parts),
-                      'tokens_per_s': tokens / seconds[n]} | {f'cumulative_{i + 1}': share for i, share in enumerate(survive)})
+        speedup = statistics.median(plain / own for plain, own in zip(seconds['plain'], seconds[n]))
+        table.append({'draft_len': n, 'speedup': speedup, 'accepted': sum(accepted) / sum(part.rounds for part in parts),
+                      'tokens_per_s': s.n_prompts * s.new_tokens / sum(seconds[n])})
+        table[-1] |= {f'cumulative_{i + 1}': share for i, share in enumerate(survive)}
     with open(Path(folder) / 'speculative.csv', 'w', newline='') as file:
         writer = csv.DictWriter(file, max(table, key=len).keys(), restval='')
         writer.writeheader()

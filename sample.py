@@ -272,14 +272,15 @@ class RunDraft:
 
 
 class DraftStatistics:
-    """What became of the drafts: `tried` and `accepted` by position, and how many rounds of a row there were."""
+    """What became of the drafts: `tried` and `accepted` by position; over all rows their rounds, tokens drafted and tokens made."""
 
     def __init__(self):
-        self.tried, self.accepted, self.rounds, self.tokens = [], [], 0, 0
+        self.tried, self.accepted, self.rounds, self.drafted, self.tokens = [], [], 0, 0, 0
 
     def add(self, length, accepted):
         """A row's draft of `length` tokens, of which the first `accepted` were accepted."""
         self.rounds += 1
+        self.drafted += length
         self.tokens += accepted + 1
         for counts, n in ((self.tried, min(length, accepted + 1)), (self.accepted, accepted)):
             counts += [0] * (length - len(counts))
@@ -636,7 +637,8 @@ def load_draft(folder, record, device, dtype):
     draft, of_draft = load_run(folder, device, pick_dtype(dtype, device))
     for key in ('tokenizer', 'n_ids'):
         if of_draft['data'][key] != record['data'][key]:
-            raise UserError(f'the draft run {folder} has {key} {of_draft["data"][key]!r}, the run {record["data"][key]!r}: they must have one tokenizer')
+            raise UserError(f'the draft run {folder} has {key} {of_draft["data"][key]!r}, the run {record["data"][key]!r}: '
+                            'they must have one tokenizer')
     return pack_weights(draft)
 
 

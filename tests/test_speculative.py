@@ -8,6 +8,7 @@ import model_nextlat
 import model_sps
 import model_standard
 import sample
+from config import read_log
 from conftest import assert_sentence, run, train_tiny
 from sample import AutoLength, generate, speculative_generate, token_probs
 
@@ -188,9 +189,27 @@ def test_auto_weighs_gain_against_cost():
 @pytest.fixture(scope='module')
 def runs(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp('runs')
-    for name, options in (('nextlat', ['--model=nextlat']), ('ntp', ['--model=nextlat', '--objective=ntp']), ('standard', [])):
+    for name, options in (('nextlat', ['--model=nextlat', '--acceptance_prompts=2']), ('ntp', ['--model=nextlat', '--objective=ntp']), ('standard', [])):
         assert train_tiny(tiny_data, folder / name, '--block_size=64', *options, steps=5).returncode == 0
     return folder
+
+
+def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
+    assert 0 <= read_log(runs / 'nextlat')[-1]['acceptance'] <= 1
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2'), 'cannot draft for itself')
+
+
+def test_table_of_draft_lengths(runs):
+    small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto']
+    result = run('eval.py', runs / 'nextlat', '--speculative', *small)
+    assert result.returncode == 0 and 'speculative speedup auto' in result.stdout and 'speculative accepted 3' in result.stdout, result.stderr
+    rows = [line.split(',') for line in (runs / 'nextlat/speculative.csv').read_text().splitlines()]
+    assert rows[0][:5] == ['draft_len', 'speedup', 'accepted', 'tokens_per_s', 'cumulative_1'] and [row[0] for row in rows[1:]] == ['1', '3', 'auto']
+    shares = [float(share) for share in rows[2][4:7]]
+    assert sorted(shares, reverse=True) == shares and 0 <= shares[-1] and shares[0] <= 1
+    assert (runs / 'nextlat/speculative.png').stat().st_size > 10_000
+    assert_sentence(run('eval.py', runs / 'ntp', '--speculative', *small), 'cannot draft for itself')
+    assert_sentence(run('eval.py', runs / 'nextlat', '--speculative'), 'do not fit the context of 64 tokens', 'lower prompt_tokens')
 
 
 def test_command_line(runs):

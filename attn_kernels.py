@@ -931,66 +931,120 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grad, cos, -sin), None, None
 
 
-def linear_cross_entropy_reference(hidden, weight, targets):
+def linear_cross_entropy_reference(hidden, weight, targets, row_weights=None):
     """`linear_cross_entropy` as its definition, with all logits in memory."""
-    return F.cross_entropy((hidden @ weight.T).float(), targets, ignore_index=-1)
+    logits = (hidden @ weight.T).float()
+    if row_weights is None:
+        return F.cross_entropy(logits, targets, ignore_index=-1)
+    return (row_weights * F.cross_entropy(logits, targets, ignore_index=-1, reduction='none')).sum()
 
 
-def linear_cross_entropy(hidden, weight, targets, max_logits=2 ** 26):
+def linear_cross_entropy(hidden, weight, targets, max_logits=2 ** 26, row_weights=None):
     """Mean negative log-likelihood in nats of targets under softmax(hidden weight^T), without holding all logits.
 
     hidden (N, C), weight (V, C), targets (N,) int64 with -1 for rows that do not count; at most max_logits logits exist at a
-    time. Products run in the autocast dtype, the softmax in fp32. Returns a scalar; 0 if no row counts.
+    time. Products run in the autocast dtype, the softmax in fp32. Returns a scalar; 0 if no row counts. With row_weights (N,) it is
+    the sum of row_weights times the rows' negative log-likelihoods.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    chunk_rows = max(1, max_logits // (256 * weight.shape[0])) * 256  # whole tiles of the products
-    return _LinearCrossEntropy.apply(hidden, weight, targets, dtype, chunk_rows)
+    return _fused_losses(hidden.unsqueeze(0), weight, targets, row_weights, None, True, max_logits)[0]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def linear_cross_entropy_kl_reference(states, weight, targets, counts, head_frozen=True):
+    """`linear_cross_entropy_kl` as its definition, with all logits in memory."""
+    nll = linear_cross_entropy_reference(states[0], weight, targets)
+    p = (states[0] @ weight.T).detach().log_softmax(-1)
+    q = (states[1:] @ (weight.detach() if head_frozen else weight).T).log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1) * counts
+    return nll, (kl.sum(1) / counts.sum(1).clamp(min=1)).mean()
+
+
+def linear_cross_entropy_kl(states, weight, targets, counts, head_frozen=True, max_logits=2 ** 26):
+    """Cross-entropy of states[0] and the Kullback-Leibler divergence of its softmax from those of the guesses states[1:].
+
+    states (1 + d, N, C); weight, targets, max_logits as in `linear_cross_entropy`, whose value is the first of the two results.
+    The second is the mean over d of the mean over the rows that counts (d, N) marks of KL(p || q_i), p = softmax(states[0] weight^T)
+    and q_i = softmax(states[i] weight^T). Nothing of it is learned by p; by the weight through the q_i, unless head_frozen.
+    """
+    return _fused_losses(states, weight, targets, None, counts, head_frozen, max_logits)
+
+
+def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max_logits):
+    device = states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    chunk_rows = max(1, max_logits // (256 * weight.shape[0] * len(states))) * 256  # whole tiles of the products
+    with_grad = torch.is_grad_enabled()  # autograd does not tell the function below
+    return _FusedLosses.apply(states, weight, targets, row_weights, counts, head_frozen, dtype, chunk_rows, with_grad)
+
+
+class _FusedLosses(torch.autograd.Function):
     """The gradient is formed in the forward, while a chunk's logits are at hand: three products, where recomputing takes four."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, dtype, chunk_rows):
-        with_grad = any(ctx.needs_input_grad)
+    def forward(ctx, states, weight, targets, row_weights, kl_counts, head_frozen, dtype, chunk_rows, with_grad):
+        S, N, C = states.shape
         counts = targets >= 0
-        h, w = hidden.to(dtype), weight.to(dtype)
-        h_counted = h * counts.unsqueeze(1)  # so that rows that do not count add nothing to weight's gradient
-        on_cpu = h.device.type == 'cpu'
+        s, w = states.to(dtype), weight.to(dtype)
+        h_counted = s[0] * counts.unsqueeze(1)  # so that rows that do not count add nothing to weight's gradient
+        on_cpu = s.device.type == 'cpu'
         softmax_rows = max(1, 2 ** 20 // w.shape[0]) if on_cpu else chunk_rows  # on CPU a part stays in the cache
         softmax_dtype = torch.promote_types(dtype, torch.float32)
-        loss = torch.zeros((), dtype=softmax_dtype, device=h.device)
-        grad_h = torch.empty_like(h) if with_grad else None
-        grad_w = None
-        with torch.autocast(h.device.type, enabled=False):
-            for a in range(0, h.shape[0], chunk_rows):
+        loss, kl = torch.zeros(2, dtype=softmax_dtype, device=s.device)
+        by_row = counts.to(softmax_dtype) if row_weights is None else row_weights.to(softmax_dtype) * counts
+        kl_by_row = None
+        if S > 1:
+            kl_by_row = kl_counts.to(softmax_dtype) / kl_counts.sum(1, keepdim=True).clamp(min=1)
+        grad_s = torch.empty_like(s) if with_grad else None
+        grad_w = kl_grad_w = None
+        with torch.autocast(s.device.type, enabled=False):
+            for a in range(0, N, chunk_rows):
                 rows = slice(a, a + chunk_rows)
-                logits = h[rows] @ w.T
-                for part, target, count in zip(*(x.split(softmax_rows) for x in (logits, targets[rows], counts[rows]))):
-                    p = torch.softmax(part, -1, dtype=softmax_dtype)
-                    index = target.clamp(min=0).unsqueeze(1)
+                chunk = s[:, rows].flatten(0, 1)
+                logits = (chunk @ w.T).view(S, -1, w.shape[0])
+                for b in range(0, logits.shape[1], softmax_rows):
+                    part, here = logits[:, b:b + softmax_rows], slice(a + b, min(a + b + softmax_rows, a + chunk_rows))
+                    p = torch.softmax(part[0], -1, dtype=softmax_dtype)
+                    index = targets[here].clamp(min=0).unsqueeze(1)
                     p_target = p.gather(1, index).squeeze(1)
                     if on_cpu and not torch.compiler.is_compiling() and p_target.min() > 1e-30:
                         nll = -p_target.log()
                     else:  # the target's probability may underflow, the largest one cannot
-                        nll = part.amax(-1).to(p.dtype) - p.amax(-1).log() - part.gather(1, index).squeeze(1)
-                    loss += (nll * count).sum()
+                        nll = _log_sum_exp(part[0], p) - part[0].gather(1, index).squeeze(1)
+                    loss += (nll * by_row[here]).sum()
+                    for i in range(1, S):  # KL = sum p (log p - log q), and its gradient by q's logits is q - p
+                        q = torch.softmax(part[i], -1, dtype=softmax_dtype)
+                        divergence = (p * (part[0].to(p.dtype) - part[i])).sum(-1) - _log_sum_exp(part[0], p) + _log_sum_exp(part[i], q)
+                        kl += (divergence * kl_by_row[i - 1, here]).sum()
+                        if with_grad:
+                            part[i].copy_(q.sub_(p).mul_(kl_by_row[i - 1, here].unsqueeze(1)))
                     if with_grad:  # d nll / d logits = softmax - one_hot, written over the logits
                         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
-                        part.copy_(p)
+                        if row_weights is not None:
+                            p.mul_(by_row[here].unsqueeze(1))
+                        part[0].copy_(p)
                 if with_grad:
-                    torch.mm(logits, w, out=grad_h[rows])
-                    part = logits.T @ h_counted[rows]
+                    grad_s[:, rows] = (logits.flatten(0, 1) @ w).view(S, -1, C)
+                    part = logits[0].T @ h_counted[rows]
                     grad_w = part.to(weight.dtype) if grad_w is None else grad_w.add_(part)
-        scale = 1 / counts.sum().clamp(min=1).to(softmax_dtype)
+                    if S > 1 and not head_frozen:
+                        part = logits[1:].flatten(0, 1).T @ chunk[logits.shape[1]:]
+                        kl_grad_w = part.to(weight.dtype) if kl_grad_w is None else kl_grad_w.add_(part)
+        scale = 1 / counts.sum().clamp(min=1).to(softmax_dtype) if row_weights is None else torch.ones_like(loss)
         if with_grad:
-            ctx.save_for_backward(grad_h, grad_w, counts, scale)
-            ctx.hidden_dtype = hidden.dtype
-        return loss * scale
+            ctx.save_for_backward(grad_s, grad_w, kl_grad_w, counts, scale)
+            ctx.states_dtype = states.dtype
+        return loss * scale, kl / max(1, S - 1)
 
     @staticmethod
-    def backward(ctx, grad):
-        grad_h, grad_w, counts, scale = ctx.saved_tensors
-        scale = scale * grad
-        return (grad_h * (counts * scale).unsqueeze(1)).to(ctx.hidden_dtype), grad_w * scale.to(grad_w.dtype), None, None, None
+    def backward(ctx, grad, kl_grad):
+        grad_s, grad_w, kl_grad_w, counts, scale = ctx.saved_tensors
+        scale, kl_scale = scale * grad, kl_grad / max(1, len(grad_s) - 1)
+        factors = torch.cat([(counts * scale).unsqueeze(0), kl_scale.expand(len(grad_s) - 1, len(counts))])
+        grad_w = grad_w * scale.to(grad_w.dtype)
+        if kl_grad_w is not None:
+            grad_w.add_(kl_grad_w * kl_scale.to(grad_w.dtype))
+        return (grad_s * factors.unsqueeze(-1)).to(ctx.states_dtype), grad_w, *[None] * 7
+
+
+def _log_sum_exp(logits, p):
+    """From logits (n, V) and their softmax p (n, V): (n,)."""
+    return logits.amax(-1).to(p.dtype) - p.amax(-1).log()

@@ -5,6 +5,7 @@
     python eval.py RUN --tasks=arc_easy,lambada_openai          zero-shot accuracy
     python eval.py RUN --paper=sps                              the sets and averages of a paper: sps, nextlat or gpn
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps         on several GPUs
+    python eval.py RUN --speculative                            accepted tokens and speed-up over draft lengths; --draft=RUN drafts
     python eval.py RUN --to_llama=FOLDER                        a Standard run as a Hugging Face Llama folder
     python eval.py FOLDER --from_llama=RUN                      and back, as a new run
 
@@ -15,16 +16,21 @@ Rolling likelihood, of which corpora are made, starts each document after eos, a
 never been trained to predict from eos (training leaves those positions out): the first token of a document is then scored by an
 untrained position. The SPS paper's figures are made so, and these are too.
 """
+import csv
 import datetime
 import difflib
 import functools
 import importlib.metadata
 import json
 import math
+import operator
 import os
+import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+from itertools import accumulate, zip_longest
 from math import inf
 from pathlib import Path
 
@@ -33,7 +39,7 @@ import torch.distributed as dist
 
 from config import check_ranges, export_llama, import_llama, load_run, load_settings, pick_device, pick_dtype, sentences
 from data import UserError, load_tokenizer, open_data
-from sample import generate, pack_weights, roomy_cache
+from sample import generate, load_draft, longest_draft, pack_weights, roomy_cache, speculative_generate
 
 CORPORA = ('wikitext', 'c4', 'books3', 'govreport')
 PAPERS = {  # paper: (tasks with the metric it reports, corpora)
@@ -57,7 +63,14 @@ class Settings:
     paper: str = ''  # sps, nextlat or gpn: that paper's tasks and corpora
     data_dir: str | None = None  # folder with the benchmarks' own files; None: from the Hugging Face hub
     limit: int | None = None  # documents of each task or corpus; None: all
-    batch_size: int | None = None  # contexts read at a time; None: as many as `batch_tokens` holds
+    speculative: bool = False  # speculative decoding over draft lengths, on prompts from the run's validation data or from `data`
+    draft: str | None = None  # with --speculative: run folder of a model that drafts; None: the model itself
+    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # with --speculative: lengths to compare; more than a model can draft are left out
+    n_prompts: int = 1024  # with --speculative: prompts, spread evenly over the data (NextLat paper: 1024)
+    prompt_tokens: int = 512  # with --speculative: tokens of each prompt (NextLat paper: 512)
+    new_tokens: int = 512  # with --speculative: tokens that each prompt is continued by (NextLat paper: 512)
+    temperature: float = 1.0  # with --speculative; 0: always the likeliest token
+    batch_size: int | None = None  # contexts read at a time; None: as many as `batch_tokens` holds, one with --speculative
     batch_tokens: int = 16384  # tokens of a batch, padding included
     max_length: int | None = None  # tokens that the model sees at most; None: the block_size of its training
     device: str = 'auto'  # auto, cuda or cpu
@@ -350,15 +363,21 @@ def lambada_first_token(scorer, tokenizer, s):
 
 # ---- validation loss ----
 
-@torch.inference_mode()
-def validation(model, record, s):
-    """Nats a token, perplexity and bits a byte, or a task's scores, on the validation split of the run's data or of --data."""
+def data_for(record, s):
+    """--data, or the run's own data; UserError if there is none or it has another tokenizer."""
     if not (s.data or record['settings']['data']):
         raise UserError('this run has no data of its own: give --data=FOLDER')
     data = open_data(s.data or record['settings']['data'])
     if (data.n_ids, data.eos_id) != (record['data']['n_ids'], record['data']['eos_id']):
         raise UserError(f'{data.folder} has {data.n_ids} ids with eos {data.eos_id}, the run {record["data"]["n_ids"]} with {record["data"]["eos_id"]}: '
                         'they have different tokenizers')
+    return data
+
+
+@torch.inference_mode()
+def validation(model, record, s):
+    """Nats a token, perplexity and bits a byte, or a task's scores, on the validation split of the run's data or of --data."""
+    data = data_for(record, s)
     T, device = min(record['settings']['block_size'], s.max_length or inf), next(model.parameters()).device
     n = data.n_windows('val', T)
     n = n if s.val_tokens is None else min(n, max(1, s.val_tokens // T))
@@ -383,6 +402,85 @@ def validation(model, record, s):
     return values | {'tokens': int(totals[1])}
 
 
+# ---- speculative decoding ----
+
+def speculative(folder, model, record, s):
+    """{'speedup 4': ..., 'accepted 4': ...} over draft lengths; writes speculative.csv into the run folder. The NextLat paper's protocol.
+
+    Plain decoding and all lengths take turns on each batch of prompts, none of which ends early. A speed-up is the median over the
+    batches of the ratio of their times, as machines are noisy; accepted tokens are the mean over a row's rounds; cumulative acceptance
+    at i is the chance that the first i tokens of a draft are all accepted, the product of the acceptance at each position.
+    """
+    if world() > 1:
+        raise UserError('--speculative compares times within one process: start it without torchrun')
+    data, T = data_for(record, s), s.prompt_tokens
+    if T + s.new_tokens > record['settings']['block_size']:
+        raise UserError(f'prompts of {T} tokens and {s.new_tokens} new ones do not fit the context of {record["settings"]["block_size"]} tokens that '
+                        'the run was trained with: lower prompt_tokens or new_tokens')
+    windows = data.n_windows('val', T)
+    if windows < s.n_prompts:
+        raise UserError(f'{data.folder} has {windows} validation windows of {T} tokens: lower n_prompts from {s.n_prompts}')
+    prompts = data.val_batch([i * windows // s.n_prompts for i in range(s.n_prompts)], T)[0].tolist()
+    draft = s.draft and load_draft(s.draft, record, next(model.parameters()).device.type, s.dtype)
+    longest_draft(model, draft, 'auto')  # raises UserError where there is no draft
+    lengths = [int(n) if n.strip().isdecimal() else n.strip() for n in s.draft_lens.split(',')]
+    lengths = [n for n in lengths if draft or n == 'auto' or n <= model.longest_draft]
+    options = dict(temperature=s.temperature)
+    sides = {n: lambda rows, n=n, **more: speculative_generate(model, rows, draft=draft, draft_len=n, **options, **more) for n in lengths}
+    sides['plain'] = lambda rows, **more: (generate(model, rows, **options, **more), None)
+    seconds, became, size = {n: [] for n in sides}, {n: [] for n in lengths}, s.batch_size or 1
+    for decode in sides.values():
+        decode(prompts[:size], max_new_tokens=min(32, s.new_tokens))  # what happens only once
+    for a in range(0, s.n_prompts, size):
+        for n, decode in sides.items():
+            start = time.perf_counter()
+            _, drafts = decode(prompts[a:a + size], max_new_tokens=s.new_tokens, seed=a)
+            seconds[n].append(time.perf_counter() - start)
+            if drafts:
+                became[n].append(drafts)
+    table = []
+    for n, parts in became.items():
+        by_position = lambda lists: [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+        accepted, tried = by_position(part.accepted for part in parts), by_position(part.tried for part in parts)
+        survive = list(accumulate((a / t for a, t in zip(accepted, tried) if t), operator.mul))
+        speedup = statistics.median(plain / own for plain, own in zip(seconds['plain'], seconds[n]))
+        table.append({'draft_len': n, 'speedup': speedup, 'accepted': sum(accepted) / sum(part.rounds for part in parts),
+                      'tokens_per_s': s.n_prompts * s.new_tokens / sum(seconds[n])})
+        table[-1] |= {f'cumulative_{i + 1}': share for i, share in enumerate(survive)}
+    with open(Path(folder) / 'speculative.csv', 'w', newline='') as file:
+        writer = csv.DictWriter(file, max(table, key=len).keys(), restval='')
+        writer.writeheader()
+        writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in table)
+    return {f'{what} {row["draft_len"]}': row[what] for what in ('speedup', 'accepted') for row in table}
+
+
+def plot_speculative(runs):
+    """Speed-up and cumulative acceptance over the draft length, all runs, from their speculative.csv: speculative.png in the first's folder."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout='constrained')
+    for i, run in enumerate(runs):
+        with open(Path(run) / 'speculative.csv', newline='') as file:
+            rows = list(csv.DictReader(file))
+        fixed = [row for row in rows if row['draft_len'] != 'auto']
+        left.plot([int(row['draft_len']) for row in fixed], [float(row['speedup']) for row in fixed], marker='o', color=f'C{i}', label=Path(run).name)
+        for row in rows:
+            if row['draft_len'] == 'auto':
+                left.axhline(float(row['speedup']), color=f'C{i}', linestyle='--', label=f'{Path(run).name}, auto')
+        shares = [float(value) for name, value in (fixed or rows)[-1].items() if name.startswith('cumulative') and value]
+        right.plot(range(1, len(shares) + 1), shares, marker='o', color=f'C{i}', label=Path(run).name)
+    left.set(xlabel='draft length', ylabel='times plain decoding')
+    right.set(xlabel='draft length', ylabel='cumulative acceptance', ylim=(0, 1))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path = Path(runs[0]) / 'speculative.png'
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    print(f'written to {path}; the numbers are in speculative.csv of each run folder')
+
+
 # ---- one run, several runs ----
 
 def load_scorer(folder, s):
@@ -399,6 +497,8 @@ def evaluate(folder, s, tasks, corpora):
     """{row: value} for one run; also a line in its eval.jsonl."""
     scorer, tokenizer, record = load_scorer(folder, s)
     results = {'val': validation(scorer.model, record, s)} if s.val else {}
+    if s.speculative:
+        results['speculative'] = speculative(folder, scorer.model, record, s)
     if 'lambada_first_token' in tasks:
         results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
     through = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
@@ -443,8 +543,8 @@ def chosen(s):
     for corpus in corpora:
         if corpus not in CORPORA:
             raise UserError(f'unknown corpus {corpus!r}: expected {", ".join(CORPORA)}')
-    if not (s.val or tasks or corpora):
-        raise UserError('nothing to do: give --val, --corpus=..., --tasks=... or --paper=sps|nextlat|gpn')
+    if not (s.val or s.speculative or tasks or corpora):
+        raise UserError('nothing to do: give --val, --speculative, --corpus=..., --tasks=... or --paper=sps|nextlat|gpn')
     return tasks, corpora
 
 
@@ -453,7 +553,8 @@ def main():
         s, runs, _ = load_settings(Settings, sys.argv[1:])
         if not runs:
             raise UserError('which run? python eval.py RUN_FOLDER --val')
-        check_ranges(s, val_tokens=(1, inf), limit=(1, inf), batch_size=(1, inf), batch_tokens=(1, inf), max_length=(2, inf))
+        check_ranges(s, val_tokens=(1, inf), limit=(1, inf), batch_size=(1, inf), batch_tokens=(1, inf), max_length=(2, inf),
+                     n_prompts=(1, inf), prompt_tokens=(1, inf), new_tokens=(1, inf), temperature=(0, inf))
         if s.to_llama or s.from_llama:
             return export_llama(runs[0], s.to_llama) if s.to_llama else import_llama(runs[0], s.from_llama, load_tokenizer(s.tokenizer))
         tasks, corpora = chosen(s)
@@ -462,6 +563,8 @@ def main():
         columns = {run: evaluate(run, s, tasks, corpora) for run in runs}
         if rank() == 0:
             print_table(columns)
+            if s.speculative:
+                plot_speculative(runs)
         if dist.is_initialized():
             dist.destroy_process_group()
 

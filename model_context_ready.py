@@ -475,7 +475,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, model, e, doc_start, dropout, rope, *params):
-        c, (B, T, C) = model.config, e.shape
+        c, T = model.config, e.shape[1]
         e = e.transpose(0, 1).contiguous()  # positions first, so that one of them is one block of memory
         correct = _CorrectionTape(model, e, doc_start)
         layers = [tape for block in model.blocks for tape in (_AttentionTape(block.attn, e, rope, doc_start, c.window), _FFNTape(block.ffn, e))]

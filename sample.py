@@ -3,8 +3,10 @@
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
     python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt a line, greedy
     echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
+    python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
+    python sample.py out/big "Return the" --draft=out/small --draft_len=4     or another run does
 
-`generate` is the function to import: prompts of different lengths in one batch, no wait for the device between tokens.
+`generate` and `speculative_generate` are the functions to import: prompts of different lengths in one batch, texts of the same law.
 """
 import codecs
 import os
@@ -34,6 +36,8 @@ class Settings:
     file: str | None = None  # read prompts from this file, one a line
     truncate: bool = False  # keep the end of a prompt that is too long, instead of an error
     ignore_eos: bool = False  # go on after the end of a document
+    draft_len: str | None = None  # tokens to draft before each verification, or auto; None: plain decoding, with --draft auto
+    draft: str | None = None  # run folder of a model that drafts; None: the model itself, if it can
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
     dtype: str = 'auto'  # float32, bfloat16; auto: bfloat16 on GPUs and on CPUs with bf16 units
 
@@ -137,10 +141,7 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
     device = next(model.parameters()).device
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # where the graph is captured
-    lengths = torch.tensor([len(p) for p in prompts])
-    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-    for row, prompt in zip(tokens, prompts):
-        row[:len(prompt)] = torch.tensor(prompt)
+    tokens, lengths = pad(prompts, device)
     if cache is None:
         cache = roomy_cache(model, prompts, max_new_tokens)
     generator = torch.Generator(device).manual_seed(seed)
@@ -149,7 +150,7 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
     new, done, seen = [[] for _ in prompts], [False] * len(prompts), 0
     every = 16 if device.type == 'cuda' else 1
     for i in range(max_new_tokens):
-        drawn[:, i] = decoder.first(tokens.to(device), lengths.to(device)) if i == 0 else decoder.next()
+        drawn[:, i] = decoder.first(tokens, lengths) if i == 0 else decoder.next()
         if (i + 1) % every and i + 1 < max_new_tokens:
             continue
         for row, ids in enumerate(drawn[:, seen:i + 1].tolist()):
@@ -165,11 +166,369 @@ def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top
     return new
 
 
+def pad(prompts, device):
+    """Lists of ids -> (B, n), right-padded, and their lengths (B,)."""
+    lengths = torch.tensor([len(p) for p in prompts])
+    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts):
+        row[:len(prompt)] = torch.tensor(prompt)
+    return tokens.to(device), lengths.to(device)
+
+
 def roomy_cache(model, prompts, max_new_tokens, max_run=1):
     """A cache with room for prompts and new tokens. On CPU it is fp32 for a few rows, where that is faster (bench/attention_cpu.py)."""
     few = next(model.parameters()).device.type == 'cpu' and len(prompts) < 16
     longest = max(map(len, prompts)) + max_new_tokens
     return model.new_cache(len(prompts), longest, max_run, dtype=torch.float32 if few else None)
+
+
+# ---- speculative decoding ----
+#
+# A round: draft n tokens, append the last token and the draft to the cache in one `extend`, keep what the rule below accepts, and
+# draw one token more. The rule makes the law of the text that of plain decoding, whatever drafts.
+
+LONGEST_AUTO = 16  # tokens that auto drafts at most
+
+
+def verify(p, q, drafts, lengths, uniform, noise):
+    """Speculative sampling (Leviathan et al. 2022): how many drafted tokens are accepted (B,), and the token after them (B,).
+
+    p (B, n + 1, V) is the model's law at each position, q (B, n, V) that of which drafts (B, n) were drawn; lengths (B,) of them
+    count in each row. Token x is accepted with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw from
+    max(p - q, 0), normalised; after all of them comes a draw from p. uniform (B, n) in [0, 1), noise (B, V) as for `draw`.
+    """
+    rows, n = torch.arange(len(p), device=p.device), drafts.shape[1]
+    if n == 0:
+        return torch.zeros_like(lengths), draw(p[:, 0], noise)
+    p_draft, q_draft = (x[:, :n].gather(-1, drafts.unsqueeze(-1)).squeeze(-1) for x in (p, q))
+    counted = torch.arange(n, device=p.device) < lengths[:, None]
+    accepted = (accepts(p_draft, q_draft, uniform) & counted).long().cumprod(1).sum(1)
+    law = p[rows, accepted]
+    rest = (law - q[rows, accepted.clamp(max=n - 1)]).clamp(min=0)
+    replace = (accepted < lengths) & (rest.sum(-1) > 0)  # rounding may leave no rest
+    return accepted, draw(torch.where(replace[:, None], rest, law), noise)
+
+
+def accepts(p, q, uniform):
+    """Whether a token of probability p, drawn with probability q, is accepted."""
+    return uniform * q < p
+
+
+class OwnDraft:
+    """Drafts by the model itself: its `draft`."""
+
+    def __init__(self, model, cache):
+        self.model, self.cache, self.longest = model, cache, model.longest_draft
+
+    def first(self, tokens, lengths, token):
+        pass
+
+    def step(self, i, token, pick):
+        """Draws token i of the draft, after `token` (B,): (B,), and its law (B, V). Doing it again changes nothing."""
+        self.cache.drafted = i  # a replayed graph does not count
+        tokens, probs = self.model.draft(token, self.cache, 1, pick)
+        return tokens[:, 0], probs[:, 0]
+
+    def keep(self, n, drafts, accepted, token, live):
+        pass
+
+
+class RunDraft:
+    """Drafts by another model, of any architecture: only the last run of a cache can be forgotten, so each step reads the whole
+    draft so far as one run, which costs little more than its last token."""
+
+    def __init__(self, model, prompts, max_new_tokens, longest):
+        self.model, self.cache = model, roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
+
+    def first(self, tokens, lengths, token):
+        """Reads the prompts; `token` (B,) comes after them."""
+        self.model.extend(tokens, self.cache, lengths)
+        self.run = torch.zeros(len(tokens), self.cache.max_run, dtype=torch.int64, device=tokens.device)
+        self.run[:, 0] = token
+        self.pending = torch.ones_like(lengths)  # tokens of the text that the cache has not, 1 or 2: the first ones of the run
+        self.held = torch.zeros_like(lengths)  # tokens of the run that are in the cache
+        self.rows = torch.arange(len(tokens), device=tokens.device)
+
+    def step(self, i, token, pick):
+        """As `OwnDraft.step`."""
+        if i > 0:
+            self.run[self.rows, self.pending + i - 1] = token
+        self.cache.rollback(self.held)
+        width = i + (int(self.pending.max()) if token.device.type == 'cpu' else 2)
+        self.held.copy_(self.pending + i)
+        return pick(self.model.extend(self.run[:, :min(width, self.run.shape[1])], self.cache, self.held))
+
+    def keep(self, n, drafts, accepted, token, live):
+        """After a round with drafts (B, n): forgets what was not accepted (B,); `token` comes next. Rows not live stay as they were."""
+        if n == 0:  # every row is at its end
+            return
+        self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.held))
+        self.held.zero_()
+        all_of_it = accepted == n  # then the last drafted token was never read
+        first = torch.where(all_of_it, drafts[:, n - 1], token)
+        self.run[:, 0] = torch.where(live, first, self.run[:, 0])
+        self.run[:, 1] = torch.where(live, token, self.run[:, 1])
+        self.pending = torch.where(live, 1 + all_of_it.long(), self.pending)
+
+
+class DraftStatistics:
+    """What became of the drafts: `tried` and `accepted` by position; over all rows their rounds, tokens drafted and tokens made."""
+
+    def __init__(self):
+        self.tried, self.accepted, self.rounds, self.drafted, self.tokens = [], [], 0, 0, 0
+
+    def add(self, length, accepted):
+        """A row's draft of `length` tokens, of which the first `accepted` were accepted."""
+        self.rounds += 1
+        self.drafted += length
+        self.tokens += accepted + 1
+        for counts, n in ((self.tried, min(length, accepted + 1)), (self.accepted, accepted)):
+            counts += [0] * (length - len(counts))
+            for i in range(n):
+                counts[i] += 1
+
+    @property
+    def accepted_per_step(self):
+        return sum(self.accepted) / max(1, self.rounds)
+
+    @property
+    def by_position(self):
+        """Share of the tokens at each position of a draft that are accepted, of those whose turn comes."""
+        return [a / t for a, t in zip(self.accepted, self.tried) if t]
+
+
+class AutoLength:
+    """Decides after each drafted token whether to draft another.
+
+    A round of n drafted tokens takes V + n (D + v) seconds: V a verification of nothing, v what a token adds to it, D drafting it.
+    It yields one token and those accepted. So one more drafted token costs (D + v) seconds, in which the tokens per second R that
+    decoding makes just now would give R (D + v) tokens; it gives, in each row, the probability that all of the draft and it too
+    are accepted. It is drafted while it gives more than it costs: the rule that makes the most tokens per second.
+    A drafted token is taken to be accepted as often as those before it of like confidence (the draft's own probability for it),
+    and the one to come as often as all before it. V, v and D are the shortest times seen, v a slope over n. The rows of a batch
+    share a round's time, so they share its length: a row that stopped alone would save nothing. That a token is drafted depends on
+    those before it only, never on itself, so the text keeps its law; its length depends on the clock, unless costs are given.
+    """
+
+    BINS = 10
+
+    def __init__(self, costs=None):
+        """costs (D / V, v / V): fixed instead of measured."""
+        self.costs = costs
+        self.draft_seconds, self.verify_seconds = inf, {}
+        self.bins = [[0.7 + 0.3 * b, 1.0] for b in ((i + 0.5) / self.BINS for i in range(self.BINS))]  # accepted, tried: a start
+        self.recent_tokens = self.recent_seconds = 0.0
+
+    def bin(self, confidence):
+        return self.bins[min(int(confidence * self.BINS), self.BINS - 1)]
+
+    def model(self):
+        """V, v, D in one unit."""
+        if self.costs:
+            return 1.0, self.costs[1], self.costs[0]
+        seen = self.verify_seconds
+        n, t = (sum(values) / len(seen) for values in (seen, seen.values())) if seen else (0, 1.0)
+        spread = sum((m - n) ** 2 for m in seen)
+        slope = sum((m - n) * (s - t) for m, s in seen.items()) / spread if spread else 0.05 * t
+        slope = min(max(slope, 0.0), t / (n + 1))
+        return t - slope * n, slope, self.draft_seconds if self.draft_seconds < inf else 0.1 * t
+
+    def more(self, confidences):
+        """Whether to draft another token. confidences: for each row that goes on, those of its draft so far."""
+        V, v, D = self.model()
+        rate = self.recent_tokens / self.recent_seconds if self.recent_seconds else len(confidences) / V
+        accepted, tried = (sum(values) for values in zip(*self.bins))
+        gain = 0.0
+        for row in confidences:
+            survives = accepted / tried
+            for confidence in row:
+                a, t = self.bin(confidence)
+                survives *= a / t
+            gain += survives
+        return gain > rate * (D + v)
+
+    def learn(self, n, outcomes):
+        """After a round of n drafted tokens. outcomes: (confidences, length, accepted) of each row."""
+        for confidences, length, accepted in outcomes:
+            for i, confidence in enumerate(confidences[:min(length, accepted + 1)]):
+                counts = self.bin(confidence)
+                counts[0] += i < accepted
+                counts[1] += 1
+        V, v, D = self.model()
+        self.recent_tokens = 0.95 * self.recent_tokens + sum(accepted + 1 for *_, accepted in outcomes)
+        self.recent_seconds = 0.95 * self.recent_seconds + V + n * (D + v)
+
+
+class SpeculativeDecoder:
+    """Decodes a draft and one token a row and round. On a GPU each step of a draft and each verification is a CUDA graph."""
+
+    def __init__(self, model, cache, drafter, longest, filters, generator):
+        self.model, self.cache, self.drafter, self.longest, self.filters = model, cache, drafter, longest, filters
+        self.generator, self.greedy = generator, filters['temperature'] == 0
+        self.graphs = {}
+
+    def first(self, tokens, lengths):
+        """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
+        logits = self.model.extend(tokens, self.cache, lengths)
+        B, V, device = *logits.shape, logits.device
+        self.noise = torch.ones(B, V, device=device)
+        self.uniform = torch.full((B, self.longest), 0.5, device=device)
+        self.drafts = torch.zeros(B, self.longest, dtype=torch.int64, device=device)
+        self.probs = torch.zeros(B, self.longest, V, device=device)  # the law that each drafted token was drawn from
+        self.confidences = torch.zeros(B, self.longest, device=device)  # the draft's probability for it, without filters
+        self.lengths, self.accepted = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        self.live = torch.ones_like(lengths, dtype=torch.bool)
+        self.refresh(self.noise)
+        self.token = self.pick(logits)[0]
+        self.drafter.first(tokens, lengths, self.token)
+        return self.token
+
+    def refresh(self, noise, uniform=None):
+        """New random numbers; greedy decoding needs none."""
+        if not self.greedy:
+            noise.exponential_(generator=self.generator)
+            if uniform is not None:
+                uniform.uniform_(generator=self.generator)
+
+    def pick(self, logits):
+        """A token (B,) for logits (B, V), and the law it is from."""
+        probs = token_probs(logits, **self.filters)
+        return draw(probs, self.noise), probs
+
+    def draft(self, i):
+        """Drafts token i of the round; i = 0, 1, ... in turn."""
+        self.refresh(self.noise)
+        self.run(('draft', i), lambda: self.draft_step(i), lambda: None)
+
+    def draft_step(self, i):
+        def pick(logits):
+            token, probs = self.pick(logits)
+            self.confidences[:, i] = logits.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1).exp()
+            return token, probs
+        self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, self.token if i == 0 else self.drafts[:, i - 1], pick)
+
+    def verify(self, n, lengths, live):
+        """Verifies the n tokens drafted, `lengths` (B,) of which count; rows that are not live (B,) stay as they are.
+
+        Afterwards `accepted` and `token` hold what came of it, `drafts` the text before `token`.
+        """
+        self.lengths.copy_(lengths)
+        self.live.copy_(live)
+        self.refresh(self.noise, self.uniform)
+        before = self.token.clone()
+
+        def undo():
+            self.cache.rollback(torch.where(self.live, self.accepted + 1, 0))
+            self.token.copy_(before)
+        self.run(('verify', n), lambda: self.verify_step(n), undo)
+        self.drafter.keep(n, self.drafts[:, :n], self.accepted, self.token, self.live)
+
+    def verify_step(self, n):
+        drafts = self.drafts[:, :n]
+        logits = self.model.extend(torch.cat([self.token[:, None], drafts], 1), self.cache, self.lengths + 1, all_positions=True)
+        p = token_probs(logits, **self.filters)
+        accepted, token = verify(p, self.probs[:, :n], drafts, self.lengths, self.uniform[:, :n], self.noise)
+        self.cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
+        self.accepted.copy_(accepted)
+        self.token.copy_(token)
+
+    def run(self, name, step, undo):
+        """Does a step: on a GPU as a graph, recorded the first time. undo() takes back one of the steps that warm up."""
+        if self.token.device.type != 'cuda':
+            return step()
+        if name not in self.graphs:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    step()
+                    undo()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[name]):
+                step()
+        self.graphs[name].replay()
+
+
+@torch.inference_mode()
+def speculative_generate(model, prompts, max_new_tokens, *, draft=None, draft_len='auto', temperature=1.0, top_k=None, top_p=None,
+                         min_p=None, seed=0, eos_id=None, finished=None, on_tokens=None, costs=None):
+    """`generate` with drafts: the same law of texts, in fewer steps. Returns the new ids of each prompt, and DraftStatistics.
+
+    draft: a second model with the same vocabulary, or None: the model drafts for itself. draft_len: tokens a draft, or 'auto'
+    (`AutoLength`, which costs go to). Greedy texts are those of `generate` but for rounding where two logits are equal. Raises
+    ValueError for a model that cannot draft, or not so many tokens.
+    """
+    longest = longest_draft(model, draft, draft_len)
+    if not prompts or not all(prompts):
+        raise ValueError('a prompt is empty: each needs at least one token')
+    statistics = DraftStatistics()
+    if max_new_tokens < 1:
+        return [[] for _ in prompts], statistics
+    device = next(model.parameters()).device
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # where the graphs are captured
+    cache = roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
+    drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, max_new_tokens, longest)
+    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    decoder = SpeculativeDecoder(model, cache, drafter, longest, filters, torch.Generator(device).manual_seed(seed))
+    auto = AutoLength(costs) if draft_len == 'auto' else None
+    new, live = [[] for _ in prompts], [True] * len(prompts)
+
+    def append(row, ids):
+        for token in ids:
+            if live[row]:
+                new[row].append(token)
+                live[row] = not (token == eos_id or (finished is not None and finished(row, new[row])) or len(new[row]) == max_new_tokens)
+
+    for row, token in enumerate(decoder.first(*pad(prompts, device)).tolist()):
+        append(row, [token])
+    while any(live):
+        lengths = [max_new_tokens - len(ids) - 1 if goes_on else 0 for ids, goes_on in zip(new, live)]  # what a row has room for
+        n = drafted(decoder, auto, min(longest, max(lengths)), live)
+        lengths = [min(n, room) for room in lengths]
+        start = time.perf_counter()
+        decoder.verify(n, torch.tensor(lengths, device=device), torch.tensor(live, device=device))
+        accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
+        outcomes = [row for row, goes_on in enumerate(live) if goes_on]
+        if auto:
+            auto.verify_seconds[n] = min(auto.verify_seconds.get(n, inf), time.perf_counter() - start)
+            confidences = decoder.confidences.tolist()
+            auto.learn(n, [(confidences[row], lengths[row], accepted[row]) for row in outcomes])
+        for row in outcomes:
+            statistics.add(lengths[row], accepted[row])
+            append(row, drafts[row][:accepted[row]] + [token[row]])
+        if on_tokens:
+            on_tokens(new)
+    return new, statistics
+
+
+def drafted(decoder, auto, longest, live):
+    """Drafts up to `longest` tokens, with auto as many as are worth it, at least one. Returns how many."""
+    for n in range(longest):
+        start = time.perf_counter()
+        decoder.draft(n)
+        if auto:
+            confidences = [row[:n + 1] for row, goes_on in zip(decoder.confidences.tolist(), live) if goes_on]
+            auto.draft_seconds = min(auto.draft_seconds, time.perf_counter() - start)
+            if not auto.more(confidences):
+                return n + 1
+    return longest
+
+
+def longest_draft(model, draft, draft_len):
+    """The longest draft that draft_len asks for; UserError if it is no length, or not one of the model's."""
+    longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
+    if draft_len != 'auto' and not (isinstance(draft_len, int) and draft_len >= 1):
+        raise UserError(f'draft_len = {draft_len!r}: expected at least 1 token, or auto')
+    if longest < 1:
+        raise UserError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that drafts')
+    if draft_len != 'auto' and draft_len > longest:
+        raise UserError(f'draft_len = {draft_len}: this model drafts up to {longest} tokens')
+    if draft is not None and (draft.config.vocab_size, draft.config.n_ids) != (model.config.vocab_size, model.config.n_ids):
+        raise UserError(f'the draft has {draft.config.n_ids} ids in {draft.config.vocab_size} rows, the model {model.config.n_ids} in '
+                         f'{model.config.vocab_size}: they must have one vocabulary')
+    return min(longest, LONGEST_AUTO) if draft_len == 'auto' else draft_len
 
 
 # ---- a model made ready for decoding on CPU ----
@@ -221,10 +580,9 @@ def fit(ids, s, block_size):
     return ids[-room:]
 
 
-def write_texts(s, model, tokenizer, record, texts, prompts):
-    """Generates and prints: one prompt as its tokens arrive, several one after the other."""
+def write_texts(s, model, tokenizer, record, texts, prompts, options=None):
+    """Generates and prints: one prompt as its tokens arrive, several one after the other. options: `speculation`."""
     pack_weights(model)
-    cache = roomy_cache(model, prompts, s.max_new_tokens)
     stop = s.stop and s.stop.replace('\\n', '\n').encode()
     ends = [None] * len(prompts)  # where the stop string starts, in bytes
 
@@ -250,10 +608,14 @@ def write_texts(s, model, tokenizer, record, texts, prompts):
     one = len(prompts) == 1
     if one:
         print(texts[0], end='', flush=True)
+    sampling = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
+                    eos_id=None if s.ignore_eos else record['data']['eos_id'], finished=finished if stop else None)
     start = time.perf_counter()
-    new = generate(model, prompts, s.max_new_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p,
-                   seed=s.seed, eos_id=None if s.ignore_eos else record['data']['eos_id'], finished=finished if stop else None,
-                   on_tokens=stream if one else None, cache=cache)
+    if options:
+        new, statistics = speculative_generate(model, prompts, s.max_new_tokens, on_tokens=stream if one else None, **sampling, **options)
+    else:
+        cache = roomy_cache(model, prompts, s.max_new_tokens)
+        new = generate(model, prompts, s.max_new_tokens, on_tokens=stream if one else None, cache=cache, **sampling)
     seconds = time.perf_counter() - start
     if one:
         print(utf8.decode(text_of(0, new[0])[shown:], final=True))
@@ -261,7 +623,36 @@ def write_texts(s, model, tokenizer, record, texts, prompts):
         for row, text in enumerate(texts):
             print(f'--- {row + 1}\n{text}{text_of(row, new[row]).decode(errors="replace")}')
     count = sum(map(len, new))
-    print(f'{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s; cache {cache.nbytes / 2**20:.1f} MiB', file=sys.stderr)
+    speed = f'{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s'
+    if not options:
+        return print(f'{speed}; cache {cache.nbytes / 2**20:.1f} MiB', file=sys.stderr)
+    start = time.perf_counter()
+    plain = sum(map(len, generate(model, prompts, s.max_new_tokens, **sampling))) / (time.perf_counter() - start)
+    print(f'{speed}, {count / seconds / plain:.2f} times plain decoding; accepted {statistics.accepted_per_step:.2f} tokens a step\n'
+          f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}', file=sys.stderr)
+
+
+def load_draft(folder, record, device, dtype):
+    """The model of a run folder, to draft for the run of this record; UserError if it has another tokenizer."""
+    draft, of_draft = load_run(folder, device, pick_dtype(dtype, device))
+    for key in ('tokenizer', 'n_ids'):
+        if of_draft['data'][key] != record['data'][key]:
+            raise UserError(f'the draft run {folder} has {key} {of_draft["data"][key]!r}, the run {record["data"][key]!r}: '
+                            'they must have one tokenizer')
+    return pack_weights(draft)
+
+
+def speculation(s, model, record, device):
+    """`speculative_generate`'s options from the settings, None for plain decoding; UserError for a draft that does not fit."""
+    if s.draft is None and s.draft_len is None:
+        return None
+    draft = s.draft and load_draft(s.draft, record, device, s.dtype)
+    draft_len = s.draft_len or 'auto'
+    draft_len = int(draft_len) if draft_len.isdecimal() else draft_len
+    longest_draft(model, draft, draft_len)
+    if getattr(model, 'sequential', False):
+        print(f'model_{record["model"]} reads tokens one after the other: verifying a draft saves it no time', file=sys.stderr)
+    return dict(draft=draft, draft_len=draft_len)
 
 
 def main():
@@ -275,7 +666,7 @@ def main():
         model, record = load_run(positional[0], device, pick_dtype(s.dtype, device))
         tokenizer = load_tokenizer(record['data']['tokenizer'])
         prompts = [fit(tokenizer.encode(text), s, record['settings']['block_size']) for text in texts]
-        write_texts(s, model, tokenizer, record, texts, prompts)
+        write_texts(s, model, tokenizer, record, texts, prompts, speculation(s, model, record, device))
 
 
 if __name__ == '__main__':

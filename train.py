@@ -32,7 +32,7 @@ import torch.distributed as dist
 import config
 from config import UserError, check_ranges, load_settings, make_config, pick_device, pick_dtype
 from data import load_tokenizer, open_data, padded_vocab
-from sample import generate
+from sample import generate, longest_draft, speculative_generate
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Settings:
     # evaluation and records, in steps
     eval_interval: int = 1000  # steps between validation losses
     eval_tokens: int = 4_000_000  # tokens of the fixed validation set, from its start
+    acceptance_prompts: int = 0  # validation prompts on which each evaluation also drafts, 5 tokens at a time; for models that can
     log_interval: int = 10  # steps between lines of log.jsonl
     save_interval: int = 1000  # steps between checkpoints
     keep_checkpoints: int = 2  # newest checkpoints that stay; at least 2, so that a damaged one has one to fall back to
@@ -83,7 +84,7 @@ class Settings:
 
 
 MAY_CHANGE = {'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
-              'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # on --resume
+              'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # on --resume
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size and above; 4 layers x 128 (0.8M) may lose
 PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12,
               'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}  # dense bf16 (V100: fp16), vendors' data sheets
@@ -184,7 +185,7 @@ def check_settings(s, data, world):
     inf = math.inf
     check_ranges(s, batch_size=(1, inf), micro_batch_size=(1, inf), block_size=(1, inf), max_tokens=(1, inf), eval_interval=(1, inf),
                  log_interval=(1, inf), save_interval=(1, inf), keep_checkpoints=(2, inf), threads=(1, inf), sample_tokens=(0, inf),
-                 learning_rate=(0, inf), min_lr=(0, inf), warmup_tokens=(0, inf), decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9),
+                 acceptance_prompts=(0, inf), learning_rate=(0, inf), min_lr=(0, inf), warmup_tokens=(0, inf), decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9),
                  weight_decay=(0, inf), grad_clip=(0, inf), seed=(0, 2 ** 31))
     if s.sample_tokens:
         load_tokenizer(data.tokenizer)  # now, not after the training
@@ -384,14 +385,20 @@ def counted(idx, targets, eos_id):
     return int(mask.sum())
 
 
-def exact_scores(model, data, s, machine):
-    """{name: value} of the scores that a synthetic task has, {} for text. `model` is the one that is not compiled."""
-    if not hasattr(data, 'score'):
-        return {}
+@torch.no_grad()
+def scores(model, data, s, machine):
+    """{name: value} of a synthetic task's exact scores and, if asked for, of 'acceptance': the share of the tokens drafted, 5 at a time or
+    as many as the model can, that is accepted (NextLat paper, appendix). `model` is the one that is not compiled."""
+    model.eval()
     with machine.autocast():
-        scores = data.score(model.eval(), machine.device, s.micro_batch_size)
+        found = data.score(model, machine.device, s.micro_batch_size) if hasattr(data, 'score') else {}
+        if s.acceptance_prompts:
+            length, T = min(5, model.longest_draft), s.block_size // 2
+            prompts = data.val_batch(range(min(s.acceptance_prompts, data.n_windows('val', T))), T)[0].tolist()
+            _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
+            found['acceptance'] = drafts.accepted_per_step / length
     model.train()
-    return scores
+    return found
 
 
 def print_sample(model, data, s, machine):
@@ -411,6 +418,12 @@ def describe(s, c, data, world):
     with torch.device('meta'):
         model = config.model_file(s.model).Model(c)
     n = sum(p.numel() for p in model.parameters())
+    try:
+        flops = model.flops_per_token(s.block_size)
+    except ValueError as error:  # block_size does not suit the model
+        raise UserError(str(error))
+    if s.acceptance_prompts:
+        longest_draft(model, None, 'auto')
     steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
     rows = min(s.micro_batch_size, math.ceil(s.batch_size / world))
     tokens = data.splits['train']['tokens']
@@ -418,7 +431,7 @@ def describe(s, c, data, world):
     print(f'model {s.model}: {n:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
           f'{steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens, '
-          f'{model.flops_per_token(s.block_size) / 1e6:,.1f} MFLOP per token')
+          f'{flops / 1e6:,.1f} MFLOP per token')
     if s.dry_run:
         layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.head]
         weights = sum(m.weight.numel() for m in layers)
@@ -579,10 +592,10 @@ def run(s, c, data, record, machine):
             progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | ETA {left // 60:.0f}m{left % 60:02.0f}s')
             if eval_due:
                 line['val'] = evaluate(fast, data, s, machine)
-                scores = exact_scores(model, data, s, machine) if log else {}
-                line |= scores
+                found = scores(model, data, s, machine) if log else {}
+                line |= found
                 say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token'
-                    + ''.join(f', {name} {value:.3g}' for name, value in scores.items()))
+                    + ''.join(f', {name} {value:.3g}' for name, value in found.items()))
             if log:
                 log.write(json.dumps(line) + '\n')
             if wandb:

@@ -1,6 +1,6 @@
 """Side-by-side benchmarks. Machines are shared and noisy, so both sides run alternately and the figure is their ratio.
 
-    python -m bench.train_step      a training step beside Hugging Face Llama
+    python -m bench.train_step      a training step beside Hugging Face Llama; `objectives`: NextLat, MTP and JTP beside plain training
     python -m bench.generate        decoding beside Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
     python -m bench.context_ready   backpropagation through time, and generation with few wide layers, beside the plain forms
@@ -61,6 +61,15 @@ def alternate(sides, rounds, warmup=2):
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def resident():
+    """{'peak', 'held'}: bytes of GPU memory; of this process's memory where there is no GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return {'peak': torch.cuda.max_memory_allocated(), 'held': torch.cuda.memory_allocated()}
+    status = dict(line.split(':') for line in Path('/proc/self/status').read_text().splitlines())
+    return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
 def device_name():

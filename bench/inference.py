@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bench import FAMILY, alternate, make_model, over_standard, write_results
+from bench import FAMILY, alternate, make_model, over_standard, resident, write_results
 from sample import generate, pack_weights, roomy_cache
 
 GPU = torch.cuda.is_available()
@@ -36,14 +36,6 @@ def memory(name):
         Path('/proc/self/clear_refs').write_text('5')
     generate(model, PROMPTS, NEW, temperature=0, cache=cache)
     return {k: v - before for k, v in resident().items()} | {'cache': cache.nbytes}
-
-
-def resident():
-    if GPU:
-        torch.cuda.synchronize()
-        return {'peak': torch.cuda.max_memory_allocated(), 'held': torch.cuda.memory_allocated()}
-    status = dict(line.split(':') for line in Path('/proc/self/status').read_text().splitlines())
-    return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
 def main():

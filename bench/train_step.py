@@ -6,6 +6,10 @@
 `python -m bench.train_step scales`, on a GPU: the papers' scales S and L, and the share of the GPU's arithmetic that they use.
 
 And the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same tokens.
+
+`python -m bench.train_step objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8):
+parameters, steps/s beside ntp's in turn, and peak memory, each in a process of its own. 1.3B on a GPU, 8 x 1024 tokens; on CPU
+12 layers, 384 wide, 8 x 256 tokens: times at the vocabulary of bytes, as a small model's time is its head's otherwise, memory at 50304.
 """
 import contextlib
 import json
@@ -17,9 +21,10 @@ import sys
 import torch
 
 import config
+import model_nextlat
 import model_standard
 import train
-from bench import FAMILY, alternate, make_model, over_standard, write_results
+from bench import FAMILY, alternate, make_model, over_standard, resident, write_results
 
 T, BATCH, VOCABULARY = 256, 8, 50304
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -93,6 +98,45 @@ def scales():
     write_results('scales', rows)
 
 
+OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp'))]
+
+
+def objective_step(objective, horizon, vocabulary=VOCABULARY):
+    """A training step of model_nextlat as `train.py` does it by default, and the model. The width of p_psi is the paper's share of n_embd."""
+    shape = dict(n_layer=12, n_head=6, n_embd=384, n_dynamics=1224) if DEVICE.type == 'cpu' else dict(n_layer=22, n_head=16, n_embd=2048, n_dynamics=6528)
+    torch.manual_seed(0)
+    model = model_nextlat.Model(model_nextlat.Config(objective=objective, horizon=horizon, vocab_size=vocabulary, n_ids=vocabulary, eos_id=None, **shape)).to(DEVICE)
+    called = torch.compile(model) if DEVICE.type == 'cuda' else model
+    tokens = torch.randint(0, vocabulary, (2, BATCH, T if DEVICE.type == 'cpu' else 1024), device=DEVICE)
+    return optimizer_step(model, lambda x, y: called(x, y)['loss'], train.make_optimizer(model, train.Settings()), tokens,
+                          config.pick_dtype('auto', DEVICE.type)), model
+
+
+def peak_memory(objective, horizon):
+    """Bytes at the peak of three steps over those before there was a model; to be called in a fresh process."""
+    train.start_processes(train.Settings())
+    torch.zeros(1, device=DEVICE)
+    before = resident()['held']
+    step, _ = objective_step(objective, int(horizon))
+    for _ in range(3):
+        step()
+    print(json.dumps(resident()['peak'] - before))
+
+
+def objectives():
+    """The table of training costs."""
+    train.start_processes(train.Settings())
+    rows, memory = [], {side: in_a_process('peak_memory', *map(str, side)) for side in OBJECTIVES}
+    for side in OBJECTIVES:
+        vocabulary = 320 if DEVICE.type == 'cpu' else VOCABULARY
+        steps = {name: objective_step(*name, vocabulary) for name in dict.fromkeys([OBJECTIVES[0], side])}
+        seconds = alternate({name: step for name, (step, _) in steps.items()}, rounds=7)
+        rows.append({'objective': side[0], 'horizon': side[1], 'parameters': sum(p.numel() for p in steps[side][1].parameters()),
+                     'steps_per_s': round(1 / seconds[side], 3), 'time_over_ntp': round(seconds[side] / seconds[OBJECTIVES[0]], 3),
+                     'peak_memory_over_ntp': round(memory[side] / memory[OBJECTIVES[0]], 3)})
+    write_results('objectives', rows, markdown=True)
+
+
 def worker(side):
     """One side as its user runs it; prints seconds per step."""
     if side == 'ours':
@@ -117,10 +161,10 @@ def same_terms():
     print(json.dumps(rows))
 
 
-def in_a_process(what):
+def in_a_process(what, *args):
     """What `python -m bench.train_step WHAT` prints last; all but 'hf' with train.py's environment."""
     env = os.environ | ({} if what == 'hf' else {'GOMP_SPINCOUNT': '1000'})
-    out = subprocess.run([sys.executable, '-m', 'bench.train_step', what], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    out = subprocess.run([sys.executable, '-m', 'bench.train_step', what, *args], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
     return json.loads(out.splitlines()[-1])
 
 
@@ -136,4 +180,6 @@ def main():
 
 
 if __name__ == '__main__':
-    {'same': same_terms, 'two_streams': two_streams, 'scales': scales, 'ours': lambda: worker('ours'), 'hf': lambda: worker('hf'), '': main}[''.join(sys.argv[1:])]()
+    what, *args = sys.argv[1:] or ['']
+    {'same': same_terms, 'two_streams': two_streams, 'scales': scales, 'objectives': objectives, 'peak_memory': peak_memory,
+     'ours': lambda: worker('ours'), 'hf': lambda: worker('hf'), '': main}[what](*args)

@@ -20,3 +20,4 @@ eval_interval = 50
 eval_tokens = 27_000
 save_interval = 1000
 sample_tokens = 0
+dtype = 'float32'

@@ -128,3 +128,29 @@ def test_linear_cross_entropy_of_hopeless_targets_and_of_none(device):
     assert K.linear_cross_entropy(hidden, weight, torch.tensor([1], device=device)) == 200
     loss, grad = gradients(lambda h: K.linear_cross_entropy(h, weight, torch.tensor([-1], device=device)), hidden)
     assert loss == 0 and (grad == 0).all()
+
+
+@pytest.mark.parametrize('d, chunk, head_frozen', [(1, 2 ** 26, True), (1, 2 ** 26, False), (3, 300 * 320, False), (2, 300 * 320, True)])
+def test_linear_cross_entropy_kl_equals_reference(d, chunk, head_frozen, device):
+    torch.manual_seed(0)
+    states, weight = torch.randn(1 + d, 600, 24, device=device), torch.randn(320, 24, device=device) * 0.4
+    targets = torch.randint(-1, 320, (600,), device=device)
+    counts = torch.rand(d, 600, device=device) < 0.7
+    def both(function):
+        return gradients(lambda s, w: torch.stack(function(s, w)) * torch.tensor([1.0, 0.3], device=device), states.double(), weight.double())
+    want = both(lambda s, w: K.linear_cross_entropy_kl_reference(s, w, targets, counts, head_frozen))
+    assert_close(both(lambda s, w: K.linear_cross_entropy_kl(s, w, targets, counts, head_frozen, chunk)), want, 1e-6)
+    got = gradients(lambda s, w: torch.stack(K.linear_cross_entropy_kl(s, w, targets, counts, head_frozen, chunk))
+                    * torch.tensor([1.0, 0.3], device=device), states, weight)
+    assert_close(got, want, 2e-5)
+    with torch.autocast(device, torch.bfloat16):
+        for half, exact in zip(K.linear_cross_entropy_kl(states, weight, targets, counts, head_frozen, chunk), want[0] / torch.tensor([1.0, 0.3], device=device)):
+            assert abs(half - exact) < 2e-3 * (1 + exact)
+
+
+def test_weighted_linear_cross_entropy_equals_reference(device):
+    torch.manual_seed(0)
+    hidden, weight, row_weights = torch.randn(600, 24, device=device), torch.randn(320, 24, device=device), torch.rand(600, device=device)
+    targets = torch.randint(-1, 320, (600,), device=device)
+    want = gradients(lambda h, w: K.linear_cross_entropy_reference(h, w, targets, row_weights.double()), hidden.double(), weight.double())
+    assert_close(gradients(lambda h, w: K.linear_cross_entropy(h, w, targets, 300 * 320, row_weights), hidden, weight), want, 2e-5)

@@ -44,6 +44,12 @@ VARIANTS = {
     'context_ready, bptt': ('context_ready', dict(eos_id=59, bptt=True, window=5, prefill='sequential')),
     'roformer': ('context_ready', dict(K=1, eos_id=59)),
     'roformer, extra FFN, window': ('context_ready', dict(K=1, variant='extra_ffn', window=4)),
+    'ntp, documents': ('nextlat', dict(eos_id=59, objective='ntp')),
+    'nextlat': ('nextlat', dict(eos_id=None)),
+    'nextlat, documents, tied': ('nextlat', dict(eos_id=59, horizon=2, tied_head=True)),
+    'nextlat, ablations': ('nextlat', dict(eos_id=59, horizon=2, token_loss='ce', stop_target=False, stop_head=False)),
+    'mtp, documents': ('nextlat', dict(eos_id=59, objective='mtp', horizon=2)),
+    'jtp, documents': ('nextlat', dict(eos_id=59, objective='jtp', horizon=2)),
 }
 
 
@@ -142,8 +148,8 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     assert (model.logits(idx)[..., 60:] == float('-inf')).all()
 
 
-ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps']
-CONTEXT_READY = [variant for variant in VARIANTS if VARIANTS[variant][0] == 'context_ready']
+ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps', 'nextlat, documents, tied',
+               'mtp, documents', 'jtp, documents']
 
 
 @pytest.mark.parametrize('variant', ONE_OF_EACH + ['context_ready, documents, window', 'roformer'])

@@ -18,3 +18,4 @@ schedule = 'constant'
 warmup_tokens = 100 * 64 * 317
 eval_tokens = 80_000
 sample_tokens = 0
+dtype = 'float32'

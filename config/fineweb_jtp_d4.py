@@ -1,0 +1,5 @@
+# JTP, horizon 4, 1.34B: a baseline of the NextLat paper.
+from config.fineweb_ntp import *
+
+objective = 'jtp'
+horizon = 4

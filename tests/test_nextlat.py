@@ -1,0 +1,241 @@
+"""NextLat, MTP and JTP against a plain transcription of the paper in float64, position by position; drafting against full forwards."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config
+import model_nextlat
+from conftest import assert_sentence, train_tiny
+
+EOS = 19
+
+
+def make(eos_id=EOS, dtype=torch.float64, **values):
+    torch.manual_seed(0)
+    model = model_nextlat.Model(model_nextlat.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=eos_id, **values)).to(dtype)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3) if p.dim() >= 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+# ---- the paper, one sequence at a time ----
+
+def norm(x, layer):
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight
+
+
+def turn(x, position):
+    """Rotary embedding of x (H, D) at a position, in half-split layout."""
+    half = x.shape[-1] // 2
+    angle = position * 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+    a, b = x[:, :half], x[:, half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def block(h, layer, documents):
+    """h (T, C) through a Transformer block whose tokens see the earlier ones of their document."""
+    T, C = h.shape
+    q, k, v = (layer.qkv.weight @ norm(h, layer.attn_norm).T).T.view(T, 3, 2, C // 2).unbind(1)
+    q, k = (torch.stack([turn(x[t], t) for t in range(T)]) for x in (q, k))
+    mixed = []
+    for t in range(T):
+        seen = [s for s in range(t + 1) if documents[s] == documents[t]]
+        scores = torch.einsum('hd,shd->sh', q[t], k[seen]) / math.sqrt(C // 2)
+        mixed.append(torch.einsum('sh,shd->hd', scores.softmax(0), v[seen]).flatten())
+    h = h + torch.stack(mixed) @ layer.attn_out.weight.T
+    gate, up = (norm(h, layer.ffn_norm) @ layer.gate_up.weight.T).chunk(2, -1)
+    return h + (F.silu(gate) * up) @ layer.ffn_out.weight.T
+
+
+def dynamics(h, e, layer):
+    x = torch.cat([h, e])
+    x = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt() * layer.norm.weight
+    for fc in (layer.fc1, layer.fc2):
+        x = fc.weight @ x
+        x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    return h + layer.fc3.weight @ x
+
+
+def fetch(h, e, layer):
+    """h (C,), e (i, C), embeddings of the tokens after it -> (C,)."""
+    q, k, v = zip(*((layer.qkv.weight @ norm(x, layer.norm)).view(3, 2, -1) for x in (h, *e)))
+    q, k = turn(q[-1], len(e)), torch.stack([turn(x, j) for j, x in enumerate(k)])
+    shares = (torch.einsum('hd,jhd->jh', q, k) / math.sqrt(q.shape[-1])).softmax(0)
+    mixed = torch.einsum('jh,jhd->hd', shares, torch.stack(v)).flatten()
+    return norm(e[-1] + layer.attn_out.weight @ mixed, layer.out_norm)
+
+
+def smooth_l1(a, b):
+    d = (a - b).abs()
+    return torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
+
+
+def paper(model, idx, targets):
+    """{'loss', 'nll', parts} by the paper's equations."""
+    c, head = model.config, model.head.weight
+    log_p = lambda h, weight=head: (weight @ h).log_softmax(-1)
+    nll, h_terms, kl_terms, ce_terms = [], *([[] for _ in range(c.horizon)] for _ in range(3))
+    for x, y in zip(idx, targets):
+        T = len(x)
+        documents = [int((x[:t] == c.eos_id).sum()) if c.eos_id is not None else 0 for t in range(T)]
+        counts = [bool(y[t] >= 0) and not (c.eos_id is not None and x[t] == c.eos_id) for t in range(T)]
+        e = model.embed.weight[x]
+        trunk = e
+        for layer in model.blocks[:-1]:
+            trunk = block(trunk, layer, documents)
+        h = norm(block(trunk, model.blocks[-1], documents), model.norm)
+        nll += [-log_p(h[t])[y[t]] for t in range(T) if counts[t]]
+        if c.objective == 'mtp':
+            futures = [norm(block(trunk, layer, documents), model.norm) for layer in model.future]
+        for t in range(T):
+            guess = h[t]
+            for i in range(1, c.horizon + 1):
+                s = t + i
+                if s >= T or documents[s] != documents[t]:
+                    break
+                if c.objective == 'mtp' and counts[s]:
+                    ce_terms[i - 1].append(-log_p(futures[i - 1][t])[y[s]])
+                elif c.objective == 'jtp' and counts[s]:
+                    ce_terms[i - 1].append(-log_p(fetch(h[t], e[t + 1:s + 1], model.fetch))[y[s]])
+                elif c.objective == 'nextlat':
+                    guess = dynamics(guess, e[s], model.dynamics)
+                    h_terms[i - 1].append(smooth_l1(guess, h[s].detach() if c.stop_target else h[s]))
+                    log_q = log_p(guess, head.detach() if c.stop_head else head)
+                    if counts[s]:
+                        p = log_p(h[s]).detach()
+                        kl_terms[i - 1].append((p.exp() * (p - log_q)).sum())
+                        ce_terms[i - 1].append(-log_q[y[s]])
+    mean = lambda terms: torch.stack(terms).mean() if terms else torch.zeros((), dtype=head.dtype)
+    over_horizons = lambda lists: torch.stack([mean(terms) for terms in lists]).mean()
+    parts = {'nll': mean(nll)}
+    parts['loss'] = parts['nll']
+    if c.objective == 'nextlat' and c.lambda_h:
+        parts['next_hidden'] = over_horizons(h_terms)
+        parts['loss'] = parts['loss'] + c.lambda_h * parts['next_hidden']
+    if c.objective == 'nextlat' and c.lambda_kl:
+        parts[c.token_loss] = over_horizons(kl_terms if c.token_loss == 'kl' else ce_terms)
+        parts['loss'] = parts['loss'] + c.lambda_kl * parts[c.token_loss]
+    if c.objective in ('mtp', 'jtp'):
+        parts['further_tokens'] = over_horizons(ce_terms)
+        parts['loss'] = parts['loss'] + c.lambda_mtp * parts['further_tokens']
+    return parts
+
+
+SWITCHES = [dict(), dict(token_loss='ce'), dict(stop_target=False), dict(stop_head=False), dict(token_loss='ce', stop_head=False),
+            dict(lambda_h=0), dict(lambda_kl=0), dict(lambda_h=2.0, lambda_kl=0.1)]
+CASES = [dict(objective='ntp'), *(dict(objective=o, horizon=d, lambda_mtp=0.4) for o in ('mtp', 'jtp') for d in (1, 2, 3)),
+         *(dict(objective='nextlat', horizon=d, **more) for d in (1, 2, 3) for more in SWITCHES)]
+
+
+@pytest.mark.parametrize('documents', [True, False])
+@pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(f'{k}={v}' for k, v in case.items()))
+def test_losses_and_gradients_equal_the_papers_equations(case, documents):
+    model = make(EOS if documents else None, **case)
+    generator = torch.Generator().manual_seed(1)
+    idx = torch.randint(0, 19, (2, 9), generator=generator)
+    idx[0, [2, 3]] = idx[1, 8] = EOS
+    targets = torch.randint(0, 20, (2, 9), generator=generator)
+    targets[1, :4] = -1  # a prompt
+    want, got = paper(model, idx, targets), model(idx, targets)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert abs(got[name] - want[name]) < 1e-6 * abs(want[name]), name
+    params = list(model.parameters())
+    for g, w in zip(*(torch.autograd.grad(out['loss'], params) for out in (got, want))):
+        assert (g - w).norm() < 1e-6 * w.norm()
+
+
+def test_a_window_of_prompt_alone_trains_the_dynamics_only():
+    model = make(horizon=2)
+    out = model(torch.randint(0, 19, (2, 9)), torch.full((2, 9), -1))
+    assert out['nll'] == out['kl'] == 0 and out['next_hidden'] > 0
+    out['loss'].backward()
+    assert model.dynamics.fc1.weight.grad.norm() > 0 and model.head.weight.grad.norm() == 0
+
+
+@pytest.mark.parametrize('name, billions', [('ntp', 1.32), ('nextlat_d1', 1.40), ('nextlat_d2', 1.40), ('mtp_d1', 1.37), ('mtp_d2', 1.42), ('mtp_d8', 1.72),
+                                            ('jtp_d1', 1.34), ('jtp_d8', 1.34)])
+def test_parameters_at_the_papers_scale(name, billions):
+    values = config.read_config_file(f'config/fineweb_{name}.py')
+    names = model_nextlat.Config.__dataclass_fields__
+    with torch.device('meta'):
+        model = model_nextlat.Model(model_nextlat.Config(**{k: v for k, v in values.items() if k in names}))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == billions
+
+
+@pytest.mark.parametrize('case', [dict(objective='nextlat', horizon=1), dict(objective='mtp', horizon=3), dict(objective='jtp', horizon=3)])
+@pytest.mark.parametrize('documents', [True, False])
+def test_drafts_are_what_the_training_loss_scores(case, documents):
+    """Row by row, after ragged runs and a rollback, in calls of one token and of two."""
+    model = make(EOS if documents else None, **case).eval()
+    idx = torch.randint(0, 19, (3, 12), generator=torch.Generator().manual_seed(2))
+    idx[0, 4] = idx[1, 1] = EOS
+    cache = model.new_cache(3, 12, max_run=4)
+    model.extend(idx[:, :6], cache, torch.tensor([4, 6, 5]))
+    run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
+    model.extend(run, cache, torch.tensor([3, 3, 2]))
+    cache.rollback(torch.tensor([1, 0, 1]))
+    held = [6, 9, 6]  # the tokens kept of each row; all within one document from here on
+    assert cache.lengths.tolist() == held
+    token = torch.stack([idx[b, n] for b, n in enumerate(held)])
+    chosen, choices = [], iter([3, 7, 11])
+
+    def pick(logits):
+        chosen.append(torch.full((3,), next(choices)))
+        return chosen[-1], logits.softmax(-1)
+    first = model.draft(token, cache, 1, pick)
+    more = model.draft(first[0][:, 0], cache, 2, pick)
+    tokens, probs = (torch.cat(pair, 1) for pair in zip(first, more))
+    assert tokens.tolist() == [[3, 7, 11]] * 3
+    for b, n in enumerate(held):
+        x = torch.cat([idx[b, :n], token[b:b + 1], tokens[b]])[None]
+        documents_of = [int((x[0, :t] == model.config.eos_id).sum()) if documents else 0 for t in range(n)]
+        trunk = model.embed.weight[x[0, :n]]
+        for layer in model.blocks[:-1]:
+            trunk = block(trunk, layer, documents_of)
+        h, e = norm(block(trunk, model.blocks[-1], documents_of), model.norm)[-1], model.embed.weight[x[0, n:]]
+        for i in range(1, 4):
+            if case['objective'] == 'nextlat':
+                guess = h = dynamics(h, e[i - 1], model.dynamics)
+            elif case['objective'] == 'mtp':
+                guess = norm(block(trunk, model.future[i - 1], documents_of), model.norm)[-1]
+            else:
+                guess = fetch(h, e[:i], model.fetch)
+            want = (model.head.weight @ guess)[:20].softmax(-1)
+            assert (probs[b, i - 1, :20] - want).abs().max() < 1e-5
+    if case['objective'] != 'nextlat':
+        with pytest.raises(ValueError, match='a draft of 4 tokens: .* drafts up to 3'):
+            model.draft(tokens[:, -1], cache, 1, pick)
+
+
+def test_mtp_memory_hardly_grows_with_the_horizon():
+    """What autograd keeps for the backward: for each further head the trunk's shares, not a layer's activations."""
+    def kept(**values):
+        model, sizes = make(dtype=torch.float32, **values), {}
+        parameters = {p.data_ptr() for p in model.parameters()}
+
+        def pack(x):
+            if x.data_ptr() not in parameters:
+                sizes[x.data_ptr()] = x.untyped_storage().nbytes()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = model(torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int64))
+        return sum(sizes.values()), out
+    (one, _), (four, _) = (kept(objective='mtp', horizon=d) for d in (1, 4))
+    assert four < 1.5 * one
+
+
+@pytest.mark.parametrize('values, says', [
+    (dict(objective='next'), "objective = 'next': expected ntp, nextlat, mtp, jtp"), (dict(horizon=0), 'horizon = 0: expected more than 0'),
+    (dict(lambda_h=0, lambda_kl=0), 'not both 0')])
+def test_bad_configs_are_sentences(values, says):
+    with pytest.raises(ValueError, match=says):
+        model_nextlat.Config(**values)
+
+
+def test_a_horizon_longer_than_the_window_is_a_sentence(tiny_data, tmp_path):
+    with pytest.raises(ValueError, match='horizon = 9 does not fit windows of 9 tokens'):
+        make(horizon=9)(torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 9, dtype=torch.int64))
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--model=nextlat', '--horizon=40'), 'horizon = 40 does not fit windows of 32 tokens')

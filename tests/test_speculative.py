@@ -1,0 +1,236 @@
+"""Speculative decoding: the text has the law of plain decoding, whatever drafts, however long the drafts are."""
+import itertools
+
+import pytest
+import torch
+
+import model_nextlat
+import model_sps
+import model_standard
+import sample
+from config import read_log
+from conftest import assert_sentence, run, train_tiny
+from sample import AutoLength, generate, speculative_generate, token_probs
+
+SHAPES = {'standard': (model_standard, {}), 'sps': (model_sps, dict(window=2)), 'nextlat': (model_nextlat, dict()),
+          'mtp': (model_nextlat, dict(objective='mtp', horizon=2)), 'jtp': (model_nextlat, dict(objective='jtp', horizon=3))}
+
+
+def make(name, seed=0, spread=0.3, **values):
+    module, own = SHAPES[name]
+    torch.manual_seed(seed)
+    shape = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None)
+    model = module.Model(module.Config(**{**shape, **own, **values}))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=spread)
+    return model.eval()
+
+
+def near(model, noise=0.1):
+    """A model that drafts well: the same weights, disturbed."""
+    other = make(next(name for name, (module, _) in SHAPES.items() if isinstance(model, module.Model)))
+    with torch.no_grad():
+        for p, q in zip(other.parameters(), model.parameters()):
+            p.copy_(q + noise * q.std() * torch.randn_like(q))
+    return other
+
+
+TINY = dict(n_layer=1, n_embd=8, n_ids=3, vocab_size=4)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+COSTS = (0.05, 0.02)
+
+
+@pytest.mark.parametrize('name, drafts', [('nextlat', None), ('mtp', None), ('jtp', None), ('standard', 'standard'), ('standard', 'sps'), ('sps', 'standard'),
+                                          ('nextlat', 'nextlat')])
+@pytest.mark.parametrize('draft_len', [1, 2, 'auto'])
+def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
+    """100 prompts of different lengths; new texts of 30 tokens; models that end documents."""
+    model = make(name, eos_id=59)
+    draft = None if drafts is None else near(model) if drafts == name else make(drafts, seed=1, eos_id=59)
+    prompts = [torch.randint(0, 60, (1 + i % 9,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(100)]
+    got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0, costs=COSTS)
+    assert got == generate(model, prompts, 30, temperature=0)
+    assert statistics.tokens >= 100 * 29 and all(0 <= share <= 1 for share in statistics.by_position)
+    if drafts == name:
+        assert statistics.accepted_per_step > 0.3  # the drafts are of use
+
+
+@pytest.mark.parametrize('name', ['standard', 'sps'])
+def test_a_draft_by_the_same_weights_is_always_accepted(name):
+    model = make(name)
+    _, statistics = speculative_generate(model, PROMPTS, 30, draft=near(model, 0.0), draft_len=3, temperature=0)
+    assert statistics.by_position == [1, 1, 1] and statistics.rounds == 3 * 8  # 1 token of the prefill, 4 in each of 7 rounds, 1
+
+
+def test_rows_end_at_eos_and_at_finished():
+    model = make('nextlat')
+    free = generate(model, PROMPTS, 20, temperature=0)
+    end = free[0][4]
+    for options in (dict(eos_id=end), dict(finished=lambda row, ids: row == 1 and len(ids) == 3)):
+        assert speculative_generate(model, PROMPTS, 20, temperature=0, draft_len=3, **options)[0] == generate(model, PROMPTS, 20, temperature=0, **options)
+
+
+# ---- the law, by enumeration ----
+
+class Choices:
+    """Makes every decision of one run by a script; beyond its end takes the first option. Remembers the options and the probability."""
+
+    def __init__(self, script, row):
+        self.script, self.row, self.options, self.probability = script, row, [], 1.0
+
+    def choose(self, probabilities):
+        """probabilities of options 0, 1, ...: the scripted option, of those that can be."""
+        possible = [i for i, p in enumerate(probabilities) if p > 0]
+        at = len(self.options)
+        chosen = possible[self.script[at] if at < len(self.script) else 0]
+        self.options.append(len(possible))
+        self.probability *= probabilities[chosen]
+        return chosen
+
+    def draw(self, probs, noise):
+        law = (probs.double() / probs.double().sum(-1, keepdim=True)).tolist()
+        others = [row.index(max(row)) for row in law]  # the other rows' choices are theirs to make
+        others[self.row] = self.choose(law[self.row])
+        return torch.tensor(others)
+
+    def accepts(self, p, q, uniform):
+        decided, going = torch.zeros_like(p, dtype=torch.bool), True  # the other rows refuse: they fall behind
+        for i, (a, b) in enumerate(zip(p[self.row].double().tolist(), q[self.row].double().tolist())):
+            if going:
+                share = min(1.0, a / b)
+                going = self.choose([share, 1 - share]) == 0
+            decided[self.row, i] = going
+        return decided
+
+
+def law_of(generate_row, row, monkeypatch):
+    """{text: probability} of a row over every way its random decisions can turn out."""
+    law, script = {}, []
+    while script is not None:
+        choices = Choices(script, row)
+        monkeypatch.setattr(sample, 'draw', choices.draw)
+        monkeypatch.setattr(sample, 'accepts', choices.accepts)
+        text = tuple(generate_row())
+        law[text] = law.get(text, 0) + choices.probability
+        taken = (script + [0] * len(choices.options))[:len(choices.options)]
+        while taken and taken[-1] + 1 == choices.options[len(taken) - 1]:
+            taken.pop()
+        script = taken[:-1] + [taken[-1] + 1] if taken else None
+    return law
+
+
+def plain_law(model, prompt, n, **filters):
+    """The same by full forwards, one token after the other."""
+    law = {}
+    for text in itertools.product(range(model.config.n_ids), repeat=n):
+        probability = 1.0
+        for i, token in enumerate(text):
+            if probability:
+                logits = model.logits(torch.tensor([prompt + list(text[:i])]))[0, -1]
+                probability *= float(token_probs(logits, **filters)[token])
+        if probability:
+            law[text] = probability
+    return law
+
+
+FILTERS = [dict(), dict(temperature=0.7), dict(top_k=2), dict(top_p=0.8), dict(min_p=0.3), dict(temperature=1.5, top_k=2, top_p=0.9, min_p=0.1), dict(temperature=0)]
+
+
+@pytest.mark.parametrize('draft_len', [1, 2, 'auto'])
+@pytest.mark.parametrize('filters', FILTERS, ids=str)
+@pytest.mark.parametrize('name, drafts', [('nextlat', None), ('standard', 'sps')])
+def test_every_text_has_the_probability_of_plain_sampling(name, drafts, filters, draft_len, monkeypatch):
+    values = dict(TINY, spread=0.4)
+    model, draft = make(name, **values), drafts and make(drafts, seed=1, **values)
+    prompts, n, row = [[1, 0, 2], [2], [0, 0]], 4 if not filters and draft_len != 1 and drafts is None else 3, 1
+    def one():
+        return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, costs=(0.3, 0.1), **filters)[0][row]
+    with torch.inference_mode():
+        got, want = law_of(one, row, monkeypatch), plain_law(model, prompts[row], n, **filters)
+    assert abs(sum(got.values()) - 1) < 1e-6
+    assert all(abs(got.get(text, 0) - want.get(text, 0)) < 1e-6 for text in got.keys() | want.keys())
+
+
+def test_drawn_texts_follow_the_law():
+    """A seeded draw of 200,000 texts, with the random numbers that users get."""
+    model = make('nextlat', spread=0.4, **TINY)
+    rows, n = 200_000, 4
+    got = [text for seed in range(20) for text in speculative_generate(model, [[1, 0]] * (rows // 20), n, draft_len=2, temperature=0.8, seed=seed)[0]]
+    with torch.inference_mode():
+        law = plain_law(model, [1, 0], n, temperature=0.8)
+    counts = dict.fromkeys(law, 0)
+    for text in got:
+        counts[tuple(text)] += 1
+    chi2 = torch.tensor(sum((counts[text] - rows * p) ** 2 / (rows * p) for text, p in law.items()))
+    p_value = torch.special.gammaincc(torch.tensor((len(law) - 1) / 2), chi2 / 2)
+    assert p_value > 1e-4
+
+
+# ---- the length of a draft ----
+
+def test_auto_drafts_long_where_drafts_are_good_and_short_where_not():
+    model = make('nextlat')
+    strangers = speculative_generate(model, PROMPTS, 60, costs=COSTS, draft=make('standard', seed=5))[1]
+    twins = speculative_generate(model, PROMPTS, 60, costs=COSTS, draft=near(model, 0.0))[1]
+    assert twins.accepted_per_step > 8 and sum(strangers.tried) / strangers.rounds < 3
+
+
+def test_auto_weighs_gain_against_cost():
+    auto = AutoLength(costs=(0.1, 0.05))
+    for _ in range(50):
+        auto.learn(2, [([0.95, 0.15], 2, 1)])  # sure ones are accepted, others are not
+    assert auto.more([[0.95]]) and not auto.more([[0.15]]) and not auto.more([[0.95, 0.15]])
+    dear = AutoLength(costs=(2.0, 0.5))
+    assert not dear.more([[0.95]])
+
+
+# ---- the command line ----
+
+@pytest.fixture(scope='module')
+def runs(tiny_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('runs')
+    for name, options in (('nextlat', ['--model=nextlat', '--acceptance_prompts=2']), ('ntp', ['--model=nextlat', '--objective=ntp']), ('standard', [])):
+        assert train_tiny(tiny_data, folder / name, '--block_size=64', *options, steps=5).returncode == 0
+    return folder
+
+
+def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
+    assert 0 <= read_log(runs / 'nextlat')[-1]['acceptance'] <= 1
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2'), 'cannot draft for itself')
+
+
+def test_table_of_draft_lengths(runs):
+    small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto']
+    result = run('eval.py', runs / 'nextlat', '--speculative', *small)
+    assert result.returncode == 0 and 'speculative speedup auto' in result.stdout and 'speculative accepted 3' in result.stdout, result.stderr
+    rows = [line.split(',') for line in (runs / 'nextlat/speculative.csv').read_text().splitlines()]
+    assert rows[0][:5] == ['draft_len', 'speedup', 'accepted', 'tokens_per_s', 'cumulative_1'] and [row[0] for row in rows[1:]] == ['1', '3', 'auto']
+    shares = [float(share) for share in rows[2][4:7]]
+    assert sorted(shares, reverse=True) == shares and 0 <= shares[-1] and shares[0] <= 1
+    assert (runs / 'nextlat/speculative.png').stat().st_size > 10_000
+    assert_sentence(run('eval.py', runs / 'ntp', '--speculative', *small), 'cannot draft for itself')
+    assert_sentence(run('eval.py', runs / 'nextlat', '--speculative'), 'do not fit the context of 64 tokens', 'lower prompt_tokens')
+
+
+def test_command_line(runs):
+    for options in (['--draft_len=auto'], ['--draft_len=3'], ['--draft', runs / 'standard', '--draft_len=2'], ['--draft', runs / 'ntp']):
+        options = [f'--draft={options[1]}', *options[2:]] if options[0] == '--draft' else options
+        one = run('sample.py', runs / 'nextlat', 'ab cd', '--max_new_tokens=20', '--ignore_eos', *options)
+        assert one.returncode == 0 and one.stdout.startswith('ab cd'), one.stderr
+        assert '20 tokens in' in one.stderr and 'accepted' in one.stderr and 'times plain decoding' in one.stderr
+
+
+def test_bad_input_is_a_sentence(runs, tmp_path):
+    ask = lambda run_name, *options: run('sample.py', runs / run_name, 'ab', '--max_new_tokens=5', *options)
+    assert_sentence(ask('nextlat', '--draft_len=0'), 'draft_len = 0: expected at least 1 token, or auto')
+    assert_sentence(ask('nextlat', '--draft_len=long'), "draft_len = 'long': expected")
+    assert_sentence(ask('ntp', '--draft_len=2'), 'cannot draft for itself')
+    assert_sentence(ask('standard', '--draft_len=2'), 'cannot draft for itself')
+    assert_sentence(ask('nextlat', f'--draft={tmp_path}/none'), 'is not a run folder')
+
+
+def test_a_draft_of_another_vocabulary_is_a_sentence():
+    with pytest.raises(ValueError, match='the draft has 3 ids in 4 rows, the model 60 in 64'):
+        speculative_generate(make('standard'), PROMPTS, 5, draft=make('standard', **TINY))
+    with pytest.raises(ValueError, match='draft_len = 3: this model drafts up to 2 tokens'):
+        speculative_generate(make('mtp'), PROMPTS, 5, draft_len=3)

@@ -994,3 +994,86 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_h, grad_w, counts, scale = ctx.saved_tensors
         scale = scale * grad
         return (grad_h * (counts * scale).unsqueeze(1)).to(ctx.hidden_dtype), grad_w * scale.to(grad_w.dtype), None, None, None
+
+
+# ---- the gated delta rule: a memory of H heads that is written and read once a token ----
+#
+#     error = v - M^T k        M' = decay M + beta k error^T        read = M'^T q
+#
+# Columns of M (the values' dimensions) never meet: a program takes some of them and all rows, so that a step is one pass over M.
+
+def delta_step_reference(memory, k, v, decay, beta, q, keep=None):
+    """`delta_step` as its definition; the memory that it is given stays as it is."""
+    if keep is not None:
+        memory = memory * keep[..., None, None]
+    error = v - torch.einsum('bhkd,bhk->bhd', memory, k)
+    memory = decay[..., None, None] * memory + beta[..., None, None] * torch.einsum('bhk,bhd->bhkd', k, error)
+    return memory, torch.einsum('bhkd,bhk->bhd', memory, q)
+
+
+def delta_step(memory, k, v, decay, beta, q, keep=None):
+    """Writes to the memory, in place, and reads from it: the gated delta rule (GPN paper, eq. 10).
+
+    memory (B, H, K, D); k, q (B, H, K); v (B, H, D); decay, beta (B, H); keep (B, 1), 0 in rows whose memory is emptied first.
+    Returns the memory and what q reads (B, H, D).
+    """
+    if _delta_kernels_serve(memory):
+        read = torch.empty(v.shape, device=v.device, dtype=v.dtype)
+        _launch_delta(memory, memory, k, v, decay, beta, q, read, keep, 1)
+        return memory, read
+    if keep is not None:
+        memory.mul_(keep[..., None, None])
+    _write(memory, k, v, decay, beta, memory)
+    return memory, (q.unsqueeze(-2) @ memory).squeeze(-2)
+
+
+def _write(memory, k, v, decay, beta, out):
+    error = torch.sub(v, (k.unsqueeze(-2) @ memory).squeeze(-2))
+    torch.mul(memory, decay[..., None, None], out=out)
+    out.addcmul_((k * beta.unsqueeze(-1)).unsqueeze(-1), error.unsqueeze(-2))
+
+
+def delta_replay(memory, k, v, decay, beta, keep=None):
+    """The memories before, between and after S steps: everything as in `delta_step` with an axis S in front of all but memory.
+
+    Returns (S + 1, B, H, K, D), the first of them `memory`.
+    """
+    S = len(k)
+    memories = memory.new_empty(S + 1, *memory.shape)
+    memories[0] = memory
+    if _delta_kernels_serve(memory):
+        _launch_delta(memory, memories[1:], k, v, decay, beta, None, None, keep, S)
+        return memories
+    for t in range(S):
+        before = memories[t] if keep is None else memories[t] * keep[t, :, :, None, None]
+        _write(before, k[t], v[t], decay[t], beta[t], memories[t + 1])
+    return memories
+
+
+def delta_step_backward(grad, memory, k, v, decay, beta, q, grad_read, keep=None):
+    """The gradient of `delta_step`. grad (B, H, K, D), of the memory after it, becomes that of the memory before it, in place.
+
+    memory: before the step; grad_read (B, H, D): of what was read. Returns the gradients of q, k, v, beta and log(decay).
+    """
+    if _delta_kernels_serve(memory):
+        return _launch_delta_backward(grad, memory, k, v, decay, beta, q, grad_read, keep)
+    if keep is not None:
+        memory = memory * keep[..., None, None]
+    times = lambda x: (x.unsqueeze(-2) @ memory).squeeze(-2)
+    over = lambda x, m: (x.unsqueeze(-2) @ m.transpose(-1, -2)).squeeze(-2)  # m x; CPUs are slow at that
+    grad.addcmul_(q.unsqueeze(-1), grad_read.unsqueeze(-2))
+    error, b = v - times(k), beta.unsqueeze(-1)
+    to_key, grad_v = over(error, grad), (k.unsqueeze(-2) @ grad).squeeze(-2) * b
+    grad_beta = (k * to_key).sum(-1)
+    # read = M'^T q with M' = decay M + beta k error^T
+    grad_q = torch.addcmul(decay.unsqueeze(-1) * over(grad_read, memory), b * k, (error * grad_read).sum(-1, keepdim=True))
+    grad_k = torch.addcmul(over(grad_v, memory), b, to_key, value=-1).neg_()
+    grad_log = (grad * memory).sum((-1, -2)) * decay
+    grad.mul_(decay[..., None, None]).addcmul_(k.unsqueeze(-1), grad_v.unsqueeze(-2), value=-1)
+    if keep is not None:
+        grad.mul_(keep[..., None, None])
+    return grad_q, grad_k, grad_v, grad_beta, grad_log
+
+
+def _delta_kernels_serve(memory):
+    return triton is not None and not REFERENCE and (memory.is_cuda or KERNELS_ON_CPU) and memory.dtype == torch.float32 and memory.numel() > 0

@@ -1003,7 +1003,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # Columns of M (the values' dimensions) never meet: a program takes some of them and all rows, so that a step is one pass over M.
 
 def delta_step_reference(memory, k, v, decay, beta, q, keep=None):
-    """`delta_step` as its definition; the memory that it is given stays as it is."""
+    """`delta_step` as its definition; returns the new memory besides, and leaves the old as it was."""
     if keep is not None:
         memory = memory * keep[..., None, None]
     error = v - torch.einsum('bhkd,bhk->bhd', memory, k)
@@ -1015,20 +1015,25 @@ def delta_step(memory, k, v, decay, beta, q, keep=None):
     """Writes to the memory, in place, and reads from it: the gated delta rule (GPN paper, eq. 10).
 
     memory (B, H, K, D); k, q (B, H, K); v (B, H, D); decay, beta (B, H); keep (B, 1), 0 in rows whose memory is emptied first.
-    Returns the memory and what q reads (B, H, D).
+    Returns what q reads (B, H, D).
     """
     if _delta_kernels_serve(memory):
         read = torch.empty(v.shape, device=v.device, dtype=v.dtype)
         _launch_delta(memory, memory, k, v, decay, beta, q, read, keep, 1)
-        return memory, read
+        return read
     if keep is not None:
         memory.mul_(keep[..., None, None])
     _write(memory, k, v, decay, beta, memory)
-    return memory, (q.unsqueeze(-2) @ memory).squeeze(-2)
+    return rows_times(q, memory)
+
+
+def rows_times(x, m):
+    """x^T m of each head. x (B, H, n), m (B, H, n, p) -> (B, H, p). For m x give m transposed: CPUs are slow at the other way."""
+    return torch.bmm(x.reshape(-1, 1, x.shape[-1]), m.flatten(0, 1)).view(*x.shape[:2], -1)
 
 
 def _write(memory, k, v, decay, beta, out):
-    error = torch.sub(v, (k.unsqueeze(-2) @ memory).squeeze(-2))
+    error = v - rows_times(k, memory)
     torch.mul(memory, decay[..., None, None], out=out)
     out.addcmul_((k * beta.unsqueeze(-1)).unsqueeze(-1), error.unsqueeze(-2))
 
@@ -1059,15 +1064,13 @@ def delta_step_backward(grad, memory, k, v, decay, beta, q, grad_read, keep=None
         return _launch_delta_backward(grad, memory, k, v, decay, beta, q, grad_read, keep)
     if keep is not None:
         memory = memory * keep[..., None, None]
-    times = lambda x: (x.unsqueeze(-2) @ memory).squeeze(-2)
-    over = lambda x, m: (x.unsqueeze(-2) @ m.transpose(-1, -2)).squeeze(-2)  # m x; CPUs are slow at that
     grad.addcmul_(q.unsqueeze(-1), grad_read.unsqueeze(-2))
-    error, b = v - times(k), beta.unsqueeze(-1)
-    to_key, grad_v = over(error, grad), (k.unsqueeze(-2) @ grad).squeeze(-2) * b
+    error, b, memory_T = v - rows_times(k, memory), beta.unsqueeze(-1), memory.transpose(-1, -2)
+    to_key, grad_v = rows_times(error, grad.transpose(-1, -2)), rows_times(k, grad) * b
     grad_beta = (k * to_key).sum(-1)
     # read = M'^T q with M' = decay M + beta k error^T
-    grad_q = torch.addcmul(decay.unsqueeze(-1) * over(grad_read, memory), b * k, (error * grad_read).sum(-1, keepdim=True))
-    grad_k = torch.addcmul(over(grad_v, memory), b, to_key, value=-1).neg_()
+    grad_q = torch.addcmul(decay.unsqueeze(-1) * rows_times(grad_read, memory_T), b * k, (error * grad_read).sum(-1, keepdim=True))
+    grad_k = torch.addcmul(rows_times(grad_v, memory_T), b, to_key, value=-1).neg_()
     grad_log = (grad * memory).sum((-1, -2)) * decay
     grad.mul_(decay[..., None, None]).addcmul_(k.unsqueeze(-1), grad_v.unsqueeze(-2), value=-1)
     if keep is not None:

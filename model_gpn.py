@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import delta_replay, delta_step, delta_step_backward, linear_cross_entropy, rms_norm
+from attn_kernels import delta_replay, delta_step, delta_step_backward, linear_cross_entropy, rms_norm, rows_times
 
 
 @dataclass
@@ -146,11 +146,6 @@ class Sizes(NamedTuple):
         return [self.n_embd, self.n_head * self.d_k * (1 + writes), self.n_head * self.d_v * writes, self.n_head * writes,
                 self.n_head * writes, self.n_ffn + self.n_head * self.d_v, self.n_ffn]
 
-    @property
-    def width(self):
-        """Numbers in the products of a token: the ground gate's, then each layer's and the memory's answer to it."""
-        return self.n_embd + sum(sum(self.columns(i)) + self.n_head * self.d_v for i in range(self.n_layer))
-
 
 class Weights:
     """`Model._folded` as products in one dtype. backward: the products of a gradient with the weights instead."""
@@ -169,23 +164,33 @@ class Weights:
 
 
 def packed(weight):
-    """The weight in the layout of the CPU's matrix units, where this PyTorch can (private operators): products of few rows, which
-    are bound by reading it, take half the time. Elsewhere the weight itself."""
+    """The weight, with a copy in the layout of the CPU's matrix units where this PyTorch can (private operators): products of few
+    rows are bound by reading it, and then take half the time."""
     reorder = getattr(torch.ops.mkldnn, '_reorder_linear_weight', None)
     if weight.device.type == 'cpu' and weight.dtype != torch.float64 and reorder is not None and torch.backends.mkldnn.is_available():
+        weight = weight.detach().contiguous()
         try:
-            ready = reorder(weight.detach().contiguous())
-            product(weight.new_zeros(1, weight.shape[1]), ready)
-            return ready
+            weight.packed = reorder(weight)
+            _product(weight.new_zeros(1, weight.shape[1]), weight)
         except RuntimeError:  # this dtype has no such operator here
-            pass
+            weight.packed = None
     return weight
+
+
+def _product(x, weight, bias=None):
+    ready = getattr(weight, 'packed', None)
+    return F.linear(x, weight, bias) if ready is None else torch.ops.mkldnn._linear_pointwise(x, ready, bias, 'none', [], '')
+
+
+_library = torch.library.Library('gpn', 'FRAGMENT')  # an operator, as a compiler does not know packed weights
+_library.define('product(Tensor x, Tensor weight, Tensor? bias) -> Tensor')
+_library.impl('product', _product, 'CPU')
+torch.library.register_fake('gpn::product', lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)), lib=_library)
 
 
 def product(x, weight, bias=None):
     """x W^T + b for rows x (B, ...), in the weight's dtype."""
-    x = x.to(weight.dtype)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '') if weight.is_mkldnn else F.linear(x, weight, bias)
+    return (torch.ops.gpn.product if torch.compiler.is_compiling() else _product)(x.to(weight.dtype), weight, bias)
 
 
 def unit(x, eps):
@@ -196,14 +201,14 @@ def unit(x, eps):
 
 def unit_gradient(grad, y, inverse):
     """The gradient of y = `unit`(x) with respect to x; inverse is 1 / its length, and may be 0 where x was cut by a ReLU."""
-    return torch.addcmul(grad, y, (y * grad).sum(-1, keepdim=True), value=-1).mul_(inverse)
+    return torch.addcmul(grad, y, (y * grad).sum(-1, keepdim=True), value=-1) * inverse
 
 
 def step(w, s, k, memory, u, keep=None, active=None):
     """`Model.step` on folded weights. The key is carried where the equations carry g: it is all of it that the next token needs.
 
     w a `Weights`; s, u (B, C); k (B, H, K), memory (B, H, K, D) written in place; keep (B, 1), 0 where a document starts; active
-    (B, 1) bool, false in rows that stay as they are. Returns s, k, memory, the layers' states [L of (B, C)], and all products.
+    (B, 1) bool, false in rows that stay as they are. Returns s, k and, for the backward, each layer's state and all products.
     """
     _, n_ffn, H, K, D, _ = w.sizes
     if keep is not None:
@@ -217,7 +222,6 @@ def step(w, s, k, memory, u, keep=None, active=None):
         products.append(z)
         gate, qk, v, beta, decay, silu, up = z.to(u.dtype).split(w.sizes.columns(i), -1)
         y = F.silu(silu)
-        y[:, :n_ffn] *= up
         if H:
             qk = unit(F.relu(qk.unflatten(-1, (-1, K))), w.key_eps)[0]  # eq. 8
             q = qk[:, :H]
@@ -225,18 +229,119 @@ def step(w, s, k, memory, u, keep=None, active=None):
                 decay, beta = torch.exp(-w.rate * F.softplus(decay)), torch.sigmoid(beta)  # eq. 9
                 if active is not None:
                     decay, beta = torch.where(active, decay, 1.0), beta * active
-                memory, answer = delta_step(memory, k, v.unflatten(-1, (H, D)), decay, beta, q, keep)  # eq. 10
+                answer = delta_step(memory, k, v.unflatten(-1, (H, D)), decay, beta, q, keep)  # eq. 10
                 next_k = qk[:, H:]
             else:
-                answer = (q.unsqueeze(-2) @ memory).squeeze(-2)
-            answer = answer.flatten(1)
-            products.append(answer)
-            y[:, n_ffn:] *= unit(answer, w.answer_eps)[0]  # eq. 11
-        x = torch.addcmul(product(y, leave).to(u.dtype), torch.sigmoid(gate), x)  # eq. 7
+                answer = rows_times(q, memory)
+            products.append(answer.flatten(1))
+            up = torch.cat([up, unit(answer.flatten(1), w.answer_eps)[0]], -1)
+        x = torch.addcmul(product(y * up, leave).to(u.dtype), torch.sigmoid(gate), x)  # eq. 7, 11
         states.append(x)
     if active is not None:
         x, next_k = torch.where(active, x, s), torch.where(active.unsqueeze(-1), next_k, k)
-    return x, next_k, memory, states, products
+    return x, next_k, states, products
+
+
+def steps(w, s, k, memory, u, keep=None):
+    """`step` for each of u (n, B, C). Returns s, k, the layers' states and the products: of each a list over n."""
+    rows = []
+    for j in range(len(u)):
+        s, k, states, products = step(w, s, k, memory, u[j], None if keep is None else keep[j])
+        rows.append((*states, *products))
+    return s, k, list(zip(*rows))
+
+
+def segment_gradient(w, u, keep, s, k, memory, inner, kept, grad, ds, dk, dm, cut_end):
+    """The gradient of the steps of a segment, `steps` backwards.
+
+    s (S, B, C), the predicted states that the steps start from; k (B, H, K), memory: before the first; inner, kept: lists of what
+    `steps` gave, (S, B, ...) each; grad (S, B, C), of the predicted states; ds, dk, dm: of the last state, of the next key and of
+    the memory, from what comes after; cut_end: that is another piece of truncated BPTT, and dk then reaches the weights only.
+    Returns the gradient of u (S, B, C), the new ds, dk, dm, those of the rates and of the first key, and for each weight of a
+    product a pair: its gradient is the product of the two over all steps.
+    """
+    (S, B, C), (_, n_ffn, H, K, D, L) = grad.shape, w.sizes
+
+    def gated(x, z):
+        (n, length), gate = unit(x, w.state_eps), torch.sigmoid(z)
+        return dict(n=n, inverse=1 / length, gate=gate, gate_slope=x * gate * (1 - gate))
+
+    # what is not recurrent, for all steps at once
+    kept = [x.to(u.dtype) for x in kept]
+    s = s if keep is None else s * keep
+    ground, layers = gated(s, kept[0]), []
+    x, softplus, memories = torch.addcmul(u, ground['gate'], s), None, [None] * S
+    for i in range(L):
+        gate, qk, v, beta, decay, silu, up = kept[1 + i * (1 + (H > 0))].split(w.sizes.columns(i), -1)
+        layer, sigmoid = gated(x, gate), torch.sigmoid(silu)
+        if H:
+            qk, length = unit(F.relu(qk.unflatten(-1, (-1, K))), w.key_eps)
+            answer, answer_length = unit(kept[2 + 2 * i], w.answer_eps)
+            layer |= dict(qk=qk, qk_inverse=(qk > 0) / length, answer=answer, answer_inverse=1 / answer_length)
+            up = torch.cat([up, answer], -1)
+        if H and i == 0:
+            softplus, beta, v = F.softplus(decay), torch.sigmoid(beta), v.unflatten(-1, (H, D))
+            layer |= dict(beta_slope=beta * (1 - beta), decay_slope=-w.rate * torch.sigmoid(decay))
+            k, decay = torch.cat([k.unsqueeze(0), qk[:-1, :, H:]]), torch.exp(-w.rate * softplus)
+            k = k if keep is None else torch.where(keep.unsqueeze(-1) > 0, k, w.first_key)
+            layer |= dict(k=k, v=v, beta=beta, decay=decay)
+            memories = delta_replay(memory, k, v, decay, beta, keep).unbind()
+        silu_slope = sigmoid * (1 + silu * (1 - sigmoid))
+        layer |= dict(y=silu * sigmoid * up, slopes=torch.stack([up * silu_slope, silu * sigmoid], -2))  # of what is silu'd, of up
+        layers.append(layer)
+        x = inner[i] if i < L - 1 else None
+
+    # what is: the gradients of state, key and memory
+    rows = lambda parts: [dict(zip(parts, row)) for row in zip(*(x.unbind() for x in parts.values()))]  # once: indexing is slow
+    at_ground, at_layers, first_key = rows(ground | dict(grad=grad)), [rows(layer) for layer in layers], u.new_zeros(B, H, K)
+    dz, dx, du, df, dlog = [[] for _ in range(L)], [[] for _ in range(L)], [], [], []
+    for j in reversed(range(S)):
+        at = at_ground[j]
+        d = ds + at['grad']
+        for i in reversed(range(L)):
+            here, (enter, _, leave) = at_layers[i][j], w.layers[i]
+            dx[i].append(d)
+            pair = product(d, leave).to(d.dtype).unsqueeze(1) * here['slopes']
+            z = [d * here['gate_slope'], pair[:, 0], pair[:, 1, :n_ffn]]
+            if H:
+                answer = unit_gradient(pair[:, 1, n_ffn:], here['answer'], here['answer_inverse']).view(B, H, D)
+                q = here['qk'][:, :H]
+                if i == 0:
+                    dq, dk_before, dv, dbeta, log = delta_step_backward(dm, memories[j], here['k'], here['v'], here['decay'], here['beta'], q,
+                                                                        answer, None if keep is None else keep[j])
+                    dlog.append(log)
+                    dq, dk = torch.cat([dq, dk], 1), dk_before
+                    z[1:1] = [dv.flatten(1), dbeta * here['beta_slope'], log * here['decay_slope']]
+                else:
+                    dq = rows_times(answer, memories[j + 1].transpose(-1, -2))
+                    dm.addcmul_(q.unsqueeze(-1), answer.unsqueeze(-2))
+                z.insert(1, unit_gradient(dq, here['qk'], here['qk_inverse']).flatten(1))
+            z = torch.cat(z, -1)
+            dz[i].append(z)
+            if cut_end and H and i == 0 and j == S - 1:
+                z = torch.cat([z[:, :C + H * K], torch.zeros_like(dk).flatten(1), z[:, C + 2 * H * K:]], -1)
+            d = torch.addcmul(unit_gradient(product(z, enter).to(d.dtype), here['n'], here['inverse']), d, here['gate'])
+        du.append(d)
+        df.append(d * at['gate_slope'])
+        ds = torch.addcmul(unit_gradient(product(df[-1], w.ground[0]).to(d.dtype), at['n'], at['inverse']), d, at['gate'])
+        if keep is not None:
+            goes_on = keep[j].unsqueeze(-1)
+            ds, first_key, dk = ds * keep[j], first_key + dk * (1 - goes_on), dk * goes_on
+    stack = lambda rows: torch.stack(rows[::-1])
+    pairs = [(stack(df), ground['n'])]
+    for i, layer in enumerate(layers):
+        pairs += [(stack(dz[i]), layer['n']), (stack(dx[i]), layer['y'])]
+    rate = -(stack(dlog) * softplus).sum((0, 1)) if H else None
+    return stack(du), ds, dk, dm, rate, first_key.sum(0), pairs
+
+
+COMPILED_STEPS = 8  # steps in a compiled function: more take longer to compile
+_compiled = {}
+
+
+def compiled(function):
+    """The function compiled, one version of it for each set of shapes; PyTorch keeps them."""
+    return _compiled.setdefault(function, torch.compile(function, dynamic=False))
 
 
 def segments(T, segment_len, bptt_len):
@@ -246,199 +351,97 @@ def segments(T, segment_len, bptt_len):
 
 
 def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.Tensor], sizes: list[int], eps: float, dtype: torch.dtype,
-                 segment_len: int, bptt_len: int, record: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """u (T, B, C), keep (T, B, 1) or None -> predicted states (T, B, C); and, if record, for the backward the states between layers
-    (T, L - 1, B, C), all products (T, B, W) in dtype, and the memory at the start of each of `segments` (R, B, H, K, D)."""
-    (T, B, C), sizes = u.shape, Sizes(*sizes)
+                 segment_len: int, bptt_len: int, compile: bool, record: bool) -> list[torch.Tensor]:
+    """u (T, B, C), keep (T, B, 1) or None -> predicted states (T, B, C); then, if record, what the backward needs: the memory at the
+    start of each of `segments` (R, B, H, K, D), the states between layers (T, B, C) and the products (T, B, width) in dtype."""
+    T, sizes, n = len(u), Sizes(*sizes), sizes[-1]
     with torch.autocast(u.device.type, enabled=False):
-        w = Weights(folded, sizes, eps, dtype)
-        starts = [a for a, _ in segments(T, segment_len, bptt_len)] if record else []
-        out, inner = torch.empty_like(u), u.new_empty(T if record else 0, sizes.n_layer - 1, B, C)
-        kept = torch.empty(T if record else 0, B, sizes.width, device=u.device, dtype=dtype)
-        memories = u.new_empty(len(starts), B, sizes.n_head, sizes.d_k, sizes.d_v)
-        s, k, memory = u.new_zeros(B, C), w.first_key.expand(B, -1, -1), u.new_zeros(memories.shape[1:])
-        for t in range(T):
-            if t in starts:
-                memories[starts.index(t)] = memory
-            s, k, memory, states, products = step(w, s, k, memory, u[t], None if keep is None else keep[t])
-            out[t] = s
+        w, outputs = Weights(folded, sizes, eps, dtype), _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record)
+        out, memories, *kept = outputs
+        s, k, memory = torch.zeros_like(u[0]), w.first_key.repeat(u.shape[1], 1, 1), torch.zeros_like(memories[0])
+        run = compiled(steps) if compile else steps
+        for r, (a, b) in enumerate(segments(T, segment_len, bptt_len)):
             if record:
-                torch.cat([x.to(dtype) for x in products], -1, out=kept[t])
-                for i, x in enumerate(states[:-1]):
-                    inner[t, i] = x
-    return out, inner, kept, memories
+                memories[r] = memory
+            s, k, rows = run(w, s, k, memory, u[a:b], None if keep is None else keep[a:b])
+            torch.stack(rows[n - 1], out=out[a:b])
+            for x, row in zip(kept, (*rows[:n - 1], *rows[n:])):
+                torch.stack(row, out=x[a:b])
+    return outputs
 
 
-def scan_backward(grad: torch.Tensor, u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.Tensor], out: torch.Tensor,
-                  inner: torch.Tensor, kept: torch.Tensor, memories: torch.Tensor, sizes: list[int], eps: float, dtype: torch.dtype,
-                  segment_len: int, bptt_len: int) -> list[torch.Tensor]:
+def _scan_outputs(u, sizes, dtype, segment_len, bptt_len, record):
+    """Empty tensors for what `scan_forward` returns."""
+    (T, B, C), H = u.shape, sizes.n_head
+    if not record:
+        return [torch.empty_like(u), u.new_empty(1, B, H, sizes.d_k, sizes.d_v)]
+    widths = [C]
+    for i in range(sizes.n_layer):
+        widths += [sum(sizes.columns(i)), *[H * sizes.d_v] * (H > 0)]
+    return [torch.empty_like(u), u.new_empty(len(segments(T, segment_len, bptt_len)), B, H, sizes.d_k, sizes.d_v),
+            *(torch.empty_like(u) for _ in range(sizes.n_layer - 1)), *(u.new_empty(T, B, width, dtype=dtype) for width in widths)]
+
+
+def scan_backward(grad: torch.Tensor, u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.Tensor], outputs: list[torch.Tensor],
+                  sizes: list[int], eps: float, dtype: torch.dtype, segment_len: int, bptt_len: int, compile: bool) -> list[torch.Tensor]:
     """Gradients of u and of the folded weights from grad (T, B, C), that of the predicted states.
 
     Only the gradients of state, key and memory go through the steps; those of the weights are one large product each a segment.
     """
-    (T, B, C), sizes = u.shape, Sizes(*sizes)
+    (T, B, C), sizes, (out, memories, *kept) = u.shape, Sizes(*sizes), outputs
+    inner, kept, H, K = kept[:sizes.n_layer - 1], kept[sizes.n_layer - 1:], sizes.n_head, sizes.d_k
+
+    def add(grad, dout, x):
+        dout, x = dout.flatten(0, 1).to(dtype), x.flatten(0, 1).to(dtype)
+        grad.addmm_(dout.T, x) if dtype == grad.dtype else grad.add_(dout.T @ x)
+
     with torch.autocast(u.device.type, enabled=False):
         w, grad_u = Weights(folded, sizes, eps, dtype, backward=True), torch.empty_like(u)
         grads = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
-        carried = u.new_zeros(B, C), u.new_zeros(B, sizes.n_head, sizes.d_k), u.new_zeros(memories.shape[1:])  # of s, k and M
+        ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
+        run = compiled(segment_gradient) if compile else segment_gradient
         for (a, b), memory in reversed(list(zip(segments(T, segment_len, bptt_len), memories))):
-            last = slice(a - 1, b - 1) if a else slice(0, b - 1)  # the steps before
-            before = F.pad(out[last], (0, 0, 0, 0, b - a - len(out[last]), 0))
-            here = None if keep is None else keep[a:b]
-            segment = Segment(w, u[a:b], here, before, inner[a:b], kept[a:b], kept[last], memory)
-            carried = segment.backward(w, grad[a:b], grad_u[a:b], carried, grads, cut_end=b < T and b % bptt_len == 0)
-            if a and a % bptt_len == 0:
-                for x in (carried[0], carried[2]):
-                    x.zero_()  # the key's goes to its weights, in the step before, and no further
-        if sizes.n_head:
-            grads[-1] += carried[1].sum(0)
-    return [grad_u, *(g.to(x.dtype) for g, x in zip(grads, folded))]
-
-
-class Segment:
-    """The gradient of some steps a .. b. Whatever is not recurrent is made first, for all of them at once: (S, B, ...) each."""
-
-    def __init__(self, w, u, keep, before, inner, kept, last_kept, memory):
-        """keep (S, B, 1) or None; before: the predicted states that the steps start from; inner, kept, memory as in `scan_forward`;
-        last_kept: kept of the steps before, without the window's first."""
-        _, n_ffn, H, K, D, L = w.sizes
-        self.keep, kept = keep, kept.to(u.dtype)
-        s = before if keep is None else before * keep
-        z, kept = kept.split([w.sizes.n_embd, kept.shape[-1] - w.sizes.n_embd], -1)
-        self.ground, self.layers = self._gate(w, s, z), []
-        x = torch.addcmul(u, self.ground['gate'], s)
-        for i in range(L):
-            columns = w.sizes.columns(i)
-            gate, qk, v, beta, decay, silu, up, answer, kept = kept.split([*columns, H * D, kept.shape[-1] - sum(columns) - H * D], -1)
-            layer, sigmoid = self._gate(w, x, gate), torch.sigmoid(silu)
+            s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
+            k = w.first_key.repeat(B, 1, 1)
+            if a and H:
+                k = unit(F.relu(kept[1][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype).unflatten(-1, (H, K))), w.key_eps)[0]
+            grad_u[a:b], ds, dk, dm, rate, first_key, pairs = run(
+                w, u[a:b], None if keep is None else keep[a:b], s, k, memory, [x[a:b] for x in inner], [x[a:b] for x in kept], grad[a:b],
+                ds, dk, dm, b < T and b % bptt_len == 0)
+            add(grads[0], *pairs[0])
+            grads[1] += pairs[0][0].sum((0, 1))
+            for i in range(sizes.n_layer):
+                (dz, n), (dx, y) = pairs[1 + 2 * i:3 + 2 * i]
+                add(grads[2 + 3 * i], dz, n)
+                grads[3 + 3 * i] += dz.sum((0, 1))
+                add(grads[4 + 3 * i], dx, y)
             if H:
-                qk, length = unit(F.relu(qk.unflatten(-1, (-1, K))), w.key_eps)
-                answer, answer_length = unit(answer, w.answer_eps)
-                layer |= dict(qk=qk, qk_inverse=(qk > 0) / length, answer=answer, answer_inverse=1 / answer_length)
-                up = torch.cat([up, answer], -1)
-            if H and i == 0:
-                self.softplus = F.softplus(decay)
-                layer |= dict(v=v.unflatten(-1, (H, D)).contiguous(), beta=torch.sigmoid(beta), decay=torch.exp(-w.rate * self.softplus))
-                layer |= dict(beta_slope=layer['beta'] * (1 - layer['beta']), decay_slope=-w.rate * torch.sigmoid(decay))
-                layer['k'] = self._keys(w, last_kept.to(u.dtype))
-                self.memories = delta_replay(memory, *(layer[name] for name in ('k', 'v', 'decay', 'beta')), keep)
-            layer['y'] = silu * sigmoid * up
-            layer['slopes'] = torch.stack([up * sigmoid * (1 + silu * (1 - sigmoid)), silu * sigmoid], -2)  # of what is silu'd, of up
-            self.layers.append(layer)
-            x = inner[:, i] if i < L - 1 else None
-
-    @staticmethod
-    def _gate(w, x, z):
-        (n, length), gate = unit(x, w.state_eps), torch.sigmoid(z)
-        return dict(n=n, inverse=1 / length, gate=gate, gate_slope=x * gate * (1 - gate))
-
-    def _keys(self, w, last_kept):
-        """The keys (S, B, H, K) that the steps write by: each from the step before, or from a zero state."""
-        _, _, H, K, _, _ = w.sizes
-        start = 2 * w.sizes.n_embd + H * K
-        k = unit(F.relu(last_kept[..., start:start + H * K].unflatten(-1, (H, K))), w.key_eps)[0]
-        if len(k) < len(self.ground['n']):
-            k = torch.cat([w.first_key.expand(1, k.shape[1], -1, -1), k])
-        return k if self.keep is None else torch.where(self.keep.unsqueeze(-1) > 0, k, w.first_key)
-
-    def backward(self, w, grad, grad_u, carried, grads, cut_end):
-        """Takes carried = the gradients of s, k and M after the segment to those before it. Writes grad_u, adds to grads, those of
-        the weights. cut_end: what came after is another piece of truncated BPTT, so that the last key's gradient reaches weights only."""
-        (S, B, C), (_, n_ffn, H, K, D, L) = grad.shape, w.sizes
-        ds, dk, dm = carried
-        dz, dx = [], [torch.empty_like(grad) for _ in range(L)] + [grad_u]
-        for i in range(L):
-            columns = w.sizes.columns(i)
-            z = grad.new_empty(S, B, sum(columns) + H * D)  # as a product in, then the answer
-            gate, qk, v, beta, decay, pair = z.split([*columns[:5], 2 * columns[5]], -1)
-            dz.append(dict(z=z, into=z[..., :sum(columns)], gate=gate, qk=qk.unflatten(-1, (-1, K)), v=v,
-                           beta=beta, decay=decay, pair=pair.unflatten(-1, (2, -1))))
-        df, dlog = torch.empty_like(grad), grad.new_empty(S, B, H)
-        at = lambda j, parts: {name: x[j] for name, x in parts.items()}
-        for j in reversed(range(S)):
-            torch.add(ds, grad[j], out=dx[L - 1][j])
-            for i in reversed(range(L)):
-                enter, _, leave = w.layers[i]
-                here, out, d = at(j, self.layers[i]), at(j, dz[i]), dx[i][j]
-                torch.mul(product(d, leave).to(d.dtype).unsqueeze(1), here['slopes'], out=out['pair'])
-                torch.mul(d, here['gate_slope'], out=out['gate'])
-                if H:
-                    danswer = unit_gradient(out['pair'][:, 1, n_ffn:], here['answer'], here['answer_inverse']).unflatten(-1, (H, D))
-                    q = here['qk'][:, :H]
-                    if i == 0:
-                        dq, dk_before, dv, dbeta, dlog[j] = delta_step_backward(
-                            dm, self.memories[j], here['k'], here['v'], here['decay'], here['beta'], q, danswer, None if self.keep is None else self.keep[j])
-                        out['v'].copy_(dv.flatten(1))
-                        torch.mul(dbeta, here['beta_slope'], out=out['beta'])
-                        torch.mul(dlog[j], here['decay_slope'], out=out['decay'])
-                        dq, dk = torch.cat([dq, dk], 1), dk_before
-                    else:
-                        dq = (danswer.unsqueeze(-2) @ self.memories[j + 1].transpose(-1, -2)).squeeze(-2)
-                        dm.addcmul_(q.unsqueeze(-1), danswer.unsqueeze(-2))
-                    out['qk'].copy_(unit_gradient(dq, here['qk'], here['qk_inverse']))
-                z = out['into']
-                if cut_end and i == 0 and j == S - 1:
-                    z = z.clone()
-                    z[:, C + H * K:C + 2 * H * K] = 0
-                dn = unit_gradient(product(z, enter).to(d.dtype), here['n'], here['inverse'])
-                torch.addcmul(dn, d, here['gate'], out=dx[i - 1][j])  # dx[-1] is grad_u
-            torch.mul(grad_u[j], self.ground['gate_slope'][j], out=df[j])
-            dn = unit_gradient(product(df[j], w.ground[0]).to(df.dtype), self.ground['n'][j], self.ground['inverse'][j])
-            ds = dn.addcmul_(grad_u[j], self.ground['gate'][j])
-            if self.keep is not None:
-                ds.mul_(self.keep[j])
-                if H:
-                    goes_on = self.keep[j].unsqueeze(-1)
-                    grads[-1] += (dk * (1 - goes_on)).sum(0)
-                    dk = dk * goes_on
-        self._weight_gradients(w, df, dz, dx, dlog, grads)
-        return ds, dk, dm
-
-    def _weight_gradients(self, w, df, dz, dx, dlog, grads):
-        dtype = w.ground[0].dtype
-
-        def add(grad, dout, x):
-            dout, x = dout.flatten(0, 1).to(dtype), x.flatten(0, 1).to(dtype)
-            grad.addmm_(dout.T, x) if dtype == grad.dtype else grad.add_(dout.T @ x)
-
-        add(grads[0], df, self.ground['n'])
-        grads[1] += df.sum((0, 1))
-        for i, (z, layer) in enumerate(zip(dz, self.layers)):
-            enter, bias, leave = grads[2 + 3 * i:5 + 3 * i]
-            add(enter, z['into'], layer['n'])
-            bias += z['into'].sum((0, 1))
-            add(leave, dx[i], layer['y'])
-        if w.sizes.n_head:
-            grads[-2] -= (dlog * self.softplus).sum((0, 1))
+                grads[-2] += rate
+                grads[-1] += first_key if a else first_key + dk.sum(0)
+            if a % bptt_len == 0:
+                ds, dm = torch.zeros_like(ds), torch.zeros_like(dm)  # the key's goes to its weights, in the step before, and no further
+    return [grad_u, *(g.to(x.dtype) for g, x in zip(grads, folded))]
 
 
 _scan_op = torch.library.custom_op('gpn::scan', scan_forward, mutates_args=())
 _scan_backward_op = torch.library.custom_op('gpn::scan_backward', scan_backward, mutates_args=())
-
-
-@_scan_op.register_fake
-def _(u, keep, folded, sizes, eps, dtype, segment_len, bptt_len, record):
-    (T, B, C), sizes = u.shape, Sizes(*sizes)
-    steps, memory = (T, len(segments(T, segment_len, bptt_len))) if record else (0, 0), (sizes.n_head, sizes.d_k, sizes.d_v)
-    return (torch.empty_like(u), u.new_empty(steps[0], sizes.n_layer - 1, B, C), u.new_empty(steps[0], B, sizes.width, dtype=dtype),
-            u.new_empty(steps[1], B, *memory))
-
-
-@_scan_backward_op.register_fake
-def _(grad, u, keep, folded, *args):
-    return [torch.empty_like(x) for x in (u, *folded)]
+_scan_op.register_fake(lambda u, keep, folded, sizes, eps, dtype, segment_len, bptt_len, compile, record:
+                       _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record))
+_scan_backward_op.register_fake(lambda grad, u, keep, folded, *_: [torch.empty_like(x) for x in (u, *folded)])
 
 
 def _save_for_backward(ctx, inputs, output):
     u, keep, folded, *ctx.numbers, _ = inputs
-    ctx.save_for_backward(u, keep, *output, *folded)
+    ctx.save_for_backward(u, keep, *folded, *output)
+    ctx.n_folded = len(folded)
     ctx.set_materialize_grads(False)
 
 
-def _scan_backward(ctx, grad, *_):
-    u, keep, out, inner, kept, memories, *folded = ctx.saved_tensors
-    grad_u, *grads = _scan_backward_op(grad.contiguous(), u, keep, folded, out, inner, kept, memories, *ctx.numbers)
-    return grad_u, None, grads, *[None] * 6
+def _scan_backward(ctx, grads):
+    u, keep, *saved = ctx.saved_tensors
+    folded, outputs = saved[:ctx.n_folded], saved[ctx.n_folded:]
+    grad_u, *grad_folded = _scan_backward_op(grads[0].contiguous(), u, keep, folded, outputs, *ctx.numbers)
+    return grad_u, None, grad_folded, *[None] * 7
 
 
 _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
@@ -447,8 +450,12 @@ _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
 def scan(u, keep, folded, sizes, eps, dtype, segment_len, bptt_len):
     """`step` over a window: u (T, B, C), keep (T, B, 1) or None, folded from `Model._folded` -> predicted states (T, B, C).
 
-    One operator to PyTorch, so that a compiler meets no loop. Products in dtype; state and memory in u's."""
-    return _scan_op(u, keep, folded, list(sizes), eps, dtype, segment_len, bptt_len, torch.is_grad_enabled())[0]
+    Products in dtype; state and memory in u's. One operator to PyTorch, so that a compiler meets no loop; where it is being
+    compiled on CPU, its steps are too, COMPILED_STEPS in one function.
+    """
+    compile = torch.compiler.is_compiling() and u.device.type == 'cpu'
+    segment_len = min(segment_len, COMPILED_STEPS) if compile else segment_len
+    return _scan_op(u, keep, folded, list(sizes), eps, dtype, segment_len, bptt_len, compile, torch.is_grad_enabled())[0]
 
 
 class Model(nn.Module):
@@ -642,7 +649,7 @@ class Cache:
 
     def advance(self, u, keep, active):
         """One token in the rows that are active (B,): u (B, C), keep (B, 1). Returns the new states (B, C)."""
-        s, k, self.memory, *_ = step(self.weights, self.s, self.k, self.memory, u, keep, active[:, None])
+        s, k, *_ = step(self.weights, self.s, self.k, self.memory, u, keep, active[:, None])
         self.s.copy_(s)
         self.k.copy_(k)
         return s
@@ -652,6 +659,7 @@ class Cache:
             x.copy_(now)
         self.since.copy_(since)
 
+    @torch.no_grad()
     def rollback(self, n):
         """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
         self.since -= n

@@ -164,33 +164,23 @@ class Weights:
 
 
 def packed(weight):
-    """The weight, with a copy in the layout of the CPU's matrix units where this PyTorch can (private operators): products of few
-    rows are bound by reading it, and then take half the time."""
+    """The weight in the layout of the CPU's matrix units, where this PyTorch can (private operators): products of few rows are bound
+    by reading it, and take half the time. Elsewhere the weight itself."""
     reorder = getattr(torch.ops.mkldnn, '_reorder_linear_weight', None)
     if weight.device.type == 'cpu' and weight.dtype != torch.float64 and reorder is not None and torch.backends.mkldnn.is_available():
-        weight = weight.detach().contiguous()
         try:
-            weight.packed = reorder(weight)
-            _product(weight.new_zeros(1, weight.shape[1]), weight)
+            ready = reorder(weight.detach().contiguous())
+            product(weight.new_zeros(1, weight.shape[1]), ready)
+            return ready
         except RuntimeError:  # this dtype has no such operator here
-            weight.packed = None
+            pass
     return weight
-
-
-def _product(x, weight, bias=None):
-    ready = getattr(weight, 'packed', None)
-    return F.linear(x, weight, bias) if ready is None else torch.ops.mkldnn._linear_pointwise(x, ready, bias, 'none', [], '')
-
-
-_library = torch.library.Library('gpn', 'FRAGMENT')  # an operator, as a compiler does not know packed weights
-_library.define('product(Tensor x, Tensor weight, Tensor? bias) -> Tensor')
-_library.impl('product', _product, 'CPU')
-torch.library.register_fake('gpn::product', lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)), lib=_library)
 
 
 def product(x, weight, bias=None):
     """x W^T + b for rows x (B, ...), in the weight's dtype."""
-    return (torch.ops.gpn.product if torch.compiler.is_compiling() else _product)(x.to(weight.dtype), weight, bias)
+    x = x.to(weight.dtype)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '') if weight.is_mkldnn else F.linear(x, weight, bias)
 
 
 def unit(x, eps):
@@ -201,7 +191,7 @@ def unit(x, eps):
 
 def unit_gradient(grad, y, inverse):
     """The gradient of y = `unit`(x) with respect to x; inverse is 1 / its length, and may be 0 where x was cut by a ReLU."""
-    return torch.addcmul(grad, y, (y * grad).sum(-1, keepdim=True), value=-1) * inverse
+    return torch.addcmul(grad, y, (y * grad).sum(-1, keepdim=True), value=-1).mul_(inverse)
 
 
 def step(w, s, k, memory, u, keep=None, active=None):
@@ -335,15 +325,6 @@ def segment_gradient(w, u, keep, s, k, memory, inner, kept, grad, ds, dk, dm, cu
     return stack(du), ds, dk, dm, rate, first_key.sum(0), pairs
 
 
-COMPILED_STEPS = 8  # steps in a compiled function: more take longer to compile
-_compiled = {}
-
-
-def compiled(function):
-    """The function compiled, one version of it for each set of shapes; PyTorch keeps them."""
-    return _compiled.setdefault(function, torch.compile(function, dynamic=False))
-
-
 def segments(T, segment_len, bptt_len):
     """[(first step, end)] of the pieces whose memories are recomputed at once; a gradient's cut is always between two."""
     starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len)})
@@ -351,7 +332,7 @@ def segments(T, segment_len, bptt_len):
 
 
 def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.Tensor], sizes: list[int], eps: float, dtype: torch.dtype,
-                 segment_len: int, bptt_len: int, compile: bool, record: bool) -> list[torch.Tensor]:
+                 segment_len: int, bptt_len: int, record: bool) -> list[torch.Tensor]:
     """u (T, B, C), keep (T, B, 1) or None -> predicted states (T, B, C); then, if record, what the backward needs: the memory at the
     start of each of `segments` (R, B, H, K, D), the states between layers (T, B, C) and the products (T, B, width) in dtype."""
     T, sizes, n = len(u), Sizes(*sizes), sizes[-1]
@@ -359,11 +340,10 @@ def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.
         w, outputs = Weights(folded, sizes, eps, dtype), _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record)
         out, memories, *kept = outputs
         s, k, memory = torch.zeros_like(u[0]), w.first_key.repeat(u.shape[1], 1, 1), torch.zeros_like(memories[0])
-        run = compiled(steps) if compile else steps
         for r, (a, b) in enumerate(segments(T, segment_len, bptt_len)):
             if record:
                 memories[r] = memory
-            s, k, rows = run(w, s, k, memory, u[a:b], None if keep is None else keep[a:b])
+            s, k, rows = steps(w, s, k, memory, u[a:b], None if keep is None else keep[a:b])
             torch.stack(rows[n - 1], out=out[a:b])
             for x, row in zip(kept, (*rows[:n - 1], *rows[n:])):
                 torch.stack(row, out=x[a:b])
@@ -383,7 +363,7 @@ def _scan_outputs(u, sizes, dtype, segment_len, bptt_len, record):
 
 
 def scan_backward(grad: torch.Tensor, u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.Tensor], outputs: list[torch.Tensor],
-                  sizes: list[int], eps: float, dtype: torch.dtype, segment_len: int, bptt_len: int, compile: bool) -> list[torch.Tensor]:
+                  sizes: list[int], eps: float, dtype: torch.dtype, segment_len: int, bptt_len: int) -> list[torch.Tensor]:
     """Gradients of u and of the folded weights from grad (T, B, C), that of the predicted states.
 
     Only the gradients of state, key and memory go through the steps; those of the weights are one large product each a segment.
@@ -399,13 +379,12 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, keep: torch.Tensor | None
         w, grad_u = Weights(folded, sizes, eps, dtype, backward=True), torch.empty_like(u)
         grads = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
-        run = compiled(segment_gradient) if compile else segment_gradient
         for (a, b), memory in reversed(list(zip(segments(T, segment_len, bptt_len), memories))):
             s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
             k = w.first_key.repeat(B, 1, 1)
             if a and H:
                 k = unit(F.relu(kept[1][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype).unflatten(-1, (H, K))), w.key_eps)[0]
-            grad_u[a:b], ds, dk, dm, rate, first_key, pairs = run(
+            grad_u[a:b], ds, dk, dm, rate, first_key, pairs = segment_gradient(
                 w, u[a:b], None if keep is None else keep[a:b], s, k, memory, [x[a:b] for x in inner], [x[a:b] for x in kept], grad[a:b],
                 ds, dk, dm, b < T and b % bptt_len == 0)
             add(grads[0], *pairs[0])
@@ -425,7 +404,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, keep: torch.Tensor | None
 
 _scan_op = torch.library.custom_op('gpn::scan', scan_forward, mutates_args=())
 _scan_backward_op = torch.library.custom_op('gpn::scan_backward', scan_backward, mutates_args=())
-_scan_op.register_fake(lambda u, keep, folded, sizes, eps, dtype, segment_len, bptt_len, compile, record:
+_scan_op.register_fake(lambda u, keep, folded, sizes, eps, dtype, segment_len, bptt_len, record:
                        _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record))
 _scan_backward_op.register_fake(lambda grad, u, keep, folded, *_: [torch.empty_like(x) for x in (u, *folded)])
 
@@ -441,7 +420,7 @@ def _scan_backward(ctx, grads):
     u, keep, *saved = ctx.saved_tensors
     folded, outputs = saved[:ctx.n_folded], saved[ctx.n_folded:]
     grad_u, *grad_folded = _scan_backward_op(grads[0].contiguous(), u, keep, folded, outputs, *ctx.numbers)
-    return grad_u, None, grad_folded, *[None] * 7
+    return grad_u, None, grad_folded, *[None] * 6
 
 
 _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
@@ -450,12 +429,8 @@ _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
 def scan(u, keep, folded, sizes, eps, dtype, segment_len, bptt_len):
     """`step` over a window: u (T, B, C), keep (T, B, 1) or None, folded from `Model._folded` -> predicted states (T, B, C).
 
-    Products in dtype; state and memory in u's. One operator to PyTorch, so that a compiler meets no loop; where it is being
-    compiled on CPU, its steps are too, COMPILED_STEPS in one function.
-    """
-    compile = torch.compiler.is_compiling() and u.device.type == 'cpu'
-    segment_len = min(segment_len, COMPILED_STEPS) if compile else segment_len
-    return _scan_op(u, keep, folded, list(sizes), eps, dtype, segment_len, bptt_len, compile, torch.is_grad_enabled())[0]
+    Products in dtype; state and memory in u's. One operator to PyTorch, so that a compiler meets no loop."""
+    return _scan_op(u, keep, folded, list(sizes), eps, dtype, segment_len, bptt_len, torch.is_grad_enabled())[0]
 
 
 class Model(nn.Module):

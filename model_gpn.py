@@ -87,13 +87,17 @@ class Write(nn.Module):
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus gives dt, as Gated DeltaNet
 
+    def log_decay(self, g):
+        """gamma (..., H) of normalised grounded states, eq. 9."""
+        return -self.log_rate.exp() * F.softplus(self.decay(g) + self.dt_bias)
+
     def forward(self, last, g, memory):
         """Grounded states of the last token and of this one (B, C), M (B, H, K, D) -> M of this token."""
         g = self.norm(g)
         k = l2_norm(F.relu(self.key(self.norm(last))).unflatten(-1, self.shape))  # eq. 8
         v = self.value(g).unflatten(-1, self.shape)
-        beta = torch.sigmoid(self.beta(g))[..., None, None]  # eq. 9
-        decay = torch.exp(-self.log_rate.exp() * F.softplus(self.decay(g) + self.dt_bias))[..., None, None]
+        beta = torch.sigmoid(self.beta(g))[..., None, None]
+        decay = self.log_decay(g).exp()[..., None, None]
         error = v - torch.einsum('bhkd,bhk->bhd', memory, k)
         return decay * memory + beta * torch.einsum('bhk,bhd->bhkd', k, error)  # eq. 10
 
@@ -451,11 +455,16 @@ class Model(nn.Module):
             elif p.dim() == 2:
                 nn.init.normal_(p, std=c.init_std if name.startswith('embed') or name.endswith('read_out.weight') else p.shape[1] ** -0.5)
 
-    def step(self, u, s, g, memory):
-        """One token: u (B, C) from `_fused`; s, g, memory of the token before, zeros at first, memory None without -> s, g, memory."""
+    def step(self, u, s, g, memory, heads_off=None):
+        """One token: u (B, C) from `_fused`; s, g, memory of the token before, zeros at first, memory None without -> s, g, memory.
+
+        heads_off: a list of memory heads that stay empty, to see what they are for.
+        """
         last, g = g, torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u  # eq. 4
         if memory is not None:
             memory = self.write(last, g, memory)
+            if heads_off:
+                memory[:, heads_off] = 0
         s = g
         for layer in self.layers:
             s = layer(s, memory)
@@ -484,7 +493,7 @@ class Model(nn.Module):
 
     def _decoded(self, s):
         """States (..., C) -> the vectors (..., E) that the head compares with every token's embedding; eq. 6."""
-        return self.decode(self.norm(s))
+        return self.decode(self.norm(s.to(self.norm.weight.dtype)))
 
     # ---- the same, fast ----
 
@@ -578,14 +587,14 @@ class Model(nn.Module):
         last = first[:, None] + positions[:m]
         cache.u[:, :m], cache.keep[:, :m] = u[rows, last.clamp(max=n - 1)], keep[rows, last.clamp(max=n - 1)]
         late = [cache.advance(cache.u[:, t], cache.keep[:, t], positions[t] < run - first) for t in range(m)]
-        h_last = self._decoded(torch.stack(late, 1).to(self.norm.weight.dtype))
+        h_last = self._decoded(torch.stack(late, 1))
         cache.lengths += run
         cache.hidden[:, :m] = h_last
         if not all_positions:
             return self._logits(h_last[rows[:, 0], run - first - 1])
         h = h_last
         if early:
-            h = self._decoded(torch.stack(early + late, 1).to(self.norm.weight.dtype))
+            h = self._decoded(torch.stack(early + late, 1))
             h = h[rows, torch.where(positions < first[:, None], positions, n - m + positions - first[:, None]).clamp(max=n - 1)]
         return self._logits(h)
 

@@ -1,4 +1,5 @@
 """One file per figure or table of a paper: reads run folders, writes a picture and the numbers behind it.
 
     python -m analysis.loss_curves out/std_* out/sps_* --out=curves     SPS paper, figure 2: validation loss over tokens and over time
+    python -m analysis.gpn_state out/gpn --out=state                    GPN paper, section 7: what state and memory hold, and whether it matters
 """

@@ -5,6 +5,7 @@
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
     python -m bench.attention       the Triton attention kernels on a GPU beside PyTorch's
     python -m bench.attention_cpu   the forms of attention on CPU
+    python -m bench.gpn             GPN's scan beside the plain loop; with --jax, beside JAX
     python -m bench.prepare FILE    prepare_fineweb.py beside a plain loop of tiktoken
     python -m bench.evaluation      eval.py beside lm-eval's own model
     python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one

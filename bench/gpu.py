@@ -16,6 +16,7 @@ STEPS = {
     'attention': ['-m', 'bench.attention'],
     'training': ['train.py', 'config/quickstart.py', '--max_tokens=500_000', '--out_dir=out/gpu_check', '--overwrite'],
     'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
+    'gpn': ['-m', 'bench.gpn'],
     'scales': ['-m', 'bench.train_step', 'scales'],
     'train_step': ['-m', 'bench.train_step'],
     'generate': ['-m', 'bench.generate'],

@@ -121,3 +121,18 @@ def test_parameters_at_the_papers_sizes(name, millions):
 def test_bad_values_are_sentences(values, sentence):
     with pytest.raises(ValueError, match=sentence):
         G.Config(**SMALL | values)
+
+
+def test_products_in_bf16_stay_close():
+    """The dtypes of training on a GPU, on whatever there is: state and memory in fp32, products and what is kept of them in bf16."""
+    model, idx = make(n_layer=2)
+    model = model.float()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    u, folded, results = model._fused(idx).transpose(0, 1).detach(), [w.detach().requires_grad_() for w in model._folded()], []
+    for dtype in (torch.float32, torch.bfloat16):
+        states = G.scan(u, None, folded, G.Sizes.of(model.config), 1e-6, dtype, 5, 23)
+        results.append([states, *torch.autograd.grad(states.square().sum(), folded)])
+        assert states.dtype == torch.float32
+    for want, got in zip(*results):
+        assert (got - want).norm() < 0.05 * want.norm()

@@ -13,9 +13,9 @@ rest is the same arithmetic made fast: `step` on weights whose norms are folded 
     K  d_k, rows of a head's memory: its keys        D  d_v, its columns: its values  M  the memory (B, H, K, D)
     s  predicted state s^p (B, C)                    g  grounded state s^g (B, C)     x_t  token t
 
-Memory of a training step, in numbers (R segments of segment_len = S steps, R = T / S; W = C + L (C + 2F) + the memory's columns):
-states L T B C, products T B W in the dtype of products, M at segment starts R B H K D, and during the backward (S + 1) B H K D for
-M in one segment and about 3 S B W for what its steps need. M at every step, T B H K D, is never there.
+What training holds, in numbers, for R = T / S segments of S = segment_len steps: states L T B C, products T B W with
+W = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), M at segment starts R B H K D; and in the backward (S + 1) B H K D for M
+in one segment and a few times S B W for what its steps need. M at every step, T B H K D, is never there.
 """
 import math
 from dataclasses import dataclass
@@ -572,7 +572,7 @@ class Model(nn.Module):
         Prefill, decoding and the verification of a speculative run are this one call. Shapes are static for a given n, and nothing
         waits for the device.
         """
-        (B, n), rows = tokens.shape, torch.arange(len(tokens), device=tokens.device)[:, None]
+        n, rows = tokens.shape[1], torch.arange(len(tokens), device=tokens.device)[:, None]
         run = torch.full_like(cache.lengths, n) if lengths is None else lengths
         u = self._fused(tokens).to(cache.s.dtype)
         keep = torch.ones_like(u[..., :1])

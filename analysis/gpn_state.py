@@ -126,7 +126,7 @@ def measure(model, batches, unigram, show):
     """All of it: rows (part, name, x, value). unigram (V,) counts of training tokens; show(id) is a token as text."""
     walked = [walk(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*walked))
-    (B, T, C), n_ids, rows = states.shape, model.config.n_ids, []
+    T, n_ids, rows = states.shape[1], model.config.n_ids, []
     numbers, deviation, share = geometry(states.flatten(0, 1))
     rows += [('geometry', name, '', v) for name, v in numbers.items()]
     rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)] + [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]

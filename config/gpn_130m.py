@@ -1,6 +1,6 @@
-# GPN+M, one layer (129.2M): GPN paper, sections 4 and 5. FineWeb-Edu-10B in LLaMA-2's tokens; prepare_fineweb.py --tokenizer=tokenizer.model
+# GPN+M, one layer (129.2M): GPN paper, sections 4 and 5. FineWeb-Edu in LLaMA-2 tokens, by prepare_fineweb.py --tokenizer=tokenizer.model
 model = 'gpn'
-data = 'data/built/fineweb_edu_llama2'  # --out of prepare_fineweb.py
+data = 'data/built/fineweb_edu_llama2'  # --out_dir of prepare_fineweb.py
 documents = False  # the state goes on over document boundaries
 vocab_size = 32000
 n_ids = 32000

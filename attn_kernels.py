@@ -35,9 +35,13 @@ definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on C
 
 B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
 """
+import ctypes
 import functools
 import math
 import os
+import shutil
+import subprocess
+import tempfile
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +58,7 @@ except ImportError:  # no Triton for this platform: the PyTorch forms remain
 
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
+COMPILE_DELTA = True  # build the delta rule in C where there is a compiler
 DENSE_T = 1024  # up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention_cpu.py), but T^2 memory
 QUERY_BLOCK = 256  # queries per product on CPU: small enough to skip most of the upper triangle
 
@@ -1048,3 +1053,268 @@ class _FusedLosses(torch.autograd.Function):
 def _log_sum_exp(logits, p):
     """From logits (n, V) and their softmax p (n, V): (n,)."""
     return logits.amax(-1).to(p.dtype) - p.amax(-1).log()
+
+
+# ---- the gated delta rule: a memory of H heads that is written and read once a token ----
+#
+#     error = v - M^T k        M' = decay M + beta k error^T        read = M'^T q
+#
+# Columns of M (the values' dimensions) never meet, so a Triton program takes some of them and all rows, and a step is one pass over
+# M. On CPU the same is a C function for each head, built where there is a compiler, and PyTorch's operators where there is none.
+
+def delta_step_reference(memory, k, v, decay, beta, q, keep=None):
+    """`delta_step` as its definition; returns the new memory besides, and leaves the old as it was."""
+    if keep is not None:
+        memory = memory * keep[..., None, None]
+    error = v - torch.einsum('bhkd,bhk->bhd', memory, k)
+    memory = decay[..., None, None] * memory + beta[..., None, None] * torch.einsum('bhk,bhd->bhkd', k, error)
+    return memory, torch.einsum('bhkd,bhk->bhd', memory, q)
+
+
+def delta_step(memory, k, v, decay, beta, q, keep=None):
+    """Writes to the memory, in place, and reads from it: the gated delta rule (GPN paper, eq. 10).
+
+    memory (B, H, K, D); k, q (B, H, K); v (B, H, D); decay, beta (B, H); keep (B, 1), 0 in rows whose memory is emptied first.
+    Returns what q reads (B, H, D).
+    """
+    steps = _delta_steps(memory)
+    if steps:
+        read = torch.empty(v.shape, device=v.device, dtype=v.dtype)
+        steps(memory, memory, k, v, decay, beta, q, read, keep, 1)
+        return read
+    if keep is not None:
+        memory.mul_(keep[..., None, None])
+    _write(memory, k, v, decay, beta, memory)
+    return rows_times(q, memory)
+
+
+def rows_times(x, m):
+    """x^T m of each head. x (B, H, n), m (B, H, n, p) -> (B, H, p). For m x give m transposed: CPUs are slow at the other way."""
+    return torch.bmm(x.reshape(-1, 1, x.shape[-1]), m.flatten(0, 1)).view(*x.shape[:2], -1)
+
+
+def _write(memory, k, v, decay, beta, out):
+    error = v - rows_times(k, memory)
+    torch.mul(memory, decay[..., None, None], out=out)
+    out.addcmul_((k * beta.unsqueeze(-1)).unsqueeze(-1), error.unsqueeze(-2))
+
+
+def delta_replay(memory, k, v, decay, beta, keep=None):
+    """The memories before, between and after S steps: everything as in `delta_step` with an axis S in front of all but memory.
+
+    Returns (S + 1, B, H, K, D), the first of them `memory`.
+    """
+    S = len(k)
+    memories = memory.new_empty(S + 1, *memory.shape)
+    memories[0] = memory
+    steps = _delta_steps(memory)
+    if steps:
+        steps(memory, memories[1:], k, v, decay, beta, None, None, keep, S)
+        return memories
+    for t in range(S):
+        before = memories[t] if keep is None else memories[t] * keep[t, :, :, None, None]
+        _write(before, k[t], v[t], decay[t], beta[t], memories[t + 1])
+    return memories
+
+
+def delta_step_backward(grad, memory, k, v, decay, beta, q, grad_read, keep=None):
+    """The gradient of `delta_step`. grad (B, H, K, D), of the memory after it, becomes that of the memory before it, in place.
+
+    memory: before the step; grad_read (B, H, D): of what was read. Returns the gradients of q, k, v, beta and log(decay).
+    """
+    if _delta_kernels_serve(memory):
+        return _delta_backward_in_triton(grad, memory, k, v, decay, beta, q, grad_read, keep)
+    if _delta_c(memory):
+        return _delta_backward_in_c(grad, memory, k, v, decay, beta, q, grad_read, keep)
+    if keep is not None:
+        memory = memory * keep[..., None, None]
+    grad.addcmul_(q.unsqueeze(-1), grad_read.unsqueeze(-2))
+    error, b, memory_T = v - rows_times(k, memory), beta.unsqueeze(-1), memory.transpose(-1, -2)
+    to_key, grad_v = rows_times(error, grad.transpose(-1, -2)), rows_times(k, grad) * b
+    grad_beta = (k * to_key).sum(-1)
+    # read = M'^T q with M' = decay M + beta k error^T
+    grad_q = torch.addcmul(decay.unsqueeze(-1) * rows_times(grad_read, memory_T), b * k, (error * grad_read).sum(-1, keepdim=True))
+    grad_k = torch.addcmul(rows_times(grad_v, memory_T), b, to_key, value=-1).neg_()
+    grad_log = (grad * memory).sum((-1, -2)) * decay
+    grad.mul_(decay[..., None, None]).addcmul_(k.unsqueeze(-1), grad_v.unsqueeze(-2), value=-1)
+    if keep is not None:
+        grad.mul_(keep[..., None, None])
+    return grad_q, grad_k, grad_v, grad_beta, grad_log
+
+
+DELTA_C = """
+#define EACH(i, n) _Pragma("GCC ivdep") for (long i = 0; i < n; i++) /* memory and out may be one: only equal places ever meet */
+
+void steps(const float *memory, float *out, const float *k, const float *v, const float *decay, const float *beta, const float *q,
+           float *read, const float *keep, long S, long B, long H, long K, long D) {
+    for (long n = 0; n < B * H; n++)
+        for (long t = 0; t < S; t++) {
+            long i = t * B * H + n;
+            const float *before = t ? out + (i - B * H) * K * D : memory + n * K * D, *key = k + i * K;
+            float *after = out + i * K * D, error[D], answer[D], kept = keep ? keep[t * B + n / H] : 1;
+            EACH(d, D) error[d] = v[i * D + d], answer[d] = 0;
+            for (long a = 0; a < K; a++)
+                EACH(d, D) error[d] -= kept * key[a] * before[a * D + d];
+            for (long a = 0; a < K; a++) {
+                float write = beta[i] * key[a], ask = q ? q[i * K + a] : 0;
+                EACH(d, D) {
+                    float m = kept * decay[i] * before[a * D + d] + write * error[d];
+                    after[a * D + d] = m, answer[d] += ask * m;
+                }
+            }
+            if (q) EACH(d, D) read[i * D + d] = answer[d];
+        }
+}
+
+void backward(float *grad, const float *memory, const float *k, const float *v, const float *decay, const float *beta, const float *q,
+              const float *grad_read, const float *keep, float *grad_q, float *grad_k, float *grad_v, float *grad_beta, float *grad_log,
+              long B, long H, long K, long D) {
+    for (long n = 0; n < B * H; n++) {
+        float *g = grad + n * K * D, gv[D], error[D], kept = keep ? keep[n / H] : 1, along = 0, gb = 0, gl = 0;
+        const float *m = memory + n * K * D, *key = k + n * K, *gr = grad_read + n * D;
+        EACH(d, D) error[d] = v[n * D + d], gv[d] = 0;
+        for (long a = 0; a < K; a++) {
+            float ask = q[n * K + a];
+            EACH(d, D) {
+                g[a * D + d] += ask * gr[d];
+                error[d] -= kept * key[a] * m[a * D + d], gv[d] += key[a] * g[a * D + d];
+            }
+        }
+        EACH(d, D) gv[d] *= beta[n], along += error[d] * gr[d], grad_v[n * D + d] = gv[d];
+        for (long a = 0; a < K; a++) {
+            float to_key = 0, to_query = 0, through = 0, held = 0, x_key = key[a];
+            EACH(d, D) {
+                float x = kept * m[a * D + d], y = g[a * D + d];
+                to_key += y * error[d], to_query += x * gr[d], through += x * gv[d], held += x * y;
+                g[a * D + d] = kept * (decay[n] * y - x_key * gv[d]);
+            }
+            grad_q[n * K + a] = decay[n] * to_query + beta[n] * x_key * along;
+            grad_k[n * K + a] = beta[n] * to_key - through;
+            gb += x_key * to_key, gl += held;
+        }
+        grad_beta[n] = gb, grad_log[n] = decay[n] * gl;
+    }
+}
+"""
+
+
+@functools.cache
+def _build_delta_c():
+    """The functions of DELTA_C for this machine, built in half a second; None without a C compiler."""
+    compiler = shutil.which(os.environ.get('CC', 'cc'))
+    if compiler is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = os.path.join(folder, 'delta.c'), os.path.join(folder, 'delta.so')
+        with open(source, 'w') as file:
+            file.write(DELTA_C)
+        flags = '-O3 -march=native -fno-math-errno -fno-signed-zeros -fno-trapping-math -fassociative-math -shared -fPIC'
+        if subprocess.run([compiler, *flags.split(), source, '-o', library], capture_output=True).returncode:
+            return None
+        library = ctypes.CDLL(library)
+    library.steps.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 5
+    library.backward.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_long] * 4
+    return library
+
+
+def _delta_c(memory):
+    """The C functions if they serve this memory, else None."""
+    serves = COMPILE_DELTA and not REFERENCE and memory.device.type == 'cpu' and memory.dtype == torch.float32
+    return _build_delta_c() if serves else None
+
+
+def _delta_steps_in_c(memory, out, k, v, decay, beta, q, read, keep, S):
+    k, v, decay, beta, q, keep = (x if x is None else x.contiguous() for x in (k, v, decay, beta, q, keep))
+    _delta_c(memory).steps(*(None if x is None else x.data_ptr() for x in (memory, out, k, v, decay, beta, q, read, keep)), S, *memory.shape)
+
+
+def _delta_backward_in_c(grad, memory, k, v, decay, beta, q, grad_read, keep):
+    inputs = [x if x is None else x.contiguous() for x in (k, v, decay, beta, q, grad_read, keep)]
+    grads = [torch.empty(x.shape) for x in (q, k, v, beta, decay)]
+    _delta_c(memory).backward(*(None if x is None else x.data_ptr() for x in (grad, memory, *inputs, *grads)), *memory.shape)
+    return grads
+
+
+def _delta_steps(memory):
+    """The fast form of S writes and reads for this memory, or None: steps(memory, out, k, v, decay, beta, q, read, keep, S)."""
+    return _delta_steps_in_triton if _delta_kernels_serve(memory) else _delta_steps_in_c if _delta_c(memory) else None
+
+
+@jit
+def _delta_steps_kernel(memory, out, k, v, decay, beta, q, read, keep, S, BH, H, D, K: constexpr, ROWS: constexpr, N: constexpr):
+    """S steps of N columns of one head. memory (BH, K, D); out (S, BH, K, D); k, q (S, BH, K); v, read (S, BH, D); decay, beta (S, BH)."""
+    head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * N + tl.arange(0, N)
+    seen = (row < K)[:, None] & (column < D)[None, :]
+    place = row[:, None] * D + column[None, :]
+    m = tl.load(memory + head * K * D + place, mask=seen, other=0.0)
+    for t in range(0, S):
+        i = t * BH + head
+        if keep is not None:
+            m *= tl.load(keep + i // H)
+        key = tl.load(k + i * K + row, mask=row < K, other=0.0)
+        error = tl.load(v + i * D + column, mask=column < D, other=0.0) - tl.sum(m * key[:, None], 0)
+        m = m * tl.load(decay + i) + (key * tl.load(beta + i))[:, None] * error[None, :]
+        tl.store(out + i * K * D + place, m, mask=seen)
+        if q is not None:
+            ask = tl.load(q + i * K + row, mask=row < K, other=0.0)
+            tl.store(read + i * D + column, tl.sum(m * ask[:, None], 0), mask=column < D)
+
+
+@jit
+def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, keep, rows, grad_v, scalars, BH, H, D,
+                           K: constexpr, ROWS: constexpr, N: constexpr):
+    """One step back, N columns of one head: their share of the gradients of q and k, rows (tiles, 2, BH, K), and of beta and
+    log(decay), scalars (tiles, 2, BH); grad (BH, K, D) in place; grad_v (BH, D)."""
+    head, tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS)
+    column = tile * N + tl.arange(0, N)
+    seen = (row < K)[:, None] & (column < D)[None, :]
+    place = head * K * D + row[:, None] * D + column[None, :]
+    kept = 1.0
+    if keep is not None:
+        kept = tl.load(keep + head // H)
+    m = tl.load(memory + place, mask=seen, other=0.0) * kept
+    key = tl.load(k + head * K + row, mask=row < K, other=0.0)
+    ask = tl.load(q + head * K + row, mask=row < K, other=0.0)
+    gr = tl.load(grad_read + head * D + column, mask=column < D, other=0.0)
+    g = tl.load(grad + place, mask=seen, other=0.0) + ask[:, None] * gr[None, :]
+    a, b = tl.load(decay + head), tl.load(beta + head)
+    error = tl.load(v + head * D + column, mask=column < D, other=0.0) - tl.sum(m * key[:, None], 0)
+    gv = tl.sum(g * key[:, None], 0) * b
+    to_key = tl.sum(g * error[None, :], 1)
+    gq = a * tl.sum(m * gr[None, :], 1) + b * key * tl.sum(error * gr, 0)
+    gk = b * to_key - tl.sum(m * gv[None, :], 1)
+    tl.store(rows + (tile * 2 * BH + head) * K + row, gq, mask=row < K)
+    tl.store(rows + (tile * 2 * BH + BH + head) * K + row, gk, mask=row < K)
+    tl.store(scalars + tile * 2 * BH + head, tl.sum(key * to_key, 0))
+    tl.store(scalars + tile * 2 * BH + BH + head, a * tl.sum(tl.sum(g * m, 1), 0))
+    tl.store(grad_v + head * D + column, gv, mask=column < D)
+    tl.store(grad + place, kept * (a * g - key[:, None] * gv[None, :]), mask=seen)
+
+
+DELTA_COLUMNS, DELTA_WARPS = 32, 4  # of a program
+
+
+def _delta_steps_in_triton(memory, out, k, v, decay, beta, q, read, keep, S):
+    B, H, K, D = memory.shape
+    grid = B * H, triton.cdiv(D, DELTA_COLUMNS)
+    k, v, decay, beta, q, keep = (x if x is None else x.contiguous() for x in (k, v, decay, beta, q, keep))
+    with torch.cuda.device_of(memory):
+        _delta_steps_kernel[grid](memory, out, k, v, decay, beta, q, read, keep, S, B * H, H, D, K, triton.next_power_of_2(K), DELTA_COLUMNS,
+                                  num_warps=DELTA_WARPS, num_stages=1)
+
+
+def _delta_backward_in_triton(grad, memory, k, v, decay, beta, q, grad_read, keep):
+    B, H, K, D = memory.shape
+    tiles = triton.cdiv(D, DELTA_COLUMNS)
+    rows, scalars = memory.new_empty(tiles, 2, B, H, K), memory.new_empty(tiles, 2, B, H)
+    grad_v = torch.empty(v.shape, device=v.device, dtype=v.dtype)
+    tensors = (x if x is None else x.contiguous() for x in (k, v, decay, beta, q, grad_read, keep))
+    with torch.cuda.device_of(memory):
+        _delta_backward_kernel[B * H, tiles](grad, memory, *tensors, rows, grad_v, scalars, B * H, H, D, K, triton.next_power_of_2(K),
+                                             DELTA_COLUMNS, num_warps=DELTA_WARPS, num_stages=1)
+    (grad_q, grad_k), (grad_beta, grad_log) = rows.sum(0), scalars.sum(0)
+    return grad_q, grad_k, grad_v, grad_beta, grad_log
+
+
+def _delta_kernels_serve(memory):
+    return triton is not None and not REFERENCE and (memory.is_cuda or KERNELS_ON_CPU) and memory.dtype == torch.float32 and memory.numel() > 0

@@ -3,4 +3,5 @@
     python -m analysis.loss_curves out/std_* out/sps_* --out=curves     SPS paper, figure 2: validation loss over tokens and over time
     python -m analysis.context_ready out/cr_* --out=depths              Context-Ready paper, tables 6, A7, A8: perplexity over unrolls
     python -m analysis.scores out/chase_* --out=wave                    Context-Ready paper, appendix B: a task's scores over steps
+    python -m analysis.gpn_state out/gpn --out=state                    GPN paper, section 7: what state and memory hold, and whether it matters
 """

@@ -23,7 +23,7 @@ from bench import markdown_table
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32', torch.bool: 'i1'}
 KERNELS = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel',
-                                               '_combine_kernel')}
+                                               '_combine_kernel', '_delta_steps_kernel', '_delta_backward_kernel')}
 PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
     'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0), 'two streams, rho asks': (1, 2, 1)}
 
@@ -90,16 +90,21 @@ def variants():
         yield 'two streams', True, D, torch.float32
     yield 'one stream', True, 48, torch.float32
 
-
     for pattern, runs in (('one stream', (1, 16)), ('two streams', (1, 8)), ('two streams, rho asks', (1,))):
         for run in runs:
             for D, dtype in ((64, torch.bfloat16), (70, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
                 yield pattern, True, D, dtype, run
+    for K_, D in ((128, 256), (64, 128), (70, 48)):
+        for documents in (False, True):
+            yield 'delta rule', documents, (K_, D), torch.float32
 
 
 def build(variant):
-    """Rows of the kernels that one attention, forward and backward, launches; or one attention of a run over a cache."""
+    """Rows of the kernels that one attention, forward and backward, launches; or one attention of a run over a cache; or one step of
+    the delta rule, its gradient, and a replay."""
     pattern, documents, D, dtype, *run = variant
+    if pattern == 'delta rule':
+        return build_delta_rule(documents, *D)
     NQ, NK, first = PATTERNS[pattern]
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
@@ -115,6 +120,19 @@ def build(variant):
     else:
         out, lse = K.attention_forward(q, k, k, doc_start, [T, 64], first)
         K.attention_backward(out, q, k, k, out, lse, doc_start, [T, 64], first)
+    return rows
+
+
+def build_delta_rule(documents, K_, D):
+    B, H, S, rows = 2, 15, 32, []
+    described = {'pattern': 'delta rule', 'documents': documents, 'run': S, 'head': f'{K_} x {D}', 'dtype': 'fp32'}
+    for name in KERNELS:
+        setattr(K, name, Recorder(KERNELS[name], rows, described))
+    empty = lambda *shape: torch.empty(shape, device='meta')
+    memory, k, v, gate, keep = empty(B, H, K_, D), empty(S, B, H, K_), empty(S, B, H, D), empty(S, B, H), empty(S, B, 1) if documents else None
+    K._delta_steps_in_triton(memory, memory, k[0], v[0], gate[0], gate[0], k[0], v[0], keep, 1)
+    K._delta_steps_in_triton(memory, empty(S, B, H, K_, D), k, v, gate, gate, None, None, keep, S)
+    K._delta_backward_in_triton(memory, memory, k[0], v[0], gate[0], gate[0], k[0], v[0], keep)
     return rows
 
 

@@ -18,6 +18,7 @@ STEPS = {
     'drafting': ['train.py', 'config/quickstart_nextlat.py', '--max_tokens=500_000', '--out_dir=out/gpu_nextlat', '--overwrite'],
     'speculative': ['eval.py', 'out/gpu_nextlat', '--speculative', '--n_prompts=16', '--prompt_tokens=64', '--new_tokens=128'],
     'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
+    'gpn': ['-m', 'bench.gpn'],
     'scales': ['-m', 'bench.train_step', 'scales'],
     'objectives': ['-m', 'bench.train_step', 'objectives'],
     'train_step': ['-m', 'bench.train_step'],

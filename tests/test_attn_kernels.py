@@ -154,3 +154,39 @@ def test_weighted_linear_cross_entropy_equals_reference(device):
     targets = torch.randint(-1, 320, (600,), device=device)
     want = gradients(lambda h, w: K.linear_cross_entropy_reference(h, w, targets, row_weights.double()), hidden.double(), weight.double())
     assert_close(gradients(lambda h, w: K.linear_cross_entropy(h, w, targets, 300 * 320, row_weights), hidden, weight), want, 2e-5)
+
+
+def delta_rule_equals_its_reference(S, B, H, K_, D, keep, device):
+    """Writes and reads of S steps, and their gradients, beside autograd through the definition in float64."""
+    torch.manual_seed(0)
+    k, q = (F.normalize(torch.randn(S, B, H, K_, device=device).relu(), dim=-1) for _ in range(2))
+    v, to_read = torch.randn(2, S, B, H, D, device=device)
+    log_decay, beta, memory, to_memory = -torch.rand(S, B, H, device=device), torch.rand(S, B, H, device=device), *torch.randn(2, B, H, K_, D, device=device)
+    keep = (torch.rand(S, B, 1, device=device) > 0.3).float() if keep else None
+    at = lambda t: None if keep is None else keep[t]
+
+    exact = [x.double().requires_grad_() for x in (q, k, v, beta, log_decay, memory)]
+    m, reads = exact[5], []
+    for t in range(S):
+        m, read = K.delta_step_reference(m, *(x[t] for x in exact[1:3]), exact[4][t].exp(), exact[3][t], exact[0][t], None if keep is None else keep[t].double())
+        reads.append(read)
+    (torch.stack(reads) * to_read).sum().add((m * to_memory).sum()).backward()
+
+    decay, now = log_decay.exp(), memory.clone()
+    got = [K.delta_step(now, k[t], v[t], decay[t], beta[t], q[t], at(t)) for t in range(S)]
+    memories = K.delta_replay(memory, k, v, decay, beta, keep)
+    assert_close([torch.stack(got), now, memories[-1]], [torch.stack(reads), m, m], 1e-5)
+    grad, grads = to_memory.clone(), []
+    for t in reversed(range(S)):
+        grads.append(K.delta_step_backward(grad, memories[t], k[t], v[t], decay[t], beta[t], q[t], to_read[t], at(t)))
+    assert_close([torch.stack(x[::-1]) for x in zip(*grads)] + [grad], [x.grad for x in exact], 1e-5)
+
+
+@pytest.mark.parametrize('in_c', [False, True])
+@pytest.mark.parametrize('shape', [(5, 2, 3, 8, 12), (3, 1, 1, 1, 1), (4, 2, 2, 33, 70)])
+@pytest.mark.parametrize('keep', [False, True])
+def test_delta_rule_equals_its_reference(in_c, shape, keep, monkeypatch):
+    monkeypatch.setattr(K, 'COMPILE_DELTA', in_c)
+    if in_c and K._build_delta_c() is None:
+        pytest.skip('no C compiler here')
+    delta_rule_equals_its_reference(*shape, keep, 'cpu')

@@ -48,7 +48,7 @@ def benchmarks(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('variant', ['standard', 'standard, documents', 'sps', 'reverse_sps'])
+@pytest.mark.parametrize('variant', ['standard', 'standard, documents', 'sps', 'reverse_sps', 'gpn'])
 @pytest.mark.parametrize('logits', [2 ** 26, 64 * 40])
 def test_scores_equal_those_of_whole_windows(variant, logits, monkeypatch):
     """Shared contexts, one-token and long continuations, contexts that lose their start."""

@@ -12,6 +12,7 @@ import model_standard
 from config import to_llama
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
+GPN = dict(d_emb=24, d_k=8, d_v=12, n_ffn=40, segment_len=7)
 VARIANTS = {
     'standard': ('standard', dict(eos_id=None)),
     'standard, documents': ('standard', dict(eos_id=59)),
@@ -50,6 +51,10 @@ VARIANTS = {
     'nextlat, ablations': ('nextlat', dict(eos_id=59, horizon=2, token_loss='ce', stop_target=False, stop_head=False)),
     'mtp, documents': ('nextlat', dict(eos_id=59, objective='mtp', horizon=2)),
     'jtp, documents': ('nextlat', dict(eos_id=59, objective='jtp', horizon=2)),
+    'gpn': ('gpn', GPN | dict(eos_id=None)),
+    'gpn, one layer, documents': ('gpn', GPN | dict(eos_id=59, n_layer=1)),
+    'gpn, no memory': ('gpn', GPN | dict(eos_id=None, n_head=0, n_layer=1)),
+    'gpn, no memory, documents, decoder bias': ('gpn', GPN | dict(eos_id=59, n_head=0, decoder_bias=True)),
 }
 
 
@@ -57,10 +62,11 @@ def make(variant, device='cpu'):
     name, values = VARIANTS[variant]
     torch.manual_seed(0)
     module = config.model_file(name)
-    model = module.Model(module.Config(**SMALL, **values)).to(device).eval()
+    model = module.Model(module.Config(**SMALL | values)).to(device).eval()
     for weight, p in model.named_parameters():  # larger than at the start of training, so that attention is far from uniform
-        if p.dim() >= 2:  # but a chain of corrections must not be chaotic: rounding would grow along it
-            torch.nn.init.normal_(p, std=0.05 if weight.startswith('correction.') or values.get('variant') == 'tied' else 0.15)
+        if p.dim() >= 2:  # but a recurrence must not be chaotic: fp32 would tell nothing
+            recurrent = weight.startswith('correction.') or values.get('variant') == 'tied'
+            torch.nn.init.normal_(p, std=0.05 if recurrent else 0.1 if name == 'gpn' else 0.15)
     return model
 
 
@@ -152,7 +158,7 @@ ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'd
                'mtp, documents', 'jtp, documents']
 
 
-@pytest.mark.parametrize('variant', ONE_OF_EACH + ['context_ready, documents, window', 'roformer'])
+@pytest.mark.parametrize('variant', [*ONE_OF_EACH, 'context_ready, documents, window', 'roformer', 'gpn, one layer, documents'])
 def test_bf16_weights_and_autocast_stay_close_to_fp32(variant, device):
     model, idx = make(variant, device), some_tokens(2, 30).to(device)
     want, loss = model.logits(idx)[..., :60], model(idx, idx)['loss']
@@ -200,7 +206,7 @@ def test_short_runs_never_wait_for_a_device(variant, monkeypatch):
     module = config.model_file(name)
     monkeypatch.setattr(module, 'rms_norm', attn_kernels.rms_norm_reference, raising=False)  # autocast does not know the meta device
     with torch.device('meta'):
-        model = module.Model(module.Config(**SMALL, **values)).eval()
+        model = module.Model(module.Config(**SMALL | values)).eval()
         cache = model.new_cache(2, 90, max_run=4)
         for n in (1, 4):
             for lengths in (None, torch.ones(2, dtype=torch.int64)):

@@ -43,8 +43,9 @@ def test_a_run_learns_and_leaves_its_records(undisturbed):
     assert sorted(p.name for p in config.checkpoints(undisturbed)) == ['step_00000015', 'step_00000020']
 
 
-def test_a_two_stream_run_resumes_on_the_same_losses_and_generates(tiny_data, tmp_path):
-    args = ['--model=sps', '--window=4', '--predict_input=token']
+@pytest.mark.parametrize('args', [['--model=sps', '--window=4', '--predict_input=token'],
+                                  ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--bptt_len=12']])
+def test_a_run_of_another_model_resumes_on_the_same_losses_and_generates(args, tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'run', *args)
     assert result.returncode == 0, result.stderr
     want = losses(tmp_path / 'run')

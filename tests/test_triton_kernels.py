@@ -10,8 +10,8 @@ import torch
 import attn_kernels as K
 from bench import make_model
 from conftest import ROOT
-from test_models import VARIANTS, decode_in_pieces
-from test_attn_kernels import assert_close, documents, gradients
+from test_models import decode_in_pieces, make, some_tokens
+from test_attn_kernels import assert_close, delta_rule_equals_its_reference, documents, gradients
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
 PATTERNS = {  # of two streams: (persistent stream, streams that ask); None: one stream
@@ -103,6 +103,18 @@ def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_de
     decode_in_pieces(variant, 0, kernels_device, T=18, max_run=max_run)
 
 
+@pytest.mark.parametrize('shape', [(3, 2, 2, 8, 12), (2, 1, 1, 1, 1), (3, 1, 2, 33, 70)])
+@pytest.mark.parametrize('keep', [False, True])
+def test_delta_kernels_equal_the_reference(shape, keep, kernels_device):
+    delta_rule_equals_its_reference(*shape, keep, kernels_device)
+
+
+@pytest.mark.parametrize('variant', ['gpn', 'gpn, one layer, documents'])
+def test_gpn_on_its_kernels_equals_the_loop(variant, kernels_device):
+    model, idx = make(variant, kernels_device), some_tokens(2, 9).to(kernels_device)
+    assert_close([model.states(idx)], [model.loop(idx)], 1e-4)
+
+
 def test_operators_keep_pytorchs_rules(kernels_device):
     fast, _, (q, k, v) = make_case('sps', 3, 'edges', 17, 16, torch.float32, kernels_device)
     doc_start = K.document_starts(documents('edges', 2, 17), 9).to(kernels_device)
@@ -110,10 +122,13 @@ def test_operators_keep_pytorchs_rules(kernels_device):
     torch.library.opcheck(K._attention_op, (*args, doc_start, [17, 3], 0), test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
 
 
-@pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps'])
+@pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps', 'gpn'])
 def test_models_compile_to_one_graph(name, kernels_device):
-    model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)
-    idx = torch.randint(0, 60, (2, 40), device=kernels_device)
+    if name == 'gpn':
+        model, T = make('gpn, one layer, documents', kernels_device), 9
+    else:
+        model, T = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device), 40
+    idx = torch.randint(0, 60, (2, T), device=kernels_device)
     want = model(idx, idx)['loss']
     got = torch.compile(model, backend='aot_eager', fullgraph=True)(idx, idx)['loss']
     torch.testing.assert_close(got, want)

@@ -1,0 +1,218 @@
+"""What a GPN's state and memory hold, from a trained run (GPN paper, section 7), and whether it matters (which the paper left open).
+
+    python -m analysis.gpn_state RUN --out=NAME
+
+Writes NAME.csv (every number: part, name, x, value) and NAME.png, and prints a summary: the geometry of the predicted states, their
+mean direction read as tokens, how long state and memory heads remember; then validation perplexity with the mean direction taken out
+of the decoded, or of the carried state, and with the memory's slow or fast heads emptied.
+"""
+import csv
+import sys
+from dataclasses import dataclass
+from math import inf
+
+import torch
+import torch.nn.functional as F
+
+from config import UserError, check_ranges, load_run, load_settings, pick_device, sentences
+from data import load_tokenizer, open_data
+
+
+@dataclass
+class Settings:
+    out: str = 'gpn_state'  # NAME of the files to write, without ending
+    data: str | None = None  # data folder; None: the run's
+    batches: int = 8  # batches of validation windows, over which the mean direction is compared
+    batch_size: int = 8  # windows a batch
+    block_size: int | None = None  # tokens of a window; None: the run's
+    unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
+    device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
+
+
+@torch.no_grad()
+def walk(model, idx, without=None, carried=False, heads_off=()):
+    """Runs windows idx (B, T) -> predicted states (B, T, C) and the memory's log decays (B, T, H), H = 0 without one.
+
+    without (C,): a direction taken out of the states, of those that are carried on too if carried; heads_off: heads kept empty.
+    """
+    c, (B, T) = model.config, idx.shape
+    u, states, decays = model._fused(idx), [], []
+    s = g = u.new_zeros(B, c.n_embd)
+    memory = u.new_zeros(B, c.n_head, c.d_k, c.d_v) if c.n_head else None
+    for t in range(T):
+        if t and c.eos_id is not None:
+            go_on = (idx[:, t - 1] != c.eos_id)[:, None]
+            s, g, memory = s * go_on, g * go_on, memory if memory is None else memory * go_on[..., None, None]
+        predicted, g, memory = model.step(u[:, t], s, g, memory, list(heads_off))
+        s = predicted
+        if without is not None:
+            predicted = predicted - (predicted @ without).unsqueeze(-1) * without
+            s = predicted if carried else s
+        states.append(predicted)
+        if memory is not None:
+            decays.append(model.write.log_decay(model.write.norm(g)))
+    return torch.stack(states, 1), torch.stack(decays, 1) if decays else u.new_zeros(B, T, 0)
+
+
+def geometry(x):
+    """Section 7.1 of states x (N, C): {name: number}, with the deviations, sorted, and the cumulative variance (C,)."""
+    x = x.double()
+    centred, norms = x - x.mean(0), x.norm(dim=-1)
+    deviation = centred.std(0)
+    variance = torch.linalg.eigvalsh(centred.T @ centred / len(x)).flip(0).clamp(min=0)
+    share = variance.cumsum(0) / variance.sum()
+    correlation = (centred.T @ centred / (len(x) - 1)) / (deviation[:, None] * deviation).clamp(min=1e-12)
+    off = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)].abs()
+    numbers = {'magnitude': norms.mean(), 'magnitude deviation': norms.std(), 'mean magnitude': x.mean(0).norm(), 'deviation min': deviation.min(),
+               'deviation max': deviation.max(), 'dead dimensions': (deviation < 1e-3 * deviation.median()).sum(), 'correlation mean': off.mean(),
+               'correlation max': off.max(), 'components 90%': (share < 0.9).sum() + 1, 'components 99%': (share < 0.99).sum() + 1,
+               'stable rank': variance.sum() / variance[0], 'participation ratio': variance.sum() ** 2 / variance.square().sum()}
+    return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share
+
+
+def rank_correlation(a, b):
+    """Spearman's, of two (n,); equal values share their mean rank."""
+    def ranks(x):
+        _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
+        return (counts.cumsum(0).double() - (counts - 1) / 2)[inverse]
+    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
+
+
+def cosines(states, lags):
+    """Mean cosine of states (B, T, C) with those k later, as they are and with each window's mean taken out: two of (lags,)."""
+    return [torch.stack([F.cosine_similarity(x[:, :x.shape[1] - k], x[:, k:], dim=-1).mean() for k in lags])
+            for x in (states, states - states.mean(1, keepdim=True))]
+
+
+def retention(log_decay, lags):
+    """What is left after k steps of what a head held: mean over places of the product of decays. (B, T, H) -> (H, lags)."""
+    total = F.pad(log_decay.double().cumsum(1), (0, 0, 1, 0))
+    return torch.stack([(total[:, k:] - total[:, :total.shape[1] - k]).exp().mean((0, 1)) for k in lags], 1)
+
+
+def half_life(curve, lags):
+    """The lag at which retention falls to 1/e, between the lags by interpolation; infinite if it does not."""
+    below = [i for i, left in enumerate(curve.tolist()) if left <= 1 / torch.e]
+    if not below:
+        return inf
+    i = below[0]
+    high, low = 1.0 if i == 0 else float(curve[i - 1]), float(curve[i])
+    start = 0 if i == 0 else lags[i - 1]
+    return start + (lags[i] - start) * (high - 1 / torch.e) / (high - low)
+
+
+def pools(lives):
+    """(fast heads, slow heads): split at the largest gap between logarithms of half-lives."""
+    order = sorted(range(len(lives)), key=lambda h: lives[h])
+    logs = [torch.tensor(min(lives[h], 1e6)).log().item() for h in order]
+    cut = max(range(1, len(order)), key=lambda i: logs[i] - logs[i - 1], default=len(order))
+    return order[:cut], order[cut:]
+
+
+@torch.no_grad()
+def perplexity(model, batches, **edits):
+    """exp of the mean loss, counted as in training, over [(idx, targets)], walked with the edits of `walk`."""
+    total = count = 0
+    for idx, targets in batches:
+        targets = targets if model.config.eos_id is None else targets.masked_fill(idx == model.config.eos_id, -1)
+        logits = model.head(model._decoded(walk(model, idx, **edits)[0]))
+        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum').double()
+        count += (targets >= 0).sum()
+    return float((total / count).exp())
+
+
+@torch.no_grad()
+def measure(model, batches, unigram, show):
+    """All of it: rows (part, name, x, value). unigram (V,) counts of training tokens; show(id) is a token as text."""
+    walked = [walk(model, idx) for idx, _ in batches]
+    states, log_decay = (torch.cat(x) for x in zip(*walked))
+    T, n_ids, rows = states.shape[1], model.config.n_ids, []
+    numbers, deviation, share = geometry(states.flatten(0, 1))
+    rows += [('geometry', name, '', v) for name, v in numbers.items()]
+    rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)] + [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
+
+    mean = states.mean((0, 1))
+    read = lambda s: model._logits(model._decoded(s))[:n_ids]
+    embedding = model.embed.weight[:n_ids].mean(0)
+    tops = [[show(i) for i in scores[:n_ids].topk(min(10, n_ids)).indices.tolist()] for scores in (read(mean), model.head(embedding))]
+    directions = F.normalize(torch.stack([s.mean((0, 1)) for s, _ in walked]), dim=-1)
+    pairs = (directions @ directions.T)[~torch.eye(len(directions), dtype=torch.bool, device=mean.device)]
+    rows += [('mean direction', 'tokens', i, token) for i, token in enumerate(tops[0])]
+    rows += [('mean direction', 'rank correlation with the unigram', '', rank_correlation(read(mean), unigram[:n_ids])),
+             ('mean direction', 'tokens shared with the mean embedding', '', len(set(tops[0]) & set(tops[1]))),
+             ('mean direction', 'cosine with the mean embedding', '', float(F.cosine_similarity(model._decoded(mean), embedding, 0)))]
+    if len(pairs):
+        rows += [('mean direction', 'cosine between batches', '', float(pairs.mean()))]
+    steps = [t for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
+    running = states.cumsum(1).mean(0)
+    rows += [('running mean', 'cosine with the mean', t, float(F.cosine_similarity(running[t - 1], mean, 0))) for t in steps]
+
+    lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if k < T})
+    for name, values in zip(('raw', 'centred'), cosines(states, lags)):
+        rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
+
+    direction = F.normalize(mean, dim=0)
+    tests = {'as it is': {}, 'mean direction out of the decoded state': dict(without=direction),
+             'mean direction out of the carried state': dict(without=direction, carried=True)}
+    if log_decay.shape[-1]:
+        curves = retention(log_decay, lags)
+        lives = [half_life(curve, lags) for curve in curves]
+        rows += [('retention', f'head {h}', k, float(v)) for h, curve in enumerate(curves) for k, v in zip(lags, curve)]
+        rows += [('half-life', f'head {h}', '', life) for h, life in enumerate(lives)]
+        fast, slow = pools(lives)
+        tests |= {f'fast heads {fast} off': dict(heads_off=fast), f'slow heads {slow} off': dict(heads_off=slow)}
+    return rows + [('perplexity', name, '', perplexity(model, batches, **edits)) for name, edits in tests.items()]
+
+
+def plot(rows, path):
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout='constrained')
+    panels = [('deviation', 'deviation of each dimension, sorted', 'linear'), ('variance', 'variance of the first components', 'linear'),
+              ('running mean', "the running mean's cosine with the mean", 'log'), ('cosine', 'cosine of states against lag', 'log'),
+              ('retention', 'retention of each memory head against lag', 'log')]
+    for ax, (part, title, scale) in zip(axes.flat, panels):
+        for name in dict.fromkeys(r[1] for r in rows if r[0] == part):
+            ax.plot(*zip(*[(r[2], r[3]) for r in rows if r[:2] == (part, name)]), label=name)
+        ax.set(title=title, xscale=scale)
+        ax.grid(alpha=0.3)
+        if part == 'cosine':
+            ax.legend()
+    tests = [(r[1], r[3]) for r in rows if r[0] == 'perplexity']
+    axes.flat[-1].barh([name for name, _ in tests][::-1], [v for _, v in tests][::-1])
+    axes.flat[-1].set(title='validation perplexity', xscale='log')
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main():
+    with sentences():
+        s, runs, _ = load_settings(Settings, sys.argv[1:])
+        if len(runs) != 1:
+            raise UserError('which run? python -m analysis.gpn_state RUN --out=NAME')
+        check_ranges(s, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
+        device = pick_device(s.device)
+        model, record = load_run(runs[0], device)
+        if record['model'] != 'gpn':
+            raise UserError(f'{runs[0]} is a run of model_{record["model"]}: expected one of model_gpn')
+        data, T = open_data(s.data or record['settings']['data']), s.block_size or record['settings']['block_size']
+        if data.n_windows('val', T) < s.batches * s.batch_size:
+            raise UserError(f'{data.folder} has {data.n_windows("val", T)} validation windows of {T} tokens, {s.batches} batches of {s.batch_size} '
+                            'are asked for: lower batches, batch_size or block_size')
+        batches = [[x.to(device) for x in data.val_batch(range(i * s.batch_size, (i + 1) * s.batch_size), T)] for i in range(s.batches)]
+        counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens']))
+        unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
+        tokenizer = load_tokenizer(record['data']['tokenizer'])
+        rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'))
+        with open(f'{s.out}.csv', 'w', newline='') as file:
+            csv.writer(file).writerows([('part', 'name', 'x', 'value'), *rows])
+        plot(rows, f'{s.out}.png')
+        for part, name, x, value in rows:
+            if part in ('geometry', 'mean direction', 'half-life', 'perplexity'):
+                print(f'{part}: {name}{"" if x == "" else f" {x}"} {value if isinstance(value, str) else f"{value:.4g}"}')
+        print(f'written to {s.out}.png and {s.out}.csv')
+
+
+if __name__ == '__main__':
+    main()

@@ -571,7 +571,7 @@ def read_prompts(s, texts):
 
 def fit(ids, s, block_size):
     """The prompt's ids if prompt and new tokens fit the context, its end with --truncate, else a UserError."""
-    room = block_size - s.max_new_tokens
+    room = block_size + 1 - s.max_new_tokens  # the last new token is not read
     if room < 1:
         raise UserError(f'max_new_tokens = {s.max_new_tokens} leaves no room for a prompt in the context of {block_size} tokens: lower it')
     if len(ids) > room and not s.truncate:

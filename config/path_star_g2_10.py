@@ -1,0 +1,20 @@
+# Path-star graphs G(2, 10) of the NextLat paper (table of hyperparameters; horizon l - 2). The baselines: --objective=ntp, mtp or jtp, for which it
+# swept lambda_mtp over 0.1 ... 1. The full test on 20,000 graphs: python eval.py RUN --val --data=path_star:degree=2,length=10,nodes=100
+model = 'nextlat'
+data = 'path_star:degree=2,length=10,nodes=100,val_rows=2000'
+horizon = 8
+block_size = 66
+max_tokens = 20_000 * 512 * 66
+documents = False
+n_layer = 12
+n_head = 6
+n_embd = 384
+n_dynamics = 384
+batch_size = 512
+micro_batch_size = 512
+learning_rate = 5e-4
+schedule = 'constant'
+warmup_tokens = 0
+grad_clip = 100.0
+eval_interval = 500
+sample_tokens = 0

@@ -437,6 +437,9 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert after[0]['loss'] < before[0]['loss'] - 0.5
     result = train_tiny(tiny_data, tmp_path / 'converted', '--resume', *finetune, steps=6)
     assert result.returncode == 0, result.stderr
+    by_itself = run('train.py', 'config/context_ready_finetune.py', f'--init_from={tmp_path / "roformer"}', f'--data={tiny_data}', '--block_size=32',
+                    '--device=cpu', '--dry_run')
+    assert by_itself.returncode == 0 and '32 = ' in by_itself.stdout, by_itself.stderr  # shape and documents are the run's
     table = run('-m', 'analysis.context_ready', tmp_path / 'roformer', tmp_path / 'converted', f'--out={tmp_path / "depths"}', '--tokens=640')
     assert table.returncode == 0 and (tmp_path / 'depths.png').exists(), table.stderr
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))

@@ -14,3 +14,5 @@ max_tokens = 4000 * 128 * 31
 learning_rate = 1e-3
 grad_clip = 1.0
 eval_interval = 200
+init_std = 0.06  # small models start faster
+warmup_tokens = 400_000

@@ -6,7 +6,8 @@ training all positions run at once and the corrections are refined over K unroll
 the unrolls is what streaming computes. K = 1 is the plain Transformer, which can be converted later.
 
 Read `_correction` and `_blocks` (eq. 1 to 3), then `stream_reference` (Algorithm 1) and `_window` (eq. 5). `extend` is all of
-decoding. `_Scan` is exact backpropagation through time, with as few operators per position as we could.
+decoding. `_Scan` is exact backpropagation through time, with as few operators per position as we could. Linear layers and LayerNorms
+have biases, but for the head: the paper does not say.
 
     B  batch        T  positions          C  width, n_embd          V  vocabulary rows, padded
     D  blocks, n_layer (in attention: head size)                    H  heads          K  unrolls

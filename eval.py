@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from config import check_ranges, export_llama, import_llama, load_run, load_settings, pick_device, pick_dtype, sentences
 from data import UserError, load_tokenizer, open_data
-from sample import generate, load_draft, longest_draft, pack_weights, roomy_cache, speculative_generate
+from sample import AutoLength, generate, load_draft, longest_draft, pack_weights, roomy_cache, speculative_generate
 
 CORPORA = ('wikitext', 'c4', 'books3', 'govreport')
 PAPERS = {  # paper: (tasks with the metric it reports, corpora)
@@ -425,8 +425,8 @@ def speculative(folder, model, record, s):
     longest_draft(model, draft, 'auto')  # raises UserError where there is no draft
     lengths = [int(n) if n.strip().isdecimal() else n.strip() for n in s.draft_lens.split(',')]
     lengths = [n for n in lengths if draft or n == 'auto' or n <= model.longest_draft]
-    options = dict(temperature=s.temperature)
-    sides = {n: lambda rows, n=n, **more: speculative_generate(model, rows, draft=draft, draft_len=n, **options, **more) for n in lengths}
+    options, auto = dict(temperature=s.temperature), AutoLength()  # which goes on learning over the batches
+    sides = {n: lambda rows, n=n, **more: speculative_generate(model, rows, draft=draft, draft_len=n, auto=auto, **options, **more) for n in lengths}
     sides['plain'] = lambda rows, **more: (generate(model, rows, **options, **more), None)
     seconds, became, size = {n: [] for n in sides}, {n: [] for n in lengths}, s.batch_size or 1
     for decode in sides.values():

@@ -298,14 +298,15 @@ class DraftStatistics:
 
 
 class AutoLength:
-    """Decides after each drafted token whether to draft another.
+    """Decides after each drafted token whether to draft another; pass it on to the next call, for it learns.
 
-    A round of n drafted tokens takes V + n (D + v) seconds: V a verification of nothing, v what a token adds to it, D drafting it.
-    It yields one token and those accepted. So one more drafted token costs (D + v) seconds, in which the tokens per second R that
-    decoding makes just now would give R (D + v) tokens; it gives, in each row, the probability that all of the draft and it too
-    are accepted. It is drafted while it gives more than it costs: the rule that makes the most tokens per second.
+    A round of n drafted tokens takes V + n (D + v) seconds: V a verification of nothing and all else, v what a token adds to it, D
+    drafting it. It yields one token and those accepted: 1 + a + a^2 + ... + a^n, if a of the tokens are accepted where their turn
+    comes. R is the most tokens per second that any n would make so. One more drafted token costs (D + v) seconds, in which R (D + v)
+    tokens could be made; it gives, in each row, the probability that all of the draft and it too are accepted. It is drafted
+    while it gives more than it costs.
     A drafted token is taken to be accepted as often as those before it of like confidence (the draft's own probability for it),
-    and the one to come as often as all before it. V, v and D are the shortest times seen, v a slope over n. The rows of a batch
+    and the one to come as often as all before it. V, v and D are running means of what was measured, v the slope over n. The rows of a batch
     share a round's time, so they share its length: a row that stopped alone would save nothing. That a token is drafted depends on
     those before it only, never on itself, so the text keeps its law; its length depends on the clock, unless costs are given.
     """
@@ -315,9 +316,8 @@ class AutoLength:
     def __init__(self, costs=None):
         """costs (D / V, v / V): fixed instead of measured."""
         self.costs = costs
-        self.draft_seconds, self.verify_seconds = inf, {}
-        self.bins = [[0.7 + 0.3 * b, 1.0] for b in ((i + 0.5) / self.BINS for i in range(self.BINS))]  # accepted, tried: a start
-        self.recent_tokens = self.recent_seconds = 0.0
+        self.draft_seconds, self.rounds = None, [0.0] * 5  # of a token; sums over rounds of 1, n, t, n^2, n t for t seconds besides drafting
+        self.bins = [[1.5, 2.0] for _ in range(self.BINS)]  # accepted, tried: a start
 
     def bin(self, confidence):
         return self.bins[min(int(confidence * self.BINS), self.BINS - 1)]
@@ -326,37 +326,45 @@ class AutoLength:
         """V, v, D in one unit."""
         if self.costs:
             return 1.0, self.costs[1], self.costs[0]
-        seen = self.verify_seconds
-        n, t = (sum(values) / len(seen) for values in (seen, seen.values())) if seen else (0, 1.0)
-        spread = sum((m - n) ** 2 for m in seen)
-        slope = sum((m - n) * (s - t) for m, s in seen.items()) / spread if spread else 0.05 * t
+        weight, n, t, nn, nt = self.rounds
+        if not weight:
+            return 1.0, 0.05, 0.1
+        n, t = n / weight, t / weight  # a line through all rounds, and a few of 0.05 t a token
+        slope = (nt - weight * n * t + 4 * 0.05 * t) / (nn - weight * n * n + 4)
         slope = min(max(slope, 0.0), t / (n + 1))
-        return t - slope * n, slope, self.draft_seconds if self.draft_seconds < inf else 0.1 * t
+        return t - slope * n, slope, self.draft_seconds
+
+    def begin(self):
+        """Before a round: `share` of drafted tokens that are accepted, and `price`, the probability at which another pays."""
+        V, v, D = self.model()
+        accepted, tried = (sum(values) for values in zip(*self.bins))
+        self.share, tokens, best = accepted / tried, 1.0, 1 / V
+        for n in range(1, LONGEST_AUTO + 1):
+            tokens += self.share ** n
+            best = max(best, tokens / (V + n * (D + v)))
+        self.price = best * (D + v)
 
     def more(self, confidences):
         """Whether to draft another token. confidences: for each row that goes on, those of its draft so far."""
-        V, v, D = self.model()
-        rate = self.recent_tokens / self.recent_seconds if self.recent_seconds else len(confidences) / V
-        accepted, tried = (sum(values) for values in zip(*self.bins))
         gain = 0.0
         for row in confidences:
-            survives = accepted / tried
+            survives = self.share
             for confidence in row:
                 a, t = self.bin(confidence)
                 survives *= a / t
             gain += survives
-        return gain > rate * (D + v)
+        return gain > len(confidences) * self.price
 
-    def learn(self, n, outcomes):
-        """After a round of n drafted tokens. outcomes: (confidences, length, accepted) of each row."""
+    def learn(self, n, outcomes, seconds):
+        """After a round of n drafted tokens, which took `seconds` besides drafting. outcomes: (confidences, length, accepted) of each row."""
+        V, v, _ = self.model()
+        t = min(seconds, 2 * (V + n * v)) if self.rounds[0] else seconds  # a pause of the machine counts little
+        self.rounds = [0.98 * total + x for total, x in zip(self.rounds, (1, n, t, n * n, n * t))]
         for confidences, length, accepted in outcomes:
             for i, confidence in enumerate(confidences[:min(length, accepted + 1)]):
                 counts = self.bin(confidence)
                 counts[0] += i < accepted
                 counts[1] += 1
-        V, v, D = self.model()
-        self.recent_tokens = 0.95 * self.recent_tokens + sum(accepted + 1 for *_, accepted in outcomes)
-        self.recent_seconds = 0.95 * self.recent_seconds + V + n * (D + v)
 
 
 class SpeculativeDecoder:
@@ -452,11 +460,11 @@ class SpeculativeDecoder:
 
 @torch.inference_mode()
 def speculative_generate(model, prompts, max_new_tokens, *, draft=None, draft_len='auto', temperature=1.0, top_k=None, top_p=None,
-                         min_p=None, seed=0, eos_id=None, finished=None, on_tokens=None, costs=None):
+                         min_p=None, seed=0, eos_id=None, finished=None, on_tokens=None, auto=None):
     """`generate` with drafts: the same law of texts, in fewer steps. Returns the new ids of each prompt, and DraftStatistics.
 
     draft: a second model with the same vocabulary, or None: the model drafts for itself. draft_len: tokens a draft, or 'auto'
-    (`AutoLength`, which costs go to). Greedy texts are those of `generate` but for rounding where two logits are equal. Raises
+    (by `auto`, an `AutoLength`; None: a new one). Greedy texts are those of `generate` but for rounding where two logits are equal. Raises
     ValueError for a model that cannot draft, or not so many tokens.
     """
     longest = longest_draft(model, draft, draft_len)
@@ -472,7 +480,7 @@ def speculative_generate(model, prompts, max_new_tokens, *, draft=None, draft_le
     drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, max_new_tokens, longest)
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     decoder = SpeculativeDecoder(model, cache, drafter, longest, filters, torch.Generator(device).manual_seed(seed))
-    auto = AutoLength(costs) if draft_len == 'auto' else None
+    auto = (auto or AutoLength()) if draft_len == 'auto' else None
     new, live = [[] for _ in prompts], [True] * len(prompts)
 
     def append(row, ids):
@@ -491,26 +499,29 @@ def speculative_generate(model, prompts, max_new_tokens, *, draft=None, draft_le
         decoder.verify(n, torch.tensor(lengths, device=device), torch.tensor(live, device=device))
         accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
         outcomes = [row for row, goes_on in enumerate(live) if goes_on]
-        if auto:
-            auto.verify_seconds[n] = min(auto.verify_seconds.get(n, inf), time.perf_counter() - start)
-            confidences = decoder.confidences.tolist()
-            auto.learn(n, [(confidences[row], lengths[row], accepted[row]) for row in outcomes])
         for row in outcomes:
             statistics.add(lengths[row], accepted[row])
             append(row, drafts[row][:accepted[row]] + [token[row]])
         if on_tokens:
             on_tokens(new)
+        if auto:
+            confidences = decoder.confidences.tolist()
+            auto.learn(n, [(confidences[row], lengths[row], accepted[row]) for row in outcomes], time.perf_counter() - start)
     return new, statistics
 
 
 def drafted(decoder, auto, longest, live):
     """Drafts up to `longest` tokens, with auto as many as are worth it, at least one. Returns how many."""
+    if auto:
+        auto.begin()
     for n in range(longest):
         start = time.perf_counter()
         decoder.draft(n)
         if auto:
             confidences = [row[:n + 1] for row, goes_on in zip(decoder.confidences.tolist(), live) if goes_on]
-            auto.draft_seconds = min(auto.draft_seconds, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            before = auto.draft_seconds or seconds
+            auto.draft_seconds = 0.9 * before + 0.1 * min(seconds, 2 * before)
             if not auto.more(confidences):
                 return n + 1
     return longest

@@ -48,7 +48,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
     model = make(name, eos_id=59)
     draft = None if drafts is None else near(model) if drafts == name else make(drafts, seed=1, eos_id=59)
     prompts = [torch.randint(0, 60, (1 + i % 9,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(100)]
-    got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0, costs=COSTS)
+    got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0, auto=AutoLength(COSTS))
     assert got == generate(model, prompts, 30, temperature=0)
     assert statistics.tokens >= 100 * 29 and all(0 <= share <= 1 for share in statistics.by_position)
     if drafts == name:
@@ -144,7 +144,7 @@ def test_every_text_has_the_probability_of_plain_sampling(name, drafts, filters,
     model, draft = make(name, **values), drafts and make(drafts, seed=1, **values)
     prompts, n, row = [[1, 0, 2], [2], [0, 0]], 4 if not filters and draft_len != 1 and drafts is None else 3, 1
     def one():
-        return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, costs=(0.3, 0.1), **filters)[0][row]
+        return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, auto=AutoLength((0.3, 0.1)), **filters)[0][row]
     with torch.inference_mode():
         got, want = law_of(one, row, monkeypatch), plain_law(model, prompts[row], n, **filters)
     assert abs(sum(got.values()) - 1) < 1e-6
@@ -170,17 +170,19 @@ def test_drawn_texts_follow_the_law():
 
 def test_auto_drafts_long_where_drafts_are_good_and_short_where_not():
     model = make('nextlat')
-    strangers = speculative_generate(model, PROMPTS, 60, costs=COSTS, draft=make('standard', seed=5))[1]
-    twins = speculative_generate(model, PROMPTS, 60, costs=COSTS, draft=near(model, 0.0))[1]
+    strangers = speculative_generate(model, PROMPTS, 60, auto=AutoLength(COSTS), draft=make('standard', seed=5))[1]
+    twins = speculative_generate(model, PROMPTS, 60, auto=AutoLength(COSTS), draft=near(model, 0.0))[1]
     assert twins.accepted_per_step > 8 and sum(strangers.tried) / strangers.rounds < 3
 
 
 def test_auto_weighs_gain_against_cost():
     auto = AutoLength(costs=(0.1, 0.05))
     for _ in range(50):
-        auto.learn(2, [([0.95, 0.15], 2, 1)])  # sure ones are accepted, others are not
+        auto.learn(2, [([0.95, 0.15], 2, 1)], 1.0)  # sure ones are accepted, others are not
+    auto.begin()
     assert auto.more([[0.95]]) and not auto.more([[0.15]]) and not auto.more([[0.95, 0.15]])
     dear = AutoLength(costs=(2.0, 0.5))
+    dear.begin()
     assert not dear.more([[0.95]])
 
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 import config
-from config import UserError, check_ranges, load_settings, make_config, pick_device, pick_dtype
+from config import UserError, check_ranges, check_vocabulary, load_settings, make_config, pick_device, pick_dtype
 from data import load_tokenizer, open_data, padded_vocab
 from sample import generate, longest_draft, speculative_generate
 
@@ -185,8 +185,8 @@ def check_settings(s, data, world):
     inf = math.inf
     check_ranges(s, batch_size=(1, inf), micro_batch_size=(1, inf), block_size=(1, inf), max_tokens=(1, inf), eval_interval=(1, inf),
                  log_interval=(1, inf), save_interval=(1, inf), keep_checkpoints=(2, inf), threads=(1, inf), sample_tokens=(0, inf),
-                 acceptance_prompts=(0, inf), learning_rate=(0, inf), min_lr=(0, inf), warmup_tokens=(0, inf), decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9),
-                 weight_decay=(0, inf), grad_clip=(0, inf), seed=(0, 2 ** 31))
+                 acceptance_prompts=(0, inf), learning_rate=(0, inf), min_lr=(0, inf), warmup_tokens=(0, inf), decay_fraction=(0, 1),
+                 beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=(0, inf), grad_clip=(0, inf), seed=(0, 2 ** 31))
     if s.sample_tokens:
         load_tokenizer(data.tokenizer)  # now, not after the training
     if s.batch_size < world:
@@ -197,14 +197,6 @@ def check_settings(s, data, world):
         if data.n_windows(split, s.block_size) < 1:
             raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
                             f'block_size = {s.block_size}: use a smaller block_size or more data')
-
-
-def check_vocabulary(record, data, folder):
-    """Raises UserError unless the run in `folder` was trained with the tokenizer of the data."""
-    want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids}
-    if any(want[key] != have[key] for key in have):
-        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} was trained '
-                        f'with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
 
 
 def model_config(s, given, data, record):

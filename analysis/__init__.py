@@ -5,3 +5,12 @@
     python -m analysis.scores out/chase_* --out=wave                    Context-Ready paper, appendix B: a task's scores over steps
     python -m analysis.gpn_state out/gpn --out=state                    GPN paper, section 7: what state and memory hold, and whether it matters
 """
+import csv
+
+
+def write_csv(path, rows):
+    """Writes rows, dicts with the same keys."""
+    with open(path, 'w', newline='') as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)

@@ -3,19 +3,18 @@
     python -m analysis.context_ready RUN RUN ... --out=NAME
 
 For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; the contraction estimate L
-at the K of training (of a bptt run: at K = 5); how many unrolls a parallel prefill took; multiply-adds per token and cache bytes per token. Writes NAME.csv
-and NAME.png, perplexity against K, and prints the table.
+at the K of training (of a bptt run: at K = 5); how many unrolls a parallel prefill took; multiply-adds per token and cache bytes per token.
+Writes NAME.csv and NAME.png, perplexity against K, and prints the table.
 """
-import csv
 import math
 import sys
 from dataclasses import dataclass
 
 import torch
 
-from config import UserError, check_ranges, load_run, load_settings, pick_device, sentences
+from analysis import write_csv
+from config import UserError, check_ranges, check_vocabulary, load_run, load_settings, pick_device, sentences
 from data import open_data
-from train import check_vocabulary
 
 DEPTHS = (1, 2, 3, 5, 10)
 
@@ -31,7 +30,7 @@ class Settings:
 
 @torch.no_grad()
 def measure(model, idx, targets):
-    """One batch (B, T): {K or 'sequential': nats per token}, contraction (B, T), unrolls of a parallel prefill."""
+    """One batch (B, T): {K or 'sequential': nats per token}, contraction at the places that still move (n,), unrolls of a parallel prefill."""
     c, nll, corrections = model.config, {}, []
     if c.K == 1:
         nll = {1: model(idx, targets)['nll'].item()}
@@ -105,10 +104,7 @@ def main():
             raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')
         check_ranges(s, tokens=(1, math.inf), batch_size=(1, math.inf))
         rows = [analyse(run, s) for run in runs]
-        with open(f'{s.out}.csv', 'w', newline='') as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(f'{s.out}.csv', rows)
         plot(rows, f'{s.out}.png')
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))

@@ -5,12 +5,11 @@
 Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where each
 line goes below the first one's for good. Time is that of the runs' own logs: compare runs that had the same machine.
 """
-import csv
 import statistics
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+from analysis import write_csv
 from config import UserError, load_settings, read_log, read_run, sentences
 
 NO_DIFFERENCE = {'seed', 'out_dir', 'resume', 'overwrite', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval', 'save_interval',
@@ -96,11 +95,8 @@ def main():
         if not runs:
             raise UserError('which runs? python -m analysis.loss_curves RUN RUN ... --out=NAME')
         curves = {label: curve(folders) for label, folders in group(runs).items()}
-        with open(f'{s.out}.csv', 'w', newline='') as file:
-            rows = [{'label': label} | p for label, points in curves.items() for p in points]
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        rows = [{'label': label} | p for label, points in curves.items() for p in points]
+        write_csv(f'{s.out}.csv', rows)
         plot(curves, f'{s.out}.png')
         first = next(iter(curves.values()))
         for label, points in curves.items():

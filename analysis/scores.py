@@ -6,10 +6,10 @@ Writes NAME.png and NAME.csv. Where a task has several scores, as pointer chasin
 gets a panel and each score a line: the wave of appendix B of the Context-Ready paper. Where it has one, as path-star graphs have,
 each configuration is a line, with a band from the lowest to the highest seed. Prints where each score ends and when it is solved.
 """
-import csv
 import sys
 from dataclasses import dataclass
 
+from analysis import write_csv
 from analysis.loss_curves import curve, group
 from config import UserError, load_settings, read_log, sentences
 
@@ -67,11 +67,8 @@ def main():
         if not runs:
             raise UserError('which runs? python -m analysis.scores RUN RUN ... --out=NAME')
         curves = {label: {name: curve(folders, name, name) for name in score_names(folders, s.scores)} for label, folders in group(runs).items()}
-        with open(f'{s.out}.csv', 'w', newline='') as file:
-            rows = [{'label': label, 'score': name} | p for label, scores in curves.items() for name, points in scores.items() for p in points]
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        rows = [{'label': label, 'score': name} | p for label, scores in curves.items() for name, points in scores.items() for p in points]
+        write_csv(f'{s.out}.csv', rows)
         plot(curves, f'{s.out}.png')
         for label, scores in curves.items():
             print(label)

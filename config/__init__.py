@@ -265,6 +265,14 @@ def read_run(folder):
         raise UserError(f'{path} is damaged ({type(error).__name__}: {error}); copy the run again or train it anew')
 
 
+def check_vocabulary(record, data, folder):
+    """Raises UserError unless the run in `folder` was trained with the tokenizer of the data."""
+    want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids}
+    if any(want[key] != have[key] for key in have):
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} was trained '
+                        f'with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
+
+
 def read_log(folder):
     """The records of a run's log.jsonl; a last line cut by a kill is left out."""
     path, records = Path(folder) / 'log.jsonl', []

@@ -1144,10 +1144,11 @@ def delta_step_backward(grad, memory, k, v, decay, beta, q, grad_read, keep=None
 
 DELTA_C = """
 #define EACH(i, n) _Pragma("GCC ivdep") for (long i = 0; i < n; i++) /* memory and out may be one: only equal places ever meet */
+#define EACH_HEAD _Pragma("omp parallel for if (B * H * K * D > 16384)") for (long n = 0; n < B * H; n++)
 
 void steps(const float *memory, float *out, const float *k, const float *v, const float *decay, const float *beta, const float *q,
            float *read, const float *keep, long S, long B, long H, long K, long D) {
-    for (long n = 0; n < B * H; n++)
+    EACH_HEAD
         for (long t = 0; t < S; t++) {
             long i = t * B * H + n;
             const float *before = t ? out + (i - B * H) * K * D : memory + n * K * D, *key = k + i * K;
@@ -1169,7 +1170,7 @@ void steps(const float *memory, float *out, const float *k, const float *v, cons
 void backward(float *grad, const float *memory, const float *k, const float *v, const float *decay, const float *beta, const float *q,
               const float *grad_read, const float *keep, float *grad_q, float *grad_k, float *grad_v, float *grad_beta, float *grad_log,
               long B, long H, long K, long D) {
-    for (long n = 0; n < B * H; n++) {
+    EACH_HEAD {
         float *g = grad + n * K * D, gv[D], error[D], kept = keep ? keep[n / H] : 1, along = 0, gb = 0, gl = 0;
         const float *m = memory + n * K * D, *key = k + n * K, *gr = grad_read + n * D;
         EACH(d, D) error[d] = v[n * D + d], gv[d] = 0;
@@ -1209,7 +1210,8 @@ def _build_delta_c():
         with open(source, 'w') as file:
             file.write(DELTA_C)
         flags = '-O3 -march=native -fno-math-errno -fno-signed-zeros -fno-trapping-math -fassociative-math -shared -fPIC'
-        if subprocess.run([compiler, *flags.split(), source, '-o', library], capture_output=True).returncode:
+        build = lambda *more: subprocess.run([compiler, *flags.split(), *more, source, '-o', library], capture_output=True).returncode == 0
+        if not (build('-fopenmp') or build()):  # its threads are PyTorch's: the library is loaded already
             return None
         library = ctypes.CDLL(library)
     library.steps.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 5

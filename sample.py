@@ -300,69 +300,65 @@ class DraftStatistics:
 class AutoLength:
     """Decides after each drafted token whether to draft another; pass it on to the next call, for it learns.
 
-    A round of n drafted tokens takes V + n (D + v) seconds: V a verification of nothing and all else, v what a token adds to it, D
-    drafting it. It yields one token and those accepted: 1 + a + a^2 + ... + a^n, if a of the tokens are accepted where their turn
-    comes. R is the most tokens per second that any n would make so. One more drafted token costs (D + v) seconds, in which R (D + v)
-    tokens could be made; it gives, in each row, the probability that all of the draft and it too are accepted. It is drafted
-    while it gives more than it costs.
+    A round of n drafted tokens takes V + n D seconds: V a verification of nothing, D drafting and verifying one token more. It
+    yields one token and those accepted: 1 + a + a^2 + ... + a^n, if a of the tokens are accepted where their turn comes. R is the
+    most tokens per second that any n would make so. One more drafted token costs D seconds, in which R D tokens could be made; it
+    gives, in each row, the probability that all of the draft and it too are accepted. It is drafted while it gives more than it costs.
     A drafted token is taken to be accepted as often as those before it of like confidence (the draft's own probability for it),
-    and the one to come as often as all before it. V, v and D are running means of what was measured, v the slope over n. The rows of a batch
+    and the one to come as often as all before it. V and D are a line through the times of earlier rounds. The rows of a batch
     share a round's time, so they share its length: a row that stopped alone would save nothing. That a token is drafted depends on
-    those before it only, never on itself, so the text keeps its law; its length depends on the clock, unless costs are given.
+    those before it only, never on itself, so the text keeps its law; its length depends on the clock, unless the cost is given.
     """
 
     BINS = 10
 
-    def __init__(self, costs=None):
-        """costs (D / V, v / V): fixed instead of measured."""
-        self.costs = costs
-        self.draft_seconds, self.rounds = None, [0.0] * 5  # of a token; sums over rounds of 1, n, t, n^2, n t for t seconds besides drafting
+    def __init__(self, cost=None):
+        """cost: D / V, fixed instead of measured."""
+        self.cost = cost
+        self.rounds = [0.0] * 5  # sums over rounds of 1, n, t, n^2, n t for t seconds, later ones counting more
         self.bins = [[1.5, 2.0] for _ in range(self.BINS)]  # accepted, tried: a start
 
-    def bin(self, confidence):
-        return self.bins[min(int(confidence * self.BINS), self.BINS - 1)]
-
     def model(self):
-        """V, v, D in one unit."""
-        if self.costs:
-            return 1.0, self.costs[1], self.costs[0]
+        """V and D in one unit."""
         weight, n, t, nn, nt = self.rounds
-        if not weight:
-            return 1.0, 0.05, 0.1
-        n, t = n / weight, t / weight  # a line through all rounds, and a few of 0.05 t a token
-        slope = (nt - weight * n * t + 4 * 0.05 * t) / (nn - weight * n * n + 4)
-        slope = min(max(slope, 0.0), t / (n + 1))
-        return t - slope * n, slope, self.draft_seconds
+        if self.cost or not weight:
+            return 1.0, self.cost or 0.1
+        n, t = n / weight, t / weight
+        slope = (nt - weight * n * t + 0.1 * t) / (nn - weight * n * n + 1)  # as if one more round had shown 0.1 t a token
+        slope = min(max(slope, 0.01 * t), t / (n + 1))
+        return t - slope * n, slope
 
-    def begin(self):
+    def begin(self, n_rows):
         """Before a round: `share` of drafted tokens that are accepted, and `price`, the probability at which another pays."""
-        V, v, D = self.model()
-        accepted, tried = (sum(values) for values in zip(*self.bins))
-        self.share, tokens, best = accepted / tried, 1.0, 1 / V
+        V, D = self.model()
+        accepted, tried = (sum(counts) for counts in zip(*self.bins))
+        self.share, self.drafts, self.survive = accepted / tried, [], [1.0] * n_rows
+        tokens, gain, rate = 1.0, 1.0, 1 / V
         for n in range(1, LONGEST_AUTO + 1):
-            tokens += self.share ** n
-            best = max(best, tokens / (V + n * (D + v)))
-        self.price = best * (D + v)
+            gain *= self.share
+            tokens += gain
+            if tokens / (V + n * D) < rate:
+                break
+            rate = tokens / (V + n * D)
+        self.price = rate * D
 
     def more(self, confidences):
-        """Whether to draft another token. confidences: for each row that goes on, those of its draft so far."""
-        gain = 0.0
-        for row in confidences:
-            survives = self.share
-            for confidence in row:
-                a, t = self.bin(confidence)
-                survives *= a / t
-            gain += survives
-        return gain > len(confidences) * self.price
+        """Whether to draft another token. confidences: of the token just drafted, for each row that goes on."""
+        bins = [self.bins[min(int(c * self.BINS), self.BINS - 1)] for c in confidences]
+        self.drafts.append(bins)
+        self.survive = [before * accepted / tried for before, (accepted, tried) in zip(self.survive, bins)]
+        return self.share * sum(self.survive) > len(bins) * self.price
 
-    def learn(self, n, outcomes, seconds):
-        """After a round of n drafted tokens, which took `seconds` besides drafting. outcomes: (confidences, length, accepted) of each row."""
-        V, v, _ = self.model()
-        t = min(seconds, 2 * (V + n * v)) if self.rounds[0] else seconds  # a pause of the machine counts little
-        self.rounds = [0.98 * total + x for total, x in zip(self.rounds, (1, n, t, n * n, n * t))]
-        for confidences, length, accepted in outcomes:
-            for i, confidence in enumerate(confidences[:min(length, accepted + 1)]):
-                counts = self.bin(confidence)
+    def learn(self, outcomes, seconds):
+        """After a round. outcomes: (length, accepted) of each row that went on; seconds that the round took, None: not typical."""
+        n = len(self.drafts)
+        if seconds is not None:
+            V, D = self.model()
+            t = min(seconds, 2 * (V + n * D)) if self.rounds[0] else seconds  # a pause of the machine counts little
+            self.rounds = [0.99 * total + x for total, x in zip(self.rounds, (1, n, t, n * n, n * t))]
+        for row, (length, accepted) in enumerate(outcomes):
+            for i in range(min(length, accepted + 1)):
+                counts = self.drafts[i][row]
                 counts[0] += i < accepted
                 counts[1] += 1
 
@@ -481,7 +477,7 @@ def speculative_generate(model, prompts, max_new_tokens, *, draft=None, draft_le
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     decoder = SpeculativeDecoder(model, cache, drafter, longest, filters, torch.Generator(device).manual_seed(seed))
     auto = (auto or AutoLength()) if draft_len == 'auto' else None
-    new, live = [[] for _ in prompts], [True] * len(prompts)
+    new, live, lengths_seen = [[] for _ in prompts], [True] * len(prompts), set()
 
     def append(row, ids):
         for token in ids:
@@ -492,37 +488,33 @@ def speculative_generate(model, prompts, max_new_tokens, *, draft=None, draft_le
     for row, token in enumerate(decoder.first(*pad(prompts, device)).tolist()):
         append(row, [token])
     while any(live):
+        start, rows = time.perf_counter(), [row for row, goes_on in enumerate(live) if goes_on]
         lengths = [max_new_tokens - len(ids) - 1 if goes_on else 0 for ids, goes_on in zip(new, live)]  # what a row has room for
-        n = drafted(decoder, auto, min(longest, max(lengths)), live)
+        n = drafted(decoder, auto, min(longest, max(lengths)), rows)
         lengths = [min(n, room) for room in lengths]
-        start = time.perf_counter()
         decoder.verify(n, torch.tensor(lengths, device=device), torch.tensor(live, device=device))
         accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
-        outcomes = [row for row, goes_on in enumerate(live) if goes_on]
-        for row in outcomes:
+        seconds = time.perf_counter() - start
+        for row in rows:
             statistics.add(lengths[row], accepted[row])
             append(row, drafts[row][:accepted[row]] + [token[row]])
         if on_tokens:
             on_tokens(new)
-        if auto:
-            confidences = decoder.confidences.tolist()
-            auto.learn(n, [(confidences[row], lengths[row], accepted[row]) for row in outcomes], time.perf_counter() - start)
+        if auto:  # the first round of a length also prepares: graphs, memory
+            auto.learn([(lengths[row], accepted[row]) for row in rows], seconds if n in lengths_seen else None)
+            lengths_seen.add(n)
     return new, statistics
 
 
-def drafted(decoder, auto, longest, live):
-    """Drafts up to `longest` tokens, with auto as many as are worth it, at least one. Returns how many."""
+def drafted(decoder, auto, longest, rows):
+    """Drafts up to `longest` tokens, with auto as many as are worth it for the rows that go on, at least one. Returns how many."""
     if auto:
-        auto.begin()
+        auto.begin(len(rows))
     for n in range(longest):
-        start = time.perf_counter()
         decoder.draft(n)
         if auto:
-            confidences = [row[:n + 1] for row, goes_on in zip(decoder.confidences.tolist(), live) if goes_on]
-            seconds = time.perf_counter() - start
-            before = auto.draft_seconds or seconds
-            auto.draft_seconds = 0.9 * before + 0.1 * min(seconds, 2 * before)
-            if not auto.more(confidences):
+            confidences = decoder.confidences[:, n].tolist()
+            if not auto.more([confidences[row] for row in rows]):
                 return n + 1
     return longest
 

@@ -1,5 +1,6 @@
 """Speculative decoding: the text has the law of plain decoding, whatever drafts, however long the drafts are."""
 import itertools
+import random
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def near(model, noise=0.1):
 
 TINY = dict(n_layer=1, n_embd=8, n_ids=3, vocab_size=4)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
-COSTS = (0.05, 0.02)
+COST = 0.07
 
 
 @pytest.mark.parametrize('name, drafts', [('nextlat', None), ('mtp', None), ('jtp', None), ('standard', 'standard'), ('standard', 'sps'), ('sps', 'standard'),
@@ -48,7 +49,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
     model = make(name, eos_id=59)
     draft = None if drafts is None else near(model) if drafts == name else make(drafts, seed=1, eos_id=59)
     prompts = [torch.randint(0, 60, (1 + i % 9,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(100)]
-    got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0, auto=AutoLength(COSTS))
+    got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0, auto=AutoLength(COST))
     assert got == generate(model, prompts, 30, temperature=0)
     assert statistics.tokens >= 100 * 29 and all(0 <= share <= 1 for share in statistics.by_position)
     if drafts == name:
@@ -144,7 +145,7 @@ def test_every_text_has_the_probability_of_plain_sampling(name, drafts, filters,
     model, draft = make(name, **values), drafts and make(drafts, seed=1, **values)
     prompts, n, row = [[1, 0, 2], [2], [0, 0]], 4 if not filters and draft_len != 1 and drafts is None else 3, 1
     def one():
-        return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, auto=AutoLength((0.3, 0.1)), **filters)[0][row]
+        return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, auto=AutoLength(0.4), **filters)[0][row]
     with torch.inference_mode():
         got, want = law_of(one, row, monkeypatch), plain_law(model, prompts[row], n, **filters)
     assert abs(sum(got.values()) - 1) < 1e-6
@@ -170,20 +171,36 @@ def test_drawn_texts_follow_the_law():
 
 def test_auto_drafts_long_where_drafts_are_good_and_short_where_not():
     model = make('nextlat')
-    strangers = speculative_generate(model, PROMPTS, 60, auto=AutoLength(COSTS), draft=make('standard', seed=5))[1]
-    twins = speculative_generate(model, PROMPTS, 60, auto=AutoLength(COSTS), draft=near(model, 0.0))[1]
+    strangers = speculative_generate(model, PROMPTS, 60, auto=AutoLength(COST), draft=make('standard', seed=5))[1]
+    twins = speculative_generate(model, PROMPTS, 60, auto=AutoLength(COST), draft=near(model, 0.0))[1]
     assert twins.accepted_per_step > 8 and sum(strangers.tried) / strangers.rounds < 3
 
 
 def test_auto_weighs_gain_against_cost():
-    auto = AutoLength(costs=(0.1, 0.05))
-    for _ in range(50):
-        auto.learn(2, [([0.95, 0.15], 2, 1)], 1.0)  # sure ones are accepted, others are not
-    auto.begin()
-    assert auto.more([[0.95]]) and not auto.more([[0.15]]) and not auto.more([[0.95, 0.15]])
-    dear = AutoLength(costs=(2.0, 0.5))
-    dear.begin()
-    assert not dear.more([[0.95]])
+    auto = AutoLength(0.15)
+    for _ in range(50):  # sure tokens are accepted, others are not
+        auto.begin(1)
+        auto.more([0.95]), auto.more([0.15])
+        auto.learn([(2, 1)], None)
+    for drafted, another in (([0.95], True), ([0.15], False), ([0.95, 0.15], False)):
+        auto.begin(1)
+        assert [auto.more([confidence]) for confidence in drafted][-1] == another
+    dear = AutoLength(2.5)
+    dear.begin(1)
+    assert not dear.more([0.95])
+
+
+def test_auto_measures_what_a_token_costs():
+    auto, rng = AutoLength(), random.Random(0)
+    for _ in range(300):
+        auto.begin(1)
+        n = rng.randint(2, 8)
+        for _ in range(n):
+            auto.more([0.5])
+        pause = 50 if rng.random() < 0.02 else 1
+        auto.learn([(n, 1)], pause * rng.gauss(2.0 + 0.3 * n, 0.1))
+    V, D = auto.model()
+    assert abs(V - 2.0) < 0.3 and abs(D - 0.3) < 0.06
 
 
 # ---- the command line ----

@@ -17,6 +17,7 @@ What training holds, in numbers, for R = T / S segments of S = segment_len steps
 W = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), M at segment starts R B H K D; and in the backward (S + 1) B H K D for M
 in one segment and a few times S B W for what its steps need. M at every step, T B H K D, is never there.
 """
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -166,6 +167,9 @@ class Weights:
         self.answer_eps = torch.tensor((sizes.n_head * sizes.d_v * eps) ** 0.5, **wide)
         self.key_eps = torch.tensor(1e-6, **wide)
 
+    def tensors(self):
+        return [x for x in (*self.ground, *(x for layer in self.layers for x in layer), self.rate, self.first_key) if x is not None]
+
 
 def packed(weight):
     """The weight in the layout of the CPU's matrix units, where this PyTorch can (private operators): products of few rows are bound
@@ -237,20 +241,21 @@ def step(w, s, k, memory, u, keep=None, active=None):
 
 
 def steps(w, s, k, memory, u, keep=None):
-    """`step` for each of u (n, B, C). Returns s, k, the layers' states and the products: of each a list over n."""
+    """`step` for each of u (n, B, C). Returns s, k, memory, the layers' states and the products: of the last two a list over n each."""
     rows = []
     for j in range(len(u)):
         s, k, states, products = step(w, s, k, memory, u[j], None if keep is None else keep[j])
         rows.append((*states, *products))
-    return s, k, list(zip(*rows))
+    return s, k, memory, list(zip(*rows))
 
 
-def segment_gradient(w, u, keep, s, k, memory, inner, kept, grad, ds, dk, dm, cut_end):
+def segment_gradient(w, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept):
     """The gradient of the steps of a segment, `steps` backwards.
 
-    s (S, B, C), the predicted states that the steps start from; k (B, H, K), memory: before the first; inner, kept: lists of what
-    `steps` gave, (S, B, ...) each; grad (S, B, C), of the predicted states; ds, dk, dm: of the last state, of the next key and of
-    the memory, from what comes after; cut_end: that is another piece of truncated BPTT, and dk then reaches the weights only.
+    s (S, B, C), the predicted states that the steps start from; k (B, H, K), memory: before the first; grad (S, B, C), of the
+    predicted states; ds, dk, dm: of the last state, of the next key and of the memory, from what comes after; cut_end: that is
+    another piece of truncated BPTT, and dk then reaches the weights only; kept: what `steps` gave, (S, B, ...) each, the states of
+    all layers but the last, then the products.
     Returns the gradient of u (S, B, C), the new ds, dk, dm, those of the rates and of the first key, and for each weight of a
     product a pair: its gradient is the product of the two over all steps.
     """
@@ -261,7 +266,7 @@ def segment_gradient(w, u, keep, s, k, memory, inner, kept, grad, ds, dk, dm, cu
         return dict(n=n, inverse=1 / length, gate=gate, gate_slope=x * gate * (1 - gate))
 
     # what is not recurrent, for all steps at once
-    kept = [x.to(u.dtype) for x in kept]
+    inner, kept = kept[:L - 1], [x.to(u.dtype) for x in kept[L - 1:]]
     s = s if keep is None else s * keep
     ground, layers = gated(s, kept[0]), []
     x, softplus, memories = torch.addcmul(u, ground['gate'], s), None, [None] * S
@@ -329,6 +334,59 @@ def segment_gradient(w, u, keep, s, k, memory, inner, kept, grad, ds, dk, dm, cu
     return stack(du), ds, dk, dm, rate, first_key.sum(0), pairs
 
 
+class Graph:
+    """A function of tensors, or None, as a CUDA graph. Its results are overwritten by the next replay."""
+
+    def __init__(self, function, inputs):
+        self.inputs = [x if x is None else x.clone() for x in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what happens only once, as compiling kernels
+            function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # nccl's own thread may go on
+            self.results = function(*self.inputs)
+
+    def replay(self, inputs):
+        for own, x in zip(self.inputs, inputs):
+            if own is not None:
+                own.copy_(x)
+        self.graph.replay()
+        return self.results
+
+
+GRAPHS = True  # on a GPU a segment is one CUDA graph, as its kernels are too small for their launches
+_graphs, _graph_weights = {}, {}  # made once for each shape, and kept
+
+
+def uses_graphs(x):
+    return GRAPHS and x.is_cuda
+
+
+def segment_weights(folded, *options):
+    """`Weights`, for `run_segment`: with graphs always the same tensors with new values, as graphs read the ones they were made with."""
+    w = Weights(folded, *options)
+    if not uses_graphs(folded[0]):
+        return w
+    key = (*options, folded[0].device, folded[0].shape, folded[0].dtype)
+    if key not in _graph_weights:
+        _graph_weights[key] = Weights([x.clone() for x in folded], *options)
+    for own, x in zip(_graph_weights[key].tensors(), w.tensors()):
+        own.copy_(x)
+    return _graph_weights[key]
+
+
+def run_segment(function, w, inputs, *options):
+    """function(w, *options, *inputs), the inputs tensors or None; with graphs, results that the next call overwrites."""
+    if not uses_graphs(inputs[0]):
+        return function(w, *options, *inputs)
+    key = (function, w, *options, *(x if x is None else (x.shape, x.dtype) for x in inputs))
+    if key not in _graphs:
+        _graphs[key] = Graph(functools.partial(function, w, *options), inputs)
+    return _graphs[key].replay(inputs)
+
+
 def segments(T, segment_len, bptt_len):
     """[(first step, end)] of the pieces whose memories are recomputed at once; a gradient's cut is always between two."""
     starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len)})
@@ -341,13 +399,13 @@ def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.
     start of each of `segments` (R, B, H, K, D), the states between layers (T, B, C) and the products (T, B, width) in dtype."""
     T, sizes, n = len(u), Sizes(*sizes), sizes[-1]
     with torch.autocast(u.device.type, enabled=False):
-        w, outputs = Weights(folded, sizes, eps, dtype), _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record)
+        w, outputs = segment_weights(folded, sizes, eps, dtype), _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record)
         out, memories, *kept = outputs
         s, k, memory = torch.zeros_like(u[0]), w.first_key.repeat(u.shape[1], 1, 1), torch.zeros_like(memories[0])
         for r, (a, b) in enumerate(segments(T, segment_len, bptt_len)):
             if record:
                 memories[r] = memory
-            s, k, rows = steps(w, s, k, memory, u[a:b], None if keep is None else keep[a:b])
+            s, k, memory, rows = run_segment(steps, w, [s, k, memory, u[a:b], None if keep is None else keep[a:b]])
             torch.stack(rows[n - 1], out=out[a:b])
             for x, row in zip(kept, (*rows[:n - 1], *rows[n:])):
                 torch.stack(row, out=x[a:b])
@@ -373,27 +431,26 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, keep: torch.Tensor | None
     Only the gradients of state, key and memory go through the steps; those of the weights are one large product each a segment.
     """
     (T, B, C), sizes, (out, memories, *kept) = u.shape, Sizes(*sizes), outputs
-    inner, kept, H, K = kept[:sizes.n_layer - 1], kept[sizes.n_layer - 1:], sizes.n_head, sizes.d_k
+    L, H, K = sizes.n_layer, sizes.n_head, sizes.d_k
 
     def add(grad, dout, x):
         dout, x = dout.flatten(0, 1).to(dtype), x.flatten(0, 1).to(dtype)
         grad.addmm_(dout.T, x) if dtype == grad.dtype else grad.add_(dout.T @ x)
 
     with torch.autocast(u.device.type, enabled=False):
-        w, grad_u = Weights(folded, sizes, eps, dtype, backward=True), torch.empty_like(u)
+        w, grad_u = segment_weights(folded, sizes, eps, dtype, True), torch.empty_like(u)
         grads = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
         for (a, b), memory in reversed(list(zip(segments(T, segment_len, bptt_len), memories))):
             s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
             k = w.first_key.repeat(B, 1, 1)
             if a and H:
-                k = unit(F.relu(kept[1][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype).unflatten(-1, (H, K))), w.key_eps)[0]
-            grad_u[a:b], ds, dk, dm, rate, first_key, pairs = segment_gradient(
-                w, u[a:b], None if keep is None else keep[a:b], s, k, memory, [x[a:b] for x in inner], [x[a:b] for x in kept], grad[a:b],
-                ds, dk, dm, b < T and b % bptt_len == 0)
+                k = unit(F.relu(kept[L][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype).unflatten(-1, (H, K))), w.key_eps)[0]
+            inputs = [u[a:b], None if keep is None else keep[a:b], s, k, memory, grad[a:b], ds, dk, dm, *(x[a:b] for x in kept)]
+            grad_u[a:b], ds, dk, dm, rate, first_key, pairs = run_segment(segment_gradient, w, inputs, b < T and b % bptt_len == 0)
             add(grads[0], *pairs[0])
             grads[1] += pairs[0][0].sum((0, 1))
-            for i in range(sizes.n_layer):
+            for i in range(L):
                 (dz, n), (dx, y) = pairs[1 + 2 * i:3 + 2 * i]
                 add(grads[2 + 3 * i], dz, n)
                 grads[3 + 3 * i] += dz.sum((0, 1))

@@ -40,6 +40,15 @@ def compiled(states, on):
     return run
 
 
+def without_graphs(step):
+    def run():
+        model_gpn.GRAPHS = False
+        loss = step()
+        model_gpn.GRAPHS = True
+        return loss
+    return run
+
+
 def make_model(B, T, **values):
     torch.manual_seed(0)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -88,6 +97,7 @@ def on_gpu():
         model, tokens = make_model(B, T)
         with torch.autocast('cuda', torch.bfloat16):
             steps = {'scan': make_step(model, model.states, tokens)}
+            steps['without graphs'] = without_graphs(steps['scan'])
             if with_loop:
                 steps['loop'] = make_step(model, model.loop, tokens)
             torch.cuda.reset_peak_memory_stats()
@@ -95,6 +105,7 @@ def on_gpu():
         c, bandwidth = model.config, next((x for name, x in BANDWIDTH.items() if name in torch.cuda.get_device_name()), 3.35e12)
         moved = 2 * sum(w.numel() for w in model._folded()) + 4 * B * c.n_head * c.d_k * c.d_v  # weights and M, once
         rows.append({'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']), 'of_bandwidth_bound': round(2 * T * moved / bandwidth / seconds['scan'], 3),
+                     'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
                      'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
                      'peak_gb': round(torch.cuda.max_memory_allocated() / 1e9, 1)})
     write_results('gpn', rows)

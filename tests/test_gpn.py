@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 import config
 import model_gpn as G
@@ -136,3 +137,52 @@ def test_products_in_bf16_stay_close():
         assert states.dtype == torch.float32
     for want, got in zip(*results):
         assert (got - want).norm() < 0.05 * want.norm()
+
+
+class Rerun:
+    """Stands for a CUDA graph: the same tensors go in and come out each time."""
+
+    def __init__(self, function, inputs):
+        self.function, self.inputs = function, [x if x is None else x.clone() for x in inputs]
+        self.results = function(*self.inputs)
+
+    def replay(self, inputs):
+        for own, x in zip(self.inputs, inputs):
+            if own is not None:
+                own.copy_(x)
+        results = self.function(*self.inputs)
+        for own, x in zip(*map(tree_leaves, (self.results, results))):
+            if own is not None:
+                own.copy_(x)
+        return self.results
+
+
+def loss_and_gradients(model, idx):
+    loss = model.states(idx).square().sum()
+    return [loss, *torch.autograd.grad(loss, [p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))])]
+
+
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
+@pytest.mark.parametrize('values', [dict(n_head=0), dict(n_layer=2, eos_id=59, bptt_len=10)], ids=str)
+def test_graphs_of_segments_give_what_the_steps_do(values, device, monkeypatch):
+    """Two models of one shape share the graphs, the forward of one between forward and backward of the other."""
+    models = [make(**values)[0].float().to(device) for _ in range(2)]
+    for p in models[1].parameters():
+        p.data *= 0.8
+    idx = make()[1].to(device)
+    monkeypatch.setattr(G, 'GRAPHS', False)
+    want = [loss_and_gradients(model, idx) for model in models]
+    if device == 'cpu':
+        monkeypatch.setattr(G, 'Graph', Rerun)
+        monkeypatch.setattr(G, 'uses_graphs', lambda x: True)
+    monkeypatch.setattr(G, 'GRAPHS', True)
+    for name in ('_graphs', '_graph_weights'):
+        monkeypatch.setattr(G, name, {})
+    before = models[0].states(idx).square().sum()
+    for _ in range(2):
+        for model, expected in zip(models, want):
+            for got, tensor in zip(loss_and_gradients(model, idx), expected):
+                torch.testing.assert_close(got, tensor, rtol=1e-4, atol=1e-5 * tensor.abs().max().item())
+    before.backward()
+    torch.testing.assert_close(models[0].fuse.weight.grad, want[0][1 + [n for n, _ in models[0].named_parameters()].index('fuse.weight')],
+                               rtol=1e-4, atol=1e-4)

@@ -517,7 +517,8 @@ def evaluate(folder, s, tasks, corpora):
         print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their start', file=sys.stderr)
     if rank() == 0:
         versions = {'torch': torch.__version__} | ({'lm_eval': importlib.metadata.version('lm_eval')} if through else {})
-        line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'dtype': str(next(scorer.model.parameters()).dtype)[6:], 'versions': versions,
+        line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s),
+                'dtype': str(next(scorer.model.parameters()).dtype)[6:], 'versions': versions,
                 'truncated': scorer.truncated, 'results': results}
         with open(Path(folder) / 'eval.jsonl', 'a') as file:
             file.write(json.dumps(line) + '\n')

@@ -686,7 +686,8 @@ class Cache:
 
     @property
     def nbytes(self):
-        return sum(x.nbytes for x in (self.s, self.k, self.memory, self.ended, *self.before, self.u, self.keep, self.since, self.lengths, self.hidden))
+        return sum(x.nbytes for x in (self.s, self.k, self.memory, self.ended, *self.before, self.u, self.keep, self.since,
+                                      self.lengths, self.hidden))
 
     def advance(self, u, keep, active):
         """One token in the rows that are active (B,): u (B, C), keep (B, 1). Returns the new states (B, C)."""

@@ -97,13 +97,15 @@ def batches(source, s, position):
 
 def column(table, field, kind, documents):
     """The values of a field; UserError for the first record whose value is not of this kind."""
-    remedy = f'the fields are {", ".join(table.column_names)}: set --text_field, or --id_field (None: the hash of the text decides between train and val)'
+    remedy = (f'the fields are {", ".join(table.column_names)}: set --text_field, or --id_field '
+              '(None: the hash of the text decides between train and val)')
     if field not in table.column_names:
         raise UserError(f'record {documents + 1:,} has no field {field!r}; {remedy}')
     values = table[field].to_pylist()
     for i, value in enumerate(values):
         if not isinstance(value, kind):
-            raise UserError(f'record {documents + i + 1:,} has {value!r:.60} in the field {field!r}, which is no {"text" if kind is str else "id"}; {remedy}')
+            raise UserError(f'record {documents + i + 1:,} has {value!r:.60} in the field {field!r}, '
+                                f'which is no {"text" if kind is str else "id"}; {remedy}')
     return values
 
 
@@ -228,7 +230,8 @@ def prepare(name, s):
         arguments = {'source': name} | {k: v for k, v in dataclasses.asdict(s).items() if k not in ('out_dir', 'workers', 'vocab_dir')}
         writer, position = load_progress(folder, arguments, tokenizer, s.shard_tokens)
         if position['documents']:
-            print(f'{folder} has {sum(len(i["shards"]) for i in writer.splits.values())} whole shards: going on after document {position["documents"]:,}')
+            shards = sum(len(split['shards']) for split in writer.splits.values())
+            print(f'{folder} has {shards} whole shards: going on after document {position["documents"]:,}')
         fill(folder, writer, name, s, arguments, position)
         writer.finish(keep_tokenizer(folder, tokenizer.name))
     for path in (folder / 'progress.json', folder / '.lock', *folder.glob('.pending_*')):

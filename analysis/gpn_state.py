@@ -129,7 +129,8 @@ def measure(model, batches, unigram, show):
     T, n_ids, rows = states.shape[1], model.config.n_ids, []
     numbers, deviation, share = geometry(states.flatten(0, 1))
     rows += [('geometry', name, '', v) for name, v in numbers.items()]
-    rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)] + [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
+    rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
+    rows += [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
 
     mean = states.mean((0, 1))
     read = lambda s: model._logits(model._decoded(s))[:n_ids]

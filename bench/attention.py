@@ -180,7 +180,8 @@ def tune():
                 except Exception as error:  # a tile that this GPU cannot hold
                     print(f'{kind} {candidate}: {type(error).__name__}')
             row[kind] = min(times, key=times.get)
-            print(f'{kind} {row[kind]}: {times[row[kind]] * 1e3:.3f} ms, so far {best[kind]}: {times.get(best[kind], float("nan")) * 1e3:.3f} ms', flush=True)
+            print(f'{kind} {row[kind]}: {times[row[kind]] * 1e3:.3f} ms, '
+                  f'so far {best[kind]}: {times.get(best[kind], float("nan")) * 1e3:.3f} ms', flush=True)
             best = best | {kind: row[kind]}
         print(f'    ({arch!r}, {largest}, 16): {row},')
 

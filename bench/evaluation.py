@@ -46,7 +46,8 @@ def main():
             worst = max(abs(a[0] - b[0]) for a, b in zip(ours(), theirs()))
             assert worst < 1e-3 and all(a[1] == b[1] for a, b in zip(ours(), theirs())), worst
         seconds = alternate({'ours': ours, 'hf': theirs}, rounds=2, warmup=1)
-        rows.append({'dtype': str(dtype)[6:], 'requests': len(requests), 'context': CONTEXT, 'batch': BATCH, 'ours_requests_per_s': round(len(requests) / seconds['ours'], 1),
+        rows.append({'dtype': str(dtype)[6:], 'requests': len(requests), 'context': CONTEXT, 'batch': BATCH,
+                     'ours_requests_per_s': round(len(requests) / seconds['ours'], 1),
                      'hf_requests_per_s': round(len(requests) / seconds['hf'], 1), 'ratio': round(seconds['hf'] / seconds['ours'], 3)})
     write_results('evaluation', rows)
 

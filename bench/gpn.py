@@ -104,7 +104,8 @@ def on_gpu():
             seconds = alternate(steps, rounds=3, warmup=1)
         c, bandwidth = model.config, next((x for name, x in BANDWIDTH.items() if name in torch.cuda.get_device_name()), 3.35e12)
         moved = 2 * sum(w.numel() for w in model._folded()) + 4 * B * c.n_head * c.d_k * c.d_v  # weights and M, once
-        rows.append({'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']), 'of_bandwidth_bound': round(2 * T * moved / bandwidth / seconds['scan'], 3),
+        rows.append({'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']),
+                     'of_bandwidth_bound': round(2 * T * moved / bandwidth / seconds['scan'], 3),
                      'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
                      'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
                      'peak_gb': round(torch.cuda.max_memory_allocated() / 1e9, 1)})

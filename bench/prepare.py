@@ -38,7 +38,8 @@ def main():
             start = time.perf_counter()
             loop(file, folder, vocabulary)
             middle = time.perf_counter()
-            subprocess.run([sys.executable, 'prepare_fineweb.py', file, f'--out_dir={folder / "data"}', *options], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([sys.executable, 'prepare_fineweb.py', file, f'--out_dir={folder / "data"}', *options],
+                           check=True, stdout=subprocess.DEVNULL)
             end = time.perf_counter()
             info = Data(folder / 'data').splits
             tokens = info['train']['tokens'] + info['val']['tokens']

@@ -103,9 +103,12 @@ OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in (
 
 def objective_step(objective, horizon, vocabulary=VOCABULARY):
     """A training step of model_nextlat as `train.py` does it by default, and the model. The width of p_psi is the paper's share of n_embd."""
-    shape = dict(n_layer=12, n_head=6, n_embd=384, n_dynamics=1224) if DEVICE.type == 'cpu' else dict(n_layer=22, n_head=16, n_embd=2048, n_dynamics=6528)
+    shape = dict(n_layer=22, n_head=16, n_embd=2048, n_dynamics=6528)
+    if DEVICE.type == 'cpu':
+        shape = dict(n_layer=12, n_head=6, n_embd=384, n_dynamics=1224)
     torch.manual_seed(0)
-    model = model_nextlat.Model(model_nextlat.Config(objective=objective, horizon=horizon, vocab_size=vocabulary, n_ids=vocabulary, eos_id=None, **shape)).to(DEVICE)
+    values = model_nextlat.Config(objective=objective, horizon=horizon, vocab_size=vocabulary, n_ids=vocabulary, eos_id=None, **shape)
+    model = model_nextlat.Model(values).to(DEVICE)
     called = torch.compile(model) if DEVICE.type == 'cuda' else model
     tokens = torch.randint(0, vocabulary, (2, BATCH, T if DEVICE.type == 'cpu' else 1024), device=DEVICE)
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], train.make_optimizer(model, train.Settings()), tokens,

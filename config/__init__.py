@@ -55,7 +55,8 @@ def sentences():
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        sys.exit(f'{Path(sys.argv[0]).name}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks (context_ready: checkpoint_unrolls); sampling: '
+        sys.exit(f'{Path(sys.argv[0]).name}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks '
+                 '(context_ready: checkpoint_unrolls); sampling: '
                  f'give fewer or shorter prompts. {str(error).splitlines()[0]}')
 
 
@@ -328,7 +329,8 @@ def export_llama(run, folder):
     """Writes a Standard run as a Hugging Face Llama folder: config.json, safetensors, and the tokenizer where it is a file."""
     model, record = load_run(run)
     if record['model'] != 'standard' or model.config.window is not None:
-        raise UserError(f'{run} is a model_{record["model"]} with window = {getattr(model.config, "window", None)}: only model_standard without a window is a Llama')
+        raise UserError(f'{run} is a model_{record["model"]} with window = {getattr(model.config, "window", None)}: '
+                        'only model_standard without a window is a Llama')
     if Path(folder).exists():
         raise UserError(f'{folder} exists: remove it first, or write to another folder')
     temporary = Path(f'{folder}.writing')
@@ -355,7 +357,8 @@ def import_llama(folder, run, tokenizer):
     c = llama.config
     rope = c.rope_parameters
     for what, is_so in (('grouped queries', c.num_key_value_heads != c.num_attention_heads), ('biases', c.attention_bias or c.mlp_bias),
-                        ('heads of another size', c.head_dim * c.num_attention_heads != c.hidden_size), ('scaled positions', rope['rope_type'] != 'default'),
+                        ('heads of another size', c.head_dim * c.num_attention_heads != c.hidden_size),
+                         ('scaled positions', rope['rope_type'] != 'default'),
                         (f'{c.vocab_size} ids where {tokenizer.name} has {tokenizer.n_ids}', c.vocab_size != tokenizer.n_ids)):
         if is_so:
             raise UserError(f'{folder} has {what}, which model_standard has not')

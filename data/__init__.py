@@ -352,7 +352,8 @@ class Data:
     def __init__(self, folder):
         self.folder = Path(folder)
         if not (self.folder / 'meta.json').is_file():
-            raise UserError(f'no data at {folder}: expected a folder with meta.json or with .txt files, or built-in data ({", ".join(builtin_data())})')
+            raise UserError(f'no data at {folder}: expected a folder with meta.json or with .txt files, '
+                        f'or built-in data ({", ".join(builtin_data())})')
         try:
             meta = json.loads((self.folder / 'meta.json').read_text())
             self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']

@@ -155,6 +155,8 @@ class Sizes(NamedTuple):
 class Weights:
     """`Model._folded` as products in one dtype. backward: the products of a gradient with the weights instead."""
 
+    graphs = False  # CUDA graphs read these tensors
+
     def __init__(self, folded, sizes, eps, dtype, backward=False):
         ground, bias, *rest = folded
         ready = lambda w: packed(w.T.to(dtype) if backward else w.to(dtype))
@@ -356,7 +358,7 @@ class Graph:
         return self.results
 
 
-GRAPHS = True  # on a GPU a segment is one CUDA graph, as its kernels are too small for their launches
+GRAPHS = True  # in training on a GPU a segment is one CUDA graph, as its kernels are too small for their launches
 _graphs, _graph_weights = {}, {}  # made once for each shape, and kept
 
 
@@ -372,6 +374,7 @@ def segment_weights(folded, *options):
     key = (*options, folded[0].device, folded[0].shape, folded[0].dtype)
     if key not in _graph_weights:
         _graph_weights[key] = Weights([x.clone() for x in folded], *options)
+        _graph_weights[key].graphs = True
     for own, x in zip(_graph_weights[key].tensors(), w.tensors()):
         own.copy_(x)
     return _graph_weights[key]
@@ -379,7 +382,7 @@ def segment_weights(folded, *options):
 
 def run_segment(function, w, inputs, *options):
     """function(w, *options, *inputs), the inputs tensors or None; with graphs, results that the next call overwrites."""
-    if not uses_graphs(inputs[0]):
+    if not w.graphs:
         return function(w, *options, *inputs)
     key = (function, w, *options, *(x if x is None else (x.shape, x.dtype) for x in inputs))
     if key not in _graphs:
@@ -399,7 +402,8 @@ def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.
     start of each of `segments` (R, B, H, K, D), the states between layers (T, B, C) and the products (T, B, width) in dtype."""
     T, sizes, n = len(u), Sizes(*sizes), sizes[-1]
     with torch.autocast(u.device.type, enabled=False):
-        w, outputs = segment_weights(folded, sizes, eps, dtype), _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record)
+        w = (segment_weights if record else Weights)(folded, sizes, eps, dtype)
+        outputs = _scan_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record)
         out, memories, *kept = outputs
         s, k, memory = torch.zeros_like(u[0]), w.first_key.repeat(u.shape[1], 1, 1), torch.zeros_like(memories[0])
         for r, (a, b) in enumerate(segments(T, segment_len, bptt_len)):

@@ -490,7 +490,8 @@ def speculative_generate(model, prompts, max_new_tokens, *, draft=None, draft_le
     while any(live):
         start, rows = time.perf_counter(), [row for row, goes_on in enumerate(live) if goes_on]
         lengths = [max_new_tokens - len(ids) - 1 if goes_on else 0 for ids, goes_on in zip(new, live)]  # what a row has room for
-        n = drafted(decoder, auto, min(longest, max(lengths)), rows)
+        most = longest if device.type == 'cuda' else min(longest, max(lengths))  # another length would be another graph
+        n = drafted(decoder, auto, most, rows)
         lengths = [min(n, room) for room in lengths]
         decoder.verify(n, torch.tensor(lengths, device=device), torch.tensor(live, device=device))
         accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()

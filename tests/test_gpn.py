@@ -178,11 +178,15 @@ def test_graphs_of_segments_give_what_the_steps_do(values, device, monkeypatch):
     monkeypatch.setattr(G, 'GRAPHS', True)
     for name in ('_graphs', '_graph_weights'):
         monkeypatch.setattr(G, name, {})
+    with torch.inference_mode():
+        models[0].states(idx)
+    assert not G._graphs  # whose shapes are many
     before = models[0].states(idx).square().sum()
     for _ in range(2):
         for model, expected in zip(models, want):
             for got, tensor in zip(loss_and_gradients(model, idx), expected):
                 torch.testing.assert_close(got, tensor, rtol=1e-4, atol=1e-5 * tensor.abs().max().item())
+    assert not any(x.requires_grad for w in G._graph_weights.values() for x in w.tensors())
     before.backward()
     torch.testing.assert_close(models[0].fuse.weight.grad, want[0][1 + [n for n, _ in models[0].named_parameters()].index('fuse.weight')],
                                rtol=1e-4, atol=1e-4)

@@ -165,9 +165,9 @@ class Weights:
             self.layers.append((ready(enter), None if backward else b.to(dtype), ready(leave)))
         wide = dict(device=ground.device, dtype=torch.promote_types(ground.dtype, torch.float32))
         self.rate, self.first_key = (x.to(**wide) for x in rest[-2:]) if sizes.n_head else [torch.zeros(0, sizes.d_k, **wide)] * 2
-        self.state_eps = torch.tensor((sizes.n_embd * eps) ** 0.5, **wide)
-        self.answer_eps = torch.tensor((sizes.n_head * sizes.d_v * eps) ** 0.5, **wide)
-        self.key_eps = torch.tensor(1e-6, **wide)
+        self.state_eps = torch.full((), (sizes.n_embd * eps) ** 0.5, **wide)
+        self.answer_eps = torch.full((), (sizes.n_head * sizes.d_v * eps) ** 0.5, **wide)
+        self.key_eps = torch.full((), 1e-6, **wide)
 
     def tensors(self):
         return [x for x in (*self.ground, *(x for layer in self.layers for x in layer), self.rate, self.first_key) if x is not None]

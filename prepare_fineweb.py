@@ -105,7 +105,7 @@ def column(table, field, kind, documents):
     for i, value in enumerate(values):
         if not isinstance(value, kind):
             raise UserError(f'record {documents + i + 1:,} has {value!r:.60} in the field {field!r}, '
-                                f'which is no {"text" if kind is str else "id"}; {remedy}')
+                            f'which is no {"text" if kind is str else "id"}; {remedy}')
     return values
 
 

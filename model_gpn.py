@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import delta_replay, delta_step, delta_step_backward, linear_cross_entropy, rms_norm, rows_times
+from attn_kernels import GPNInC, delta_replay, delta_step, delta_step_backward, linear_cross_entropy, rms_norm, rows_times
 
 
 @dataclass
@@ -158,16 +158,20 @@ class Weights:
     graphs = False  # CUDA graphs read these tensors
 
     def __init__(self, folded, sizes, eps, dtype, backward=False):
-        ground, bias, *rest = folded
-        ready = lambda w: packed(w.T.to(dtype) if backward else w.to(dtype))
-        self.sizes, self.ground, self.layers = sizes, (ready(ground), None if backward else bias.to(dtype)), []
-        for enter, b, leave in zip(*(rest[i:3 * sizes.n_layer:3] for i in range(3))):
-            self.layers.append((ready(enter), None if backward else b.to(dtype), ready(leave)))
-        wide = dict(device=ground.device, dtype=torch.promote_types(ground.dtype, torch.float32))
-        self.rate, self.first_key = (x.to(**wide) for x in rest[-2:]) if sizes.n_head else [torch.zeros(0, sizes.d_k, **wide)] * 2
-        self.state_eps = torch.full((), (sizes.n_embd * eps) ** 0.5, **wide)
-        self.answer_eps = torch.full((), (sizes.n_head * sizes.d_v * eps) ** 0.5, **wide)
-        self.key_eps = torch.full((), 1e-6, **wide)
+        device, wide = folded[0].device, torch.promote_types(folded[0].dtype, torch.float32)
+        no_memory = [torch.zeros(0, sizes.d_k, device=device)] * 2
+        self.rate, self.first_key = (x.detach().to(wide) for x in (folded[-2:] if sizes.n_head else no_memory))
+        all_eps = [(sizes.n_embd * eps) ** 0.5, (sizes.n_head * sizes.d_v * eps) ** 0.5, 1e-6]
+        self.state_eps, self.answer_eps, self.key_eps = (torch.full((), x, device=device, dtype=wide) for x in all_eps)
+        products = [w.detach().to(dtype) for w in folded[:2 + 3 * sizes.n_layer]]
+        if backward:
+            products = [w.T if w.dim() == 2 else None for w in products]
+        self.sizes, self.in_c = sizes, None
+        if dtype == wide and GPNInC.serves(device, dtype):
+            self.in_c = GPNInC(products, self.rate, self.first_key, sizes, all_eps)
+            return
+        products = [w if w is None or w.dim() == 1 else packed(w) for w in products]
+        self.ground, self.layers = products[:2], [products[i:i + 3] for i in range(2, len(products), 3)]
 
     def tensors(self):
         return [x for x in (*self.ground, *(x for layer in self.layers for x in layer), self.rate, self.first_key) if x is not None]
@@ -242,13 +246,15 @@ def step(w, s, k, memory, u, keep=None, active=None):
     return x, next_k, states, products
 
 
-def steps(w, s, k, memory, u, keep=None):
-    """`step` for each of u (n, B, C). Returns s, k, memory, the layers' states and the products: of the last two a list over n each."""
+def steps(w, s, k, memory, u, keep=None, active=None):
+    """`step` for each of u (n, B, C). Returns s, k, memory and, (n, B, ...) each, the layers' states and the products."""
+    if w.in_c:
+        return w.in_c.steps(s, k, memory, u, keep, active)
     rows = []
     for j in range(len(u)):
-        s, k, states, products = step(w, s, k, memory, u[j], None if keep is None else keep[j])
+        s, k, states, products = step(w, s, k, memory, u[j], None if keep is None else keep[j], active)
         rows.append((*states, *products))
-    return s, k, memory, list(zip(*rows))
+    return s, k, memory, [torch.stack(row) if len(u) > 1 else row[0].unsqueeze(0) for row in zip(*rows)]
 
 
 def segment_gradient(w, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept):
@@ -261,6 +267,8 @@ def segment_gradient(w, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept)
     Returns the gradient of u (S, B, C), the new ds, dk, dm, those of the rates and of the first key, and for each weight of a
     product a pair: its gradient is the product of the two over all steps.
     """
+    if w.in_c:
+        return w.in_c.gradient(cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept)
     (S, B, C), (_, n_ffn, H, K, D, L) = grad.shape, w.sizes
 
     def gated(x, z):
@@ -410,9 +418,8 @@ def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.
             if record:
                 memories[r] = memory
             s, k, memory, rows = run_segment(steps, w, [s, k, memory, u[a:b], None if keep is None else keep[a:b]])
-            torch.stack(rows[n - 1], out=out[a:b])
-            for x, row in zip(kept, (*rows[:n - 1], *rows[n:])):
-                torch.stack(row, out=x[a:b])
+            for x, row in zip((*kept[:n - 1], out, *kept[n - 1:]), rows):
+                x[a:b] = row
     return outputs
 
 
@@ -695,7 +702,7 @@ class Cache:
 
     def advance(self, u, keep, active):
         """One token in the rows that are active (B,): u (B, C), keep (B, 1). Returns the new states (B, C)."""
-        s, k, *_ = step(self.weights, self.s, self.k, self.memory, u, keep, active[:, None])
+        s, k, *_ = steps(self.weights, self.s, self.k, self.memory, u[None], keep[None], active[:, None])
         self.s.copy_(s)
         self.k.copy_(k)
         return s

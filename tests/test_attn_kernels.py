@@ -182,11 +182,7 @@ def delta_rule_equals_its_reference(S, B, H, K_, D, keep, device):
     assert_close([torch.stack(x[::-1]) for x in zip(*grads)] + [grad], [x.grad for x in exact], 1e-5)
 
 
-@pytest.mark.parametrize('in_c', [False, True])
-@pytest.mark.parametrize('shape', [(5, 2, 3, 8, 12), (3, 1, 1, 1, 1), (4, 4, 2, 33, 70)])  # the last on all threads
+@pytest.mark.parametrize('shape', [(5, 2, 3, 8, 12), (3, 1, 1, 1, 1)])
 @pytest.mark.parametrize('keep', [False, True])
-def test_delta_rule_equals_its_reference(in_c, shape, keep, monkeypatch):
-    monkeypatch.setattr(K, 'COMPILE_DELTA', in_c)
-    if in_c and K._build_delta_c() is None:
-        pytest.skip('no C compiler here')
+def test_delta_rule_equals_its_reference(shape, keep):
     delta_rule_equals_its_reference(*shape, keep, 'cpu')

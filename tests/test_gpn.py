@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+import attn_kernels
 import config
 import model_gpn as G
 
@@ -21,6 +22,14 @@ def make(**values):
     idx = torch.randint(0, 60, (3, 23))
     idx[torch.rand(3, 23) < 0.15] = 59
     return model, idx
+
+
+@pytest.fixture(params=['in C', 'in operators'])
+def form(request, monkeypatch):
+    """Each of the two forms that the steps have on CPU."""
+    monkeypatch.setattr(attn_kernels, 'COMPILE', request.param == 'in C')
+    if request.param == 'in C' and not attn_kernels.GPNInC.serves(torch.device('cpu'), torch.float64):
+        pytest.skip('no C compiler here')
 
 
 def by_the_paper(model, idx):
@@ -67,7 +76,7 @@ def test_the_loop_is_the_papers_equations(n_layer, n_head):
 @pytest.mark.parametrize('n_layer, n_head', [(1, 0), (1, 2), (2, 0), (2, 2), (3, 1)])
 @pytest.mark.parametrize('bptt_len', [None, 5, 7, 1])
 @pytest.mark.parametrize('eos_id', [None, 59])
-def test_the_scan_is_the_loop_with_all_gradients(n_layer, n_head, bptt_len, eos_id):
+def test_the_scan_is_the_loop_with_all_gradients(n_layer, n_head, bptt_len, eos_id, form):
     """In float64, for lengths that no segment and no piece of truncated BPTT divides."""
     model, idx = make(n_layer=n_layer, n_head=n_head, bptt_len=bptt_len, eos_id=eos_id)
     targets, results = idx.roll(-1, 1), []
@@ -79,11 +88,47 @@ def test_the_scan_is_the_loop_with_all_gradients(n_layer, n_head, bptt_len, eos_
 
 
 @pytest.mark.parametrize('T, segment_len', [(1, 5), (2, 1), (23, 100)])
-def test_any_length_and_any_segments(T, segment_len):
+def test_any_length_and_any_segments(T, segment_len, form):
     model, idx = make(segment_len=segment_len)
     idx = idx[:, :T]
     want, got = (torch.autograd.grad(states.sum(), model.write.key.bias)[0] for states in (model.loop(idx), model.states(idx)))
     assert (got - want).norm() <= 1e-8 * want.norm()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('rows', [1, 3, 8, 21])
+def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
+    """At a size that all threads share, of rows that fill no tile, one, or some: states and gradients."""
+    if not attn_kernels.GPNInC.serves(torch.device('cpu'), dtype):
+        pytest.skip('no C compiler here')
+    model = make(n_layer=2, n_head=3, n_embd=200, n_ffn=150, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70)[0].to(dtype)
+    for p in model.parameters():
+        p.data *= 0.1 if p.dim() == 2 else 1
+    idx, results = torch.randint(50, 60, (rows, 9)), []
+    for compile in (False, True):
+        monkeypatch.setattr(attn_kernels, 'COMPILE', compile)
+        results.append(loss_and_gradients(model, idx))
+    for want, got in zip(*results):
+        assert (got - want).norm() < (1e-9 if dtype == torch.float64 else 1e-4) * want.norm()
+
+
+def test_decoding_is_the_loop(form):
+    """A prompt, runs of several lengths, rows that end early, and runs taken back, over ends of documents."""
+    model, idx = make(n_layer=2, eos_id=59)
+    want = model._logits(model._decoded(model.loop(idx)))
+    cache = model.new_cache(3, 23, max_run=4)
+    lengths = torch.tensor([5, 3, 9])
+    got = model.extend(idx[:, :9], cache, lengths)
+    at = lengths.clone()
+    for row in range(3):
+        torch.testing.assert_close(got[row], want[row, at[row] - 1], rtol=1e-8, atol=1e-8)
+    for n, back in ((4, 2), (3, torch.tensor([0, 1, 3])), (1, 0), (4, 4)):
+        tokens = torch.stack([idx[row, at[row]:at[row] + n] for row in range(3)])
+        got = model.extend(tokens, cache, all_positions=True)
+        for row in range(3):
+            torch.testing.assert_close(got[row], want[row, at[row]:at[row] + n], rtol=1e-8, atol=1e-8)
+        cache.rollback(back)
+        at += n - back
 
 
 def test_states_do_not_see_the_document_before():
@@ -171,6 +216,7 @@ def test_graphs_of_segments_give_what_the_steps_do(values, device, monkeypatch):
         p.data *= 0.8
     idx = make()[1].to(device)
     monkeypatch.setattr(G, 'GRAPHS', False)
+    monkeypatch.setattr(attn_kernels, 'COMPILE', False)
     want = [loss_and_gradients(model, idx) for model in models]
     if device == 'cpu':
         monkeypatch.setattr(G, 'Graph', Rerun)

@@ -3,8 +3,9 @@
     python -m bench.gpn           on CPU: batch 8, T 256, width 256; on a GPU: the paper's 129M, with the bandwidth it would take at best
     python -m bench.gpn --jax     JAX too, which it installs (pip install jax) if it is not there
 
-'eager' is the scan in PyTorch's operators, 'compiled' with the delta rule in C (attn_kernels.DELTA_C). All sides in fp32, in one process
-but for the peak of memory, with train.py's allocator settings; JAX takes all cores unless the process is bound to some (taskset).
+'eager' is the scan in PyTorch's operators, 'compiled' with its steps in C (attn_kernels.GPN_C). 'jax' has the embedding and the head outside
+the lax.scan, 'jax as the authors' in it. All sides in fp32, in one process, with train.py's allocator settings; JAX takes all cores unless
+the process is bound to some (taskset).
 """
 import importlib.util
 import resource

@@ -1055,6 +1055,247 @@ def _log_sum_exp(logits, p):
     return logits.amax(-1).to(p.dtype) - p.amax(-1).log()
 
 
+# ---- GPN's steps: what is between their products ----
+#
+# On a GPU each piece is one Triton kernel, elsewhere PyTorch's operators; the C functions at the end of this file are whole segments of
+# steps. Arithmetic is in fp32 at least, products z may be of less. Rows N, a product's columns in the order that `heads` and `glu` say.
+
+@functools.cache
+def _constant(value, device, dtype):
+    return torch.full((), value, device=device, dtype=dtype)
+
+
+def unit(x, eps):
+    """x / sqrt(|x|^2 + eps^2) over the last axis, and what it was divided by: the RMSNorm and the L2 norm, but for a constant."""
+    length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), _constant(eps, x.device, x.dtype))
+    return x / length, length
+
+
+def unit_gradient(grad, y, inverse):
+    """The gradient of y = `unit`(x) with respect to x; inverse is 1 / its length, and may be 0 where x was cut by a ReLU."""
+    return torch.addcmul(grad, y, (y * grad).sum(-1, keepdim=True), value=-1).mul_(inverse)
+
+
+def gate(z, x, add, eps, dtype):
+    """y = sigmoid(z) x + add, and `unit`(y) in dtype. x (N, C) in fp32 or float64; z and add (N, C), z may be part of a product."""
+    if _gpn_kernels_serve(x):
+        y, direction = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+        _launch_gpn(_gate_kernel, (len(x),), 8, x, z, add, y, direction, x.shape[1], z.stride(0), eps, triton.next_power_of_2(x.shape[1]))
+        return y, direction
+    y = torch.addcmul(add.to(x.dtype), torch.sigmoid(z.to(x.dtype)), x)
+    return y, unit(y, eps)[0].to(dtype)
+
+
+def gate_gradient(grad, direction, inverse, grad_y, opening):
+    """The gradient of x where `unit`(x) went on, with grad (N, C), and sigmoid(z) x, with grad_y: opening is sigmoid(z)."""
+    if _gpn_kernels_serve(grad_y):
+        out = torch.empty_like(grad_y)
+        _launch_gpn(_gate_gradient_kernel, (len(out),), 8, out, grad, direction, inverse, grad_y, opening, out.shape[1], triton.next_power_of_2(out.shape[1]))
+        return out
+    return torch.addcmul(unit_gradient(grad.to(grad_y.dtype), direction, inverse), grad_y, opening)
+
+
+def glu(z, answer, eps, dtype):
+    """silu(z1) * (z2, `unit`(answer)) in dtype. z (N, Y + F) of z1 (N, Y) and z2 (N, F); answer (N, Y - F) in fp32, or None where Y = F."""
+    n = 0 if answer is None else answer.shape[1]
+    Y = (z.shape[1] + n) // 2
+    if _gpn_kernels_serve(z):
+        y = z.new_empty(len(z), Y, dtype=dtype)
+        _launch_gpn(_glu_kernel, (len(z),), 8, z, answer, y, Y, n, z.stride(0), eps, triton.next_power_of_2(Y - n), triton.next_power_of_2(n))
+        return y
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    other = z[:, Y:] if answer is None else torch.cat([z[:, Y:], unit(answer, eps)[0]], 1)
+    return (F.silu(z[:, :Y]) * other).to(dtype)
+
+
+def glu_gradient(grad, z, answer, eps, out, y):
+    """From grad (N, Y), of what `glu` gives: the gradient of z in out, `glu` itself in y; returns the gradient of answer."""
+    n, wide = 0 if answer is None else answer.shape[1], torch.promote_types(z.dtype, torch.float32)
+    Y = (z.shape[1] + n) // 2
+    if _gpn_kernels_serve(z):
+        grad_answer = None if answer is None else torch.empty_like(answer, dtype=wide)
+        _launch_gpn(_glu_gradient_kernel, (len(z),), 8, z, answer, grad, out, y, grad_answer, Y, n, z.stride(0), out.stride(0), eps,
+                    triton.next_power_of_2(Y - n), triton.next_power_of_2(n))
+        return grad_answer
+    grad, z1, other = grad.to(wide), z[:, :Y].to(wide), z[:, Y:].to(wide)
+    if answer is not None:
+        direction, length = unit(answer.to(wide), eps)
+        other = torch.cat([other, direction], 1)
+    half = torch.sigmoid(z1)
+    whole = half * z1
+    torch.mul(whole, other, out=y)
+    torch.mul(grad * other, torch.addcmul(half, whole, 1 - half), out=out[:, :Y])
+    grad_other = grad * whole
+    out[:, Y:] = grad_other[:, :Y - n]
+    return None if answer is None else unit_gradient(grad_other[:, Y - n:], direction, 1 / length)
+
+
+def heads(z, rate, n_head, d_k, eps):
+    """What the memory is asked and written with, eq. 8 and 9: q, k (N, H, K), v (N, H, D), decay and beta (N, H), from the columns
+    query HK, key HK, value HD, beta H, decay H of z. Without a rate (H,) the columns are the query alone, and so is what comes back."""
+    wide = torch.promote_types(z.dtype, torch.float32)
+    if _gpn_kernels_serve(z):
+        d_v = 0 if rate is None else z.shape[1] // n_head - 2 * d_k - 2
+        new = lambda *shape: z.new_empty(len(z), n_head, *shape, dtype=wide)
+        q, *others = [new(d_k), new(d_k), new(d_v), new(), new()] if d_v else [new(d_k), *[None] * 4]
+        sizes = d_k, d_v, triton.next_power_of_2(d_k), triton.next_power_of_2(max(d_v, 1))
+        _launch_gpn(_heads_kernel, (len(z), n_head), 1, z, rate, q, *others, n_head, z.stride(0), eps, *sizes)
+        return q, *others
+    z = z.to(wide)
+    if rate is None:
+        return unit(F.relu(z.unflatten(-1, (n_head, d_k))), eps)[0], *[None] * 4
+    keys, v, beta, decay = z.tensor_split([2 * n_head * d_k, z.shape[1] - 2 * n_head, z.shape[1] - n_head], -1)
+    q, k = unit(F.relu(keys.unflatten(-1, (-1, d_k))), eps)[0].split(n_head, 1)
+    return q, k, v.unflatten(-1, (n_head, -1)), torch.exp(-rate * F.softplus(decay)), torch.sigmoid(beta)
+
+
+def heads_gradient(z, rate, grad_q, grad_k, grad_v, grad_beta, grad_log, eps, out):
+    """The gradient of z in out, from those of what `heads` gives, that of decay as of its logarithm; returns that of rate for each row
+    (N, H). Without a rate from grad_q alone."""
+    n_head, d_k = grad_q.shape[1:]
+    if _gpn_kernels_serve(z):
+        grad_rate, d_v = None if rate is None else torch.empty_like(grad_log), 0 if rate is None else grad_v.shape[-1]
+        sizes = d_k, d_v, triton.next_power_of_2(d_k), triton.next_power_of_2(max(d_v, 1))
+        _launch_gpn(_heads_gradient_kernel, (len(z), n_head), 1, z, rate, grad_q, grad_k, grad_v, grad_beta, grad_log, out, grad_rate, n_head,
+                    z.stride(0), out.stride(0), eps, *sizes)
+        return grad_rate
+    z, grad_keys = z.to(grad_q.dtype), grad_q if rate is None else torch.cat([grad_q, grad_k], 1)
+    n = grad_keys[0].numel()
+    cut = F.relu(z[:, :n].unflatten(-1, (-1, d_k)))
+    keys, length = unit(cut, eps)
+    out[:, :n] = unit_gradient(grad_keys, keys, (cut > 0) / length).flatten(1)
+    if rate is None:
+        return None
+    beta, decay = torch.sigmoid(z[:, -2 * n_head:-n_head]), z[:, -n_head:]
+    out[:, n:-2 * n_head] = grad_v.flatten(1)
+    torch.mul(grad_beta, beta * (1 - beta), out=out[:, -2 * n_head:-n_head])
+    torch.mul(grad_log, -rate * torch.sigmoid(decay), out=out[:, -n_head:])
+    return -grad_log * F.softplus(decay)
+
+
+def _gpn_kernels_serve(x):
+    return triton is not None and not REFERENCE and (x.is_cuda or KERNELS_ON_CPU) and x.dtype != torch.float64 and x.numel() > 0
+
+
+def _launch_gpn(kernel, grid, warps, *args):
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, num_warps=warps, num_stages=1)
+
+
+@jit
+def _softplus(x):
+    small = tl.exp(-tl.abs(x))
+    more = 1 + small
+    return tl.maximum(x, 0) + tl.where(more == 1, small, tl.log(more) * small / (more - 1))  # log(1 + small), exact for a small one
+
+
+@jit
+def _read(x, i, seen):
+    return tl.load(x + i, mask=seen, other=0.0).to(tl.float32)
+
+
+@jit
+def _gate_kernel(x, z, add, y, direction, C, z_stride, eps, BLOCK: constexpr):
+    """A row of `gate`."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, seen = row * C + i, i < C
+    out = _read(add, at, seen) + tl.sigmoid(_read(z, row * z_stride + i, seen)) * _read(x, at, seen)
+    tl.store(y + at, out, mask=seen)
+    tl.store(direction + at, out / tl.sqrt(tl.sum(out * out, 0) + eps * eps), mask=seen)
+
+
+@jit
+def _gate_gradient_kernel(out, grad, direction, inverse, grad_y, opening, C, BLOCK: constexpr):
+    """A row of `gate_gradient`."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, seen = row * C + i, i < C
+    g, n = _read(grad, at, seen), _read(direction, at, seen)
+    g = (g - n * tl.sum(g * n, 0)) * tl.load(inverse + row)
+    tl.store(out + at, g + _read(grad_y, at, seen) * _read(opening, at, seen), mask=seen)
+
+
+@jit
+def _glu_kernel(z, answer, y, Y, N, z_stride, eps, BLOCK: constexpr, ANSWERS: constexpr):
+    """A row of `glu`; N of its Y columns are from the answer."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    z, y, seen = z + row * z_stride, y + row * Y, i < Y - N
+    z1 = _read(z, i, seen)
+    tl.store(y + i, z1 * tl.sigmoid(z1) * _read(z, Y + i, seen), mask=seen)
+    if answer is not None:
+        j = tl.arange(0, ANSWERS)
+        read = _read(answer, row * N + j, j < N)
+        z1 = _read(z, Y - N + j, j < N)
+        tl.store(y + Y - N + j, z1 * tl.sigmoid(z1) * read / tl.sqrt(tl.sum(read * read, 0) + eps * eps), mask=j < N)
+
+
+@jit
+def _glu_gradient_kernel(z, answer, grad, out, y, grad_answer, Y, N, z_stride, out_stride, eps, BLOCK: constexpr, ANSWERS: constexpr):
+    """A row of `glu_gradient`."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    z, grad, out, y, seen = z + row * z_stride, grad + row * Y, out + row * out_stride, y + row * Y, i < Y - N
+    z1, other, g = _read(z, i, seen), _read(z, Y + i, seen), _read(grad, i, seen)
+    half = tl.sigmoid(z1)
+    tl.store(y + i, half * z1 * other, mask=seen)
+    tl.store(out + i, g * other * half * (1 + z1 * (1 - half)), mask=seen)
+    tl.store(out + Y + i, g * half * z1, mask=seen)
+    if answer is not None:
+        j = tl.arange(0, ANSWERS)
+        seen = j < N
+        read, z1, g = _read(answer, row * N + j, seen), _read(z, Y - N + j, seen), _read(grad, Y - N + j, seen)
+        inverse, half = 1 / tl.sqrt(tl.sum(read * read, 0) + eps * eps), tl.sigmoid(z1)
+        read *= inverse
+        tl.store(y + Y - N + j, half * z1 * read, mask=seen)
+        tl.store(out + Y - N + j, g * read * half * (1 + z1 * (1 - half)), mask=seen)
+        g *= half * z1
+        tl.store(grad_answer + row * N + j, (g - read * tl.sum(g * read, 0)) * inverse, mask=seen)
+
+
+@jit
+def _unit_key(z, i, seen, eps):
+    """The key or query of a row of z, where it is cut, and 1 / what it was divided by."""
+    x = tl.maximum(_read(z, i, seen), 0)
+    inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + eps * eps)
+    return x * inverse, x > 0, inverse
+
+
+@jit
+def _heads_kernel(z, rate, q, k, v, decay, beta, H, z_stride, eps, K: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr):
+    """A head of a row of `heads`."""
+    row, head, i, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    z, at = z + row * z_stride, row * H + head
+    key, _, _ = _unit_key(z + head * K, i, i < K, eps)
+    tl.store(q + at * K + i, key, mask=i < K)
+    if rate is not None:
+        key, _, _ = _unit_key(z + (H + head) * K, i, i < K, eps)
+        tl.store(k + at * K + i, key, mask=i < K)
+        z += 2 * H * K
+        tl.store(v + at * D + j, _read(z + head * D, j, j < D), mask=j < D)
+        z += H * D + head
+        tl.store(beta + at, tl.sigmoid(tl.load(z).to(tl.float32)))
+        tl.store(decay + at, tl.exp(-tl.load(rate + head) * _softplus(tl.load(z + H).to(tl.float32))))
+
+
+@jit
+def _heads_gradient_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, grad_log, out, grad_rate, H, z_stride, out_stride, eps,
+                           K: constexpr, D: constexpr, ROWS: constexpr, COLUMNS: constexpr):
+    """A head of a row of `heads_gradient`."""
+    row, head, i, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    z, out, at, seen = z + row * z_stride, out + row * out_stride, row * H + head, i < K
+    key, passed, inverse = _unit_key(z + head * K, i, seen, eps)
+    g = _read(grad_q, at * K + i, seen)
+    tl.store(out + head * K + i, tl.where(passed, (g - key * tl.sum(g * key, 0)) * inverse, 0), mask=seen)
+    if rate is not None:
+        key, passed, inverse = _unit_key(z + (H + head) * K, i, seen, eps)
+        g = _read(grad_k, at * K + i, seen)
+        tl.store(out + (H + head) * K + i, tl.where(passed, (g - key * tl.sum(g * key, 0)) * inverse, 0), mask=seen)
+        tl.store(out + 2 * H * K + head * D + j, _read(grad_v, at * D + j, j < D), mask=j < D)
+        scalar = 2 * H * K + H * D + head
+        beta, log, a = tl.sigmoid(tl.load(z + scalar).to(tl.float32)), tl.load(grad_log + at), tl.load(z + scalar + H).to(tl.float32)
+        tl.store(out + scalar, tl.load(grad_beta + at) * beta * (1 - beta))
+        tl.store(out + scalar + H, -log * tl.load(rate + head) * tl.sigmoid(a))
+        tl.store(grad_rate + at, -log * _softplus(a))
+
+
 # ---- the gated delta rule: a memory of H heads that is written and read once a token ----
 #
 #     error = v - M^T k        M' = decay M + beta k error^T        read = M'^T q
@@ -1077,7 +1318,7 @@ def delta_step(memory, k, v, decay, beta, q, keep=None):
     memory (B, H, K, D); k, q (B, H, K); v (B, H, D); decay, beta (B, H); keep (B, 1), 0 in rows whose memory is emptied first.
     Returns what q reads (B, H, D).
     """
-    if _delta_kernels_serve(memory):
+    if _gpn_kernels_serve(memory):
         read = torch.empty(v.shape, device=v.device, dtype=v.dtype)
         _delta_steps_in_triton(memory, memory, k, v, decay, beta, q, read, keep, 1)
         return read
@@ -1106,7 +1347,7 @@ def delta_replay(memory, k, v, decay, beta, keep=None):
     S = len(k)
     memories = memory.new_empty(S + 1, *memory.shape)
     memories[0] = memory
-    if _delta_kernels_serve(memory):
+    if _gpn_kernels_serve(memory):
         _delta_steps_in_triton(memory, memories[1:], k, v, decay, beta, None, None, keep, S)
         return memories
     for t in range(S):
@@ -1120,7 +1361,7 @@ def delta_step_backward(grad, memory, k, v, decay, beta, q, grad_read, keep=None
 
     memory: before the step; grad_read (B, H, D): of what was read. Returns the gradients of q, k, v, beta and log(decay).
     """
-    if _delta_kernels_serve(memory):
+    if _gpn_kernels_serve(memory):
         return _delta_backward_in_triton(grad, memory, k, v, decay, beta, q, grad_read, keep)
     if keep is not None:
         memory = memory * keep[..., None, None]
@@ -1213,9 +1454,6 @@ def _delta_backward_in_triton(grad, memory, k, v, decay, beta, q, grad_read, kee
     (grad_q, grad_k), (grad_beta, grad_log) = rows.sum(0), scalars.sum(0)
     return grad_q, grad_k, grad_v, grad_beta, grad_log
 
-
-def _delta_kernels_serve(memory):
-    return triton is not None and not REFERENCE and (memory.is_cuda or KERNELS_ON_CPU) and memory.dtype == torch.float32 and memory.numel() > 0
 
 
 # ---- GPN's steps on CPU ----
@@ -1591,7 +1829,7 @@ class GPNInC:
         return s, k, memory, rows
 
     def gradient(self, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept):
-        (S, B, C), c = u.shape, self.sizes
+        (S, B, _), c = u.shape, self.sizes
         du, ds, dk, dm = torch.empty_like(u), ds.clone(), dk.clone(), dm.clone()
         kept = [x.contiguous() for x in (*kept[:c.n_layer - 1], u, *kept[c.n_layer - 1:])]  # the last states are not read
         drate, dfirst, memories = u.new_zeros(B, c.n_head), torch.zeros_like(dk), u.new_empty(S, *memory.shape)

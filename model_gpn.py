@@ -26,7 +26,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import GPNInC, delta_replay, delta_step, delta_step_backward, linear_cross_entropy, rms_norm, rows_times
+from attn_kernels import (GPNInC, delta_replay, delta_step, delta_step_backward, gate, gate_gradient, glu, glu_gradient, heads, heads_gradient,
+                          linear_cross_entropy, rms_norm, rows_times, unit)
 
 
 @dataclass
@@ -146,10 +147,9 @@ class Sizes(NamedTuple):
         return cls(*(getattr(config, name) for name in cls._fields))
 
     def columns(self, layer):
-        """Widths of a layer's product in: gate | query, key | value | beta | decay | silu'd: feed-forward, read gate | up."""
-        writes = layer == 0
-        return [self.n_embd, self.n_head * self.d_k * (1 + writes), self.n_head * self.d_v * writes, self.n_head * writes,
-                self.n_head * writes, self.n_ffn + self.n_head * self.d_v, self.n_ffn]
+        """Widths of a layer's product in: gate | query and, where it writes, key, value, beta, decay | silu'd: feed-forward, read gate; up."""
+        writes = self.n_head * (self.d_k + self.d_v + 2) if layer == 0 else 0
+        return [self.n_embd, self.n_head * self.d_k + writes, 2 * self.n_ffn + self.n_head * self.d_v]
 
 
 class Weights:
@@ -161,14 +161,13 @@ class Weights:
         device, wide = folded[0].device, torch.promote_types(folded[0].dtype, torch.float32)
         no_memory = [torch.zeros(0, sizes.d_k, device=device)] * 2
         self.rate, self.first_key = (x.detach().to(wide) for x in (folded[-2:] if sizes.n_head else no_memory))
-        all_eps = [(sizes.n_embd * eps) ** 0.5, (sizes.n_head * sizes.d_v * eps) ** 0.5, 1e-6]
-        self.state_eps, self.answer_eps, self.key_eps = (torch.full((), x, device=device, dtype=wide) for x in all_eps)
+        self.state_eps, self.answer_eps, self.key_eps = (sizes.n_embd * eps) ** 0.5, (sizes.n_head * sizes.d_v * eps) ** 0.5, 1e-6
         products = [w.detach().to(dtype) for w in folded[:2 + 3 * sizes.n_layer]]
         if backward:
             products = [w.T if w.dim() == 2 else None for w in products]
-        self.sizes, self.in_c = sizes, None
+        self.sizes, self.dtype, self.in_c = sizes, dtype, None
         if dtype == wide and GPNInC.serves(device, dtype):
-            self.in_c = GPNInC(products, self.rate, self.first_key, sizes, all_eps)
+            self.in_c = GPNInC(products, self.rate, self.first_key, sizes, (self.state_eps, self.answer_eps, self.key_eps))
             return
         products = [w if w is None or w.dim() == 1 else packed(w) for w in products]
         self.ground, self.layers = products[:2], [products[i:i + 3] for i in range(2, len(products), 3)]
@@ -197,62 +196,51 @@ def product(x, weight, bias=None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '') if weight.is_mkldnn else F.linear(x, weight, bias)
 
 
-def unit(x, eps):
-    """x / sqrt(|x|^2 + eps^2) over the last axis, and what it was divided by: the RMSNorm and the L2 norm, but for a constant."""
-    length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), eps)
-    return x / length, length
-
-
-def unit_gradient(grad, y, inverse):
-    """The gradient of y = `unit`(x) with respect to x; inverse is 1 / its length, and may be 0 where x was cut by a ReLU."""
-    return torch.addcmul(grad, y, (y * grad).sum(-1, keepdim=True), value=-1).mul_(inverse)
-
-
-def step(w, s, k, memory, u, keep=None, active=None):
+def step(w, s, direction, k, memory, u, keep=None, active=None):
     """`Model.step` on folded weights. The key is carried where the equations carry g: it is all of it that the next token needs.
 
-    w a `Weights`; s, u (B, C); k (B, H, K), memory (B, H, K, D) written in place; keep (B, 1), 0 where a document starts; active
-    (B, 1) bool, false in rows that stay as they are. Returns s, k and, for the backward, each layer's state and all products.
+    w a `Weights`; s, u (B, C); direction `unit`(s) (B, C); k (B, H, K), memory (B, H, K, D) written in place; keep (B, 1), 0 where a
+    document starts; active (B, 1) bool, false in rows that stay as they are. Returns s, direction, k and, for the backward, each
+    layer's state and all products.
     """
-    _, n_ffn, H, K, D, _ = w.sizes
+    C, _, H, K, _, _ = w.sizes
+    dtype = direction.dtype
     if keep is not None:
         keep = keep if active is None else torch.where(active, keep, 1.0)
-        s = s * keep
+        s, direction = s * keep, direction * keep.to(dtype)
         k = torch.where(keep.unsqueeze(-1) > 0, k, w.first_key)
-    z = product(unit(s, w.state_eps)[0], *w.ground)
-    x, next_k, states, products = torch.addcmul(u, torch.sigmoid(z.to(u.dtype)), s), k, [], [z]  # eq. 4
+    z = product(direction, *w.ground)
+    x, direction = gate(z, s, u, w.state_eps, dtype)  # eq. 4
+    next_k, states, products, answer = k, [], [z], None
     for i, (enter, bias, leave) in enumerate(w.layers):
-        z = product(unit(x, w.state_eps)[0], enter, bias)
+        z = product(direction, enter, bias)
         products.append(z)
-        gate, qk, v, beta, decay, silu, up = z.to(u.dtype).split(w.sizes.columns(i), -1)
-        y = F.silu(silu)
+        opening, memory_in, glu_in = z.split(w.sizes.columns(i), -1)
         if H:
-            qk = unit(F.relu(qk.unflatten(-1, (-1, K))), w.key_eps)[0]  # eq. 8
-            q = qk[:, :H]
+            q, new_k, v, decay, beta = heads(memory_in, None if i else w.rate, H, K, w.key_eps)  # eq. 8, 9
             if i == 0:
-                decay, beta = torch.exp(-w.rate * F.softplus(decay)), torch.sigmoid(beta)  # eq. 9
                 if active is not None:
                     decay, beta = torch.where(active, decay, 1.0), beta * active
-                answer = delta_step(memory, k, v.unflatten(-1, (H, D)), decay, beta, q, keep)  # eq. 10
-                next_k = qk[:, H:]
+                next_k, answer = new_k, delta_step(memory, k, v, decay, beta, q, keep)  # eq. 10
             else:
                 answer = rows_times(q, memory)
-            products.append(answer.flatten(1))
-            up = torch.cat([up, unit(answer.flatten(1), w.answer_eps)[0]], -1)
-        x = torch.addcmul(product(y * up, leave).to(u.dtype), torch.sigmoid(gate), x)  # eq. 7, 11
+            answer = answer.flatten(1)
+            products.append(answer)
+        y = glu(glu_in, answer, w.answer_eps, dtype)
+        x, direction = gate(opening, x, product(y, leave), w.state_eps, dtype)  # eq. 7, 11
         states.append(x)
     if active is not None:
         x, next_k = torch.where(active, x, s), torch.where(active.unsqueeze(-1), next_k, k)
-    return x, next_k, states, products
+    return x, direction, next_k, states, products
 
 
 def steps(w, s, k, memory, u, keep=None, active=None):
     """`step` for each of u (n, B, C). Returns s, k, memory and, (n, B, ...) each, the layers' states and the products."""
     if w.in_c:
         return w.in_c.steps(s, k, memory, u, keep, active)
-    rows = []
+    rows, direction = [], unit(s, w.state_eps)[0].to(w.dtype)
     for j in range(len(u)):
-        s, k, states, products = step(w, s, k, memory, u[j], None if keep is None else keep[j], active)
+        s, direction, k, states, products = step(w, s, direction, k, memory, u[j], None if keep is None else keep[j], active)
         rows.append((*states, *products))
     return s, k, memory, [torch.stack(row) if len(u) > 1 else row[0].unsqueeze(0) for row in zip(*rows)]
 
@@ -269,79 +257,72 @@ def segment_gradient(w, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept)
     """
     if w.in_c:
         return w.in_c.gradient(cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept)
-    (S, B, C), (_, n_ffn, H, K, D, L) = grad.shape, w.sizes
+    (S, B, C), (_, F_, H, K, D, L) = grad.shape, w.sizes
+    inner, z0, kept = kept[:L - 1], kept[L - 1], kept[L:]
 
-    def gated(x, z):
-        (n, length), gate = unit(x, w.state_eps), torch.sigmoid(z)
-        return dict(n=n, inverse=1 / length, gate=gate, gate_slope=x * gate * (1 - gate))
+    def gated(x, z, opening):
+        (direction, length), open = unit(x, w.state_eps), torch.sigmoid(opening.to(x.dtype))
+        return dict(direction=direction, inverse=1 / length, open=open, slope=x * open * (1 - open), dz=torch.empty_like(z))
 
     # what is not recurrent, for all steps at once
-    inner, kept = kept[:L - 1], [x.to(u.dtype) for x in kept[L - 1:]]
     s = s if keep is None else s * keep
-    ground, layers = gated(s, kept[0]), []
-    x, softplus, memories = torch.addcmul(u, ground['gate'], s), None, [None] * S
-    for i in range(L):
-        gate, qk, v, beta, decay, silu, up = kept[1 + i * (1 + (H > 0))].split(w.sizes.columns(i), -1)
-        layer, sigmoid = gated(x, gate), torch.sigmoid(silu)
+    ground, layers = gated(s, z0, z0), []
+    for i, x in enumerate([torch.addcmul(u, ground['open'], s), *inner]):
+        z = kept[i * (1 + (H > 0))]
+        parts = z.split(w.sizes.columns(i), -1)
+        layer = gated(x, z, parts[0])
+        layer |= dict(zip(('opening', 'memory_in', 'glu_in'), parts)) | dict(y=u.new_empty(S, B, F_ + H * D, dtype=w.dtype))
+        layer |= dict(zip(('d_opening', 'd_memory_in', 'd_glu_in'), layer['dz'].split(w.sizes.columns(i), -1)))
         if H:
-            qk, length = unit(F.relu(qk.unflatten(-1, (-1, K))), w.key_eps)
-            answer, answer_length = unit(kept[2 + 2 * i], w.answer_eps)
-            layer |= dict(qk=qk, qk_inverse=(qk > 0) / length, answer=answer, answer_inverse=1 / answer_length)
-            up = torch.cat([up, answer], -1)
+            q, *written = (x if x is None else x.unflatten(0, (S, B)) for x in heads(parts[1].flatten(0, 1), None if i else w.rate, H, K, w.key_eps))
+            layer |= dict(q=q, answer=kept[2 * i + 1])
         if H and i == 0:
-            softplus, beta, v = F.softplus(decay), torch.sigmoid(beta), v.unflatten(-1, (H, D))
-            layer |= dict(beta_slope=beta * (1 - beta), decay_slope=-w.rate * torch.sigmoid(decay))
-            k, decay = torch.cat([k.unsqueeze(0), qk[:-1, :, H:]]), torch.exp(-w.rate * softplus)
+            next_k, v, decay, beta = written
+            k = torch.cat([k.unsqueeze(0), next_k[:-1]])
             k = k if keep is None else torch.where(keep.unsqueeze(-1) > 0, k, w.first_key)
-            layer |= dict(k=k, v=v, beta=beta, decay=decay)
+            layer |= dict(k=k, v=v, decay=decay, beta=beta)
             memories = delta_replay(memory, k, v, decay, beta, keep).unbind()
-        silu_slope = sigmoid * (1 + silu * (1 - sigmoid))
-        layer |= dict(y=silu * sigmoid * up, slopes=torch.stack([up * silu_slope, silu * sigmoid], -2))  # of what is silu'd, of up
         layers.append(layer)
-        x = inner[i] if i < L - 1 else None
 
     # what is: the gradients of state, key and memory
     rows = lambda parts: [dict(zip(parts, row)) for row in zip(*(x.unbind() for x in parts.values()))]  # once: indexing is slow
-    at_ground, at_layers, first_key = rows(ground | dict(grad=grad)), [rows(layer) for layer in layers], u.new_zeros(B, H, K)
-    dz, dx, du, df, dlog = [[] for _ in range(L)], [[] for _ in range(L)], [], [], []
+    at_ground, at_layers = rows(ground | dict(grad=grad)), [rows(layer) for layer in layers]
+    dx, du, drate, first_key = [[] for _ in range(L)], [], u.new_zeros(B, H), u.new_zeros(B, H, K)
     for j in reversed(range(S)):
         at = at_ground[j]
         d = ds + at['grad']
         for i in reversed(range(L)):
             here, (enter, _, leave) = at_layers[i][j], w.layers[i]
             dx[i].append(d)
-            pair = product(d, leave).to(d.dtype).unsqueeze(1) * here['slopes']
-            z = [d * here['gate_slope'], pair[:, 0], pair[:, 1, :n_ffn]]
-            if H:
-                answer = unit_gradient(pair[:, 1, n_ffn:], here['answer'], here['answer_inverse']).view(B, H, D)
-                q = here['qk'][:, :H]
-                if i == 0:
-                    dq, dk_before, dv, dbeta, log = delta_step_backward(dm, memories[j], here['k'], here['v'], here['decay'], here['beta'], q,
-                                                                        answer, None if keep is None else keep[j])
-                    dlog.append(log)
-                    dq, dk = torch.cat([dq, dk], 1), dk_before
-                    z[1:1] = [dv.flatten(1), dbeta * here['beta_slope'], log * here['decay_slope']]
-                else:
-                    dq = rows_times(answer, memories[j + 1].transpose(-1, -2))
-                    dm.addcmul_(q.unsqueeze(-1), answer.unsqueeze(-2))
-                z.insert(1, unit_gradient(dq, here['qk'], here['qk_inverse']).flatten(1))
-            z = torch.cat(z, -1)
-            dz[i].append(z)
-            if cut_end and H and i == 0 and j == S - 1:
-                z = torch.cat([z[:, :C + H * K], torch.zeros_like(dk).flatten(1), z[:, C + 2 * H * K:]], -1)
-            d = torch.addcmul(unit_gradient(product(z, enter).to(d.dtype), here['n'], here['inverse']), d, here['gate'])
+            torch.mul(d, here['slope'], out=here['d_opening'])
+            answer = glu_gradient(product(d, leave), here['glu_in'], here.get('answer'), w.answer_eps, here['d_glu_in'], here['y'])
+            z = here['dz']
+            if H and i == 0:
+                answer = answer.view(B, H, D)
+                dq, dk_before, dv, dbeta, dlog = delta_step_backward(dm, memories[j], here['k'], here['v'], here['decay'], here['beta'], here['q'],
+                                                                     answer, None if keep is None else keep[j])
+                drate += heads_gradient(here['memory_in'], w.rate, dq, dk, dv, dbeta, dlog, w.key_eps, here['d_memory_in'])
+                dk = dk_before
+                if cut_end and j == S - 1:
+                    z = z.clone()
+                    z[:, C + H * K:C + 2 * H * K] = 0
+            elif H:
+                answer = answer.view(B, H, D)
+                dq = rows_times(answer, memories[j + 1].transpose(-1, -2))
+                dm.addcmul_(here['q'].unsqueeze(-1), answer.unsqueeze(-2))
+                heads_gradient(here['memory_in'], None, dq, None, None, None, None, w.key_eps, here['d_memory_in'])
+            d = gate_gradient(product(z, enter), here['direction'], here['inverse'], d, here['open'])
         du.append(d)
-        df.append(d * at['gate_slope'])
-        ds = torch.addcmul(unit_gradient(product(df[-1], w.ground[0]).to(d.dtype), at['n'], at['inverse']), d, at['gate'])
+        torch.mul(d, at['slope'], out=at['dz'])
+        ds = gate_gradient(product(at['dz'], w.ground[0]), at['direction'], at['inverse'], d, at['open'])
         if keep is not None:
             goes_on = keep[j].unsqueeze(-1)
             ds, first_key, dk = ds * keep[j], first_key + dk * (1 - goes_on), dk * goes_on
     stack = lambda rows: torch.stack(rows[::-1])
-    pairs = [(stack(df), ground['n'])]
+    pairs = [(ground['dz'], ground['direction'])]
     for i, layer in enumerate(layers):
-        pairs += [(stack(dz[i]), layer['n']), (stack(dx[i]), layer['y'])]
-    rate = -(stack(dlog) * softplus).sum((0, 1)) if H else None
-    return stack(du), ds, dk, dm, rate, first_key.sum(0), pairs
+        pairs += [(layer['dz'], layer['direction']), (stack(dx[i]), layer['y'])]
+    return stack(du), ds, dk, dm, drate.sum(0), first_key.sum(0), pairs
 
 
 class Graph:

@@ -1086,13 +1086,13 @@ def gate(z, x, add, eps, dtype):
     return y, unit(y, eps)[0].to(dtype)
 
 
-def gate_gradient(grad, direction, inverse, grad_y, opening):
-    """The gradient of x where `unit`(x) went on, with grad (N, C), and sigmoid(z) x, with grad_y: opening is sigmoid(z)."""
+def gate_gradient(grad, direction, inverse, grad_y, opened):
+    """The gradient of x (N, C), from grad, that of direction = `unit`(x), and grad_y, that of y = opened x with opened = sigmoid(z)."""
     if _gpn_kernels_serve(grad_y):
         out = torch.empty_like(grad_y)
-        _launch_gpn(_gate_gradient_kernel, (len(out),), 8, out, grad, direction, inverse, grad_y, opening, out.shape[1], triton.next_power_of_2(out.shape[1]))
+        _launch_gpn(_gate_gradient_kernel, (len(out),), 8, out, grad, direction, inverse, grad_y, opened, out.shape[1], triton.next_power_of_2(out.shape[1]))
         return out
-    return torch.addcmul(unit_gradient(grad.to(grad_y.dtype), direction, inverse), grad_y, opening)
+    return torch.addcmul(unit_gradient(grad.to(grad_y.dtype), direction, inverse), grad_y, opened)
 
 
 def glu(z, answer, eps, dtype):
@@ -1149,9 +1149,9 @@ def heads(z, rate, n_head, d_k, eps):
     return q, k, v.unflatten(-1, (n_head, -1)), torch.exp(-rate * F.softplus(decay)), torch.sigmoid(beta)
 
 
-def heads_gradient(z, rate, grad_q, grad_k, grad_v, grad_beta, grad_log, eps, out):
-    """The gradient of z in out, from those of what `heads` gives, that of decay as of its logarithm; returns that of rate for each row
-    (N, H). Without a rate from grad_q alone."""
+def heads_gradient(z, rate, eps, out, grad_q, grad_k=None, grad_v=None, grad_beta=None, grad_log=None):
+    """The gradient of z in out, from those of what `heads` gives, grad_log that of decay's logarithm; returns that of rate for each row
+    (N, H), or None without a rate."""
     n_head, d_k = grad_q.shape[1:]
     if _gpn_kernels_serve(z):
         grad_rate, d_v = None if rate is None else torch.empty_like(grad_log), 0 if rate is None else grad_v.shape[-1]
@@ -1205,13 +1205,13 @@ def _gate_kernel(x, z, add, y, direction, C, z_stride, eps, BLOCK: constexpr):
 
 
 @jit
-def _gate_gradient_kernel(out, grad, direction, inverse, grad_y, opening, C, BLOCK: constexpr):
+def _gate_gradient_kernel(out, grad, direction, inverse, grad_y, opened, C, BLOCK: constexpr):
     """A row of `gate_gradient`."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, seen = row * C + i, i < C
     g, n = _read(grad, at, seen), _read(direction, at, seen)
     g = (g - n * tl.sum(g * n, 0)) * tl.load(inverse + row)
-    tl.store(out + at, g + _read(grad_y, at, seen) * _read(opening, at, seen), mask=seen)
+    tl.store(out + at, g + _read(grad_y, at, seen) * _read(opened, at, seen), mask=seen)
 
 
 @jit
@@ -1795,7 +1795,8 @@ class GPNInC:
 
     @staticmethod
     def serves(device, dtype):
-        return COMPILE and not REFERENCE and device.type == 'cpu' and dtype in (torch.float32, torch.float64) and _build_gpn(dtype) is not None
+        wanted = COMPILE and not REFERENCE and not KERNELS_ON_CPU and device.type == 'cpu' and dtype in (torch.float32, torch.float64)
+        return wanted and _build_gpn(dtype) is not None
 
     def __init__(self, products, rate, first_key, sizes, eps):
         """products: the ground gate's (weight, bias), of each layer the (weight, bias) in and the weight out; sizes: model_gpn's;

@@ -203,8 +203,7 @@ def step(w, s, direction, k, memory, u, keep=None, active=None):
     document starts; active (B, 1) bool, false in rows that stay as they are. Returns s, direction, k and, for the backward, each
     layer's state and all products.
     """
-    C, _, H, K, _, _ = w.sizes
-    dtype = direction.dtype
+    H, K, dtype = w.sizes.n_head, w.sizes.d_k, direction.dtype
     if keep is not None:
         keep = keep if active is None else torch.where(active, keep, 1.0)
         s, direction = s * keep, direction * keep.to(dtype)
@@ -215,7 +214,7 @@ def step(w, s, direction, k, memory, u, keep=None, active=None):
     for i, (enter, bias, leave) in enumerate(w.layers):
         z = product(direction, enter, bias)
         products.append(z)
-        opening, memory_in, glu_in = z.split(w.sizes.columns(i), -1)
+        gate_in, memory_in, glu_in = z.split(w.sizes.columns(i), -1)
         if H:
             q, new_k, v, decay, beta = heads(memory_in, None if i else w.rate, H, K, w.key_eps)  # eq. 8, 9
             if i == 0:
@@ -227,7 +226,7 @@ def step(w, s, direction, k, memory, u, keep=None, active=None):
             answer = answer.flatten(1)
             products.append(answer)
         y = glu(glu_in, answer, w.answer_eps, dtype)
-        x, direction = gate(opening, x, product(y, leave), w.state_eps, dtype)  # eq. 7, 11
+        x, direction = gate(gate_in, x, product(y, leave), w.state_eps, dtype)  # eq. 7, 11
         states.append(x)
     if active is not None:
         x, next_k = torch.where(active, x, s), torch.where(active.unsqueeze(-1), next_k, k)
@@ -257,27 +256,26 @@ def segment_gradient(w, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept)
     """
     if w.in_c:
         return w.in_c.gradient(cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept)
-    (S, B, C), (_, F_, H, K, D, L) = grad.shape, w.sizes
+    (S, B, C), (_, n_ffn, H, K, D, L) = grad.shape, w.sizes
     inner, z0, kept = kept[:L - 1], kept[L - 1], kept[L:]
 
-    def gated(x, z, opening):
-        (direction, length), open = unit(x, w.state_eps), torch.sigmoid(opening.to(x.dtype))
-        return dict(direction=direction, inverse=1 / length, open=open, slope=x * open * (1 - open), dz=torch.empty_like(z))
+    def gated(x, z):
+        (direction, length), gate = unit(x, w.state_eps), torch.sigmoid(z[..., :C].to(x.dtype))
+        return dict(direction=direction, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate), dz=torch.empty_like(z))
 
     # what is not recurrent, for all steps at once
     s = s if keep is None else s * keep
-    ground, layers = gated(s, z0, z0), []
-    for i, x in enumerate([torch.addcmul(u, ground['open'], s), *inner]):
+    ground, layers = gated(s, z0), []
+    for i, x in enumerate([torch.addcmul(u, ground['gate'], s), *inner]):
         z = kept[i * (1 + (H > 0))]
-        parts = z.split(w.sizes.columns(i), -1)
-        layer = gated(x, z, parts[0])
-        layer |= dict(zip(('opening', 'memory_in', 'glu_in'), parts)) | dict(y=u.new_empty(S, B, F_ + H * D, dtype=w.dtype))
-        layer |= dict(zip(('d_opening', 'd_memory_in', 'd_glu_in'), layer['dz'].split(w.sizes.columns(i), -1)))
+        _, memory_in, glu_in = z.split(w.sizes.columns(i), -1)
+        layer = gated(x, z) | dict(memory_in=memory_in, glu_in=glu_in, y=u.new_empty(S, B, n_ffn + H * D, dtype=w.dtype))
+        layer |= dict(zip(('d_gate_in', 'd_memory_in', 'd_glu_in'), layer['dz'].split(w.sizes.columns(i), -1)))
         if H:
-            q, *written = (x if x is None else x.unflatten(0, (S, B)) for x in heads(parts[1].flatten(0, 1), None if i else w.rate, H, K, w.key_eps))
+            of_all_steps = heads(memory_in.flatten(0, 1), None if i else w.rate, H, K, w.key_eps)
+            q, next_k, v, decay, beta = (x if x is None else x.unflatten(0, (S, B)) for x in of_all_steps)
             layer |= dict(q=q, answer=kept[2 * i + 1])
         if H and i == 0:
-            next_k, v, decay, beta = written
             k = torch.cat([k.unsqueeze(0), next_k[:-1]])
             k = k if keep is None else torch.where(keep.unsqueeze(-1) > 0, k, w.first_key)
             layer |= dict(k=k, v=v, decay=decay, beta=beta)
@@ -294,27 +292,25 @@ def segment_gradient(w, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept)
         for i in reversed(range(L)):
             here, (enter, _, leave) = at_layers[i][j], w.layers[i]
             dx[i].append(d)
-            torch.mul(d, here['slope'], out=here['d_opening'])
+            torch.mul(d, here['slope'], out=here['d_gate_in'])
             answer = glu_gradient(product(d, leave), here['glu_in'], here.get('answer'), w.answer_eps, here['d_glu_in'], here['y'])
-            z = here['dz']
+            z, answer = here['dz'], answer.view(B, H, D) if H else None
             if H and i == 0:
-                answer = answer.view(B, H, D)
                 dq, dk_before, dv, dbeta, dlog = delta_step_backward(dm, memories[j], here['k'], here['v'], here['decay'], here['beta'], here['q'],
                                                                      answer, None if keep is None else keep[j])
-                drate += heads_gradient(here['memory_in'], w.rate, dq, dk, dv, dbeta, dlog, w.key_eps, here['d_memory_in'])
+                drate += heads_gradient(here['memory_in'], w.rate, w.key_eps, here['d_memory_in'], dq, dk, dv, dbeta, dlog)
                 dk = dk_before
                 if cut_end and j == S - 1:
                     z = z.clone()
                     z[:, C + H * K:C + 2 * H * K] = 0
             elif H:
-                answer = answer.view(B, H, D)
                 dq = rows_times(answer, memories[j + 1].transpose(-1, -2))
                 dm.addcmul_(here['q'].unsqueeze(-1), answer.unsqueeze(-2))
-                heads_gradient(here['memory_in'], None, dq, None, None, None, None, w.key_eps, here['d_memory_in'])
-            d = gate_gradient(product(z, enter), here['direction'], here['inverse'], d, here['open'])
+                heads_gradient(here['memory_in'], None, w.key_eps, here['d_memory_in'], dq)
+            d = gate_gradient(product(z, enter), here['direction'], here['inverse'], d, here['gate'])
         du.append(d)
         torch.mul(d, at['slope'], out=at['dz'])
-        ds = gate_gradient(product(at['dz'], w.ground[0]), at['direction'], at['inverse'], d, at['open'])
+        ds = gate_gradient(product(at['dz'], w.ground[0]), at['direction'], at['inverse'], d, at['gate'])
         if keep is not None:
             goes_on = keep[j].unsqueeze(-1)
             ds, first_key, dk = ds * keep[j], first_key + dk * (1 - goes_on), dk * goes_on

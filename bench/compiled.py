@@ -23,7 +23,9 @@ from bench import markdown_table
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32', torch.bool: 'i1'}
 KERNELS = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel',
-                                               '_combine_kernel', '_delta_steps_kernel', '_delta_backward_kernel')}
+                                               '_combine_kernel', '_delta_steps_kernel', '_delta_backward_kernel', '_gate_kernel',
+                                               '_gate_gradient_kernel', '_glu_kernel', '_glu_gradient_kernel', '_heads_kernel',
+                                               '_heads_gradient_kernel')}
 PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
     'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0), 'two streams, rho asks': (1, 2, 1)}
 
@@ -94,17 +96,17 @@ def variants():
         for run in runs:
             for D, dtype in ((64, torch.bfloat16), (70, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
                 yield pattern, True, D, dtype, run
-    for K_, D in ((128, 256), (64, 128), (70, 48)):
+    for sizes in ((2496, 6656, 15, 128, 256), (1920, 5120, 11, 128, 256), (256, 683, 4, 32, 64), (100, 300, 2, 70, 48)):
         for documents in (False, True):
-            yield 'delta rule', documents, (K_, D), torch.float32
+            yield 'gpn', documents, sizes, torch.bfloat16
 
 
 def build(variant):
     """Rows of the kernels that one attention, forward and backward, launches; or one attention of a run over a cache; or one step of
-    the delta rule, its gradient, and a replay."""
+    GPN, its gradient, and a replay of the memory."""
     pattern, documents, D, dtype, *run = variant
-    if pattern == 'delta rule':
-        return build_delta_rule(documents, *D)
+    if pattern == 'gpn':
+        return build_gpn(documents, *D, dtype)
     NQ, NK, first = PATTERNS[pattern]
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
@@ -123,16 +125,29 @@ def build(variant):
     return rows
 
 
-def build_delta_rule(documents, K_, D):
-    B, H, S, rows = 2, 15, 32, []
-    described = {'pattern': 'delta rule', 'documents': documents, 'run': S, 'head': f'{K_} x {D}', 'dtype': 'fp32'}
+def build_gpn(documents, C, n_ffn, H, K_, D, dtype):
+    B, S, rows = 2, 32, []
+    described = {'pattern': 'gpn', 'documents': documents, 'run': S, 'head': f'{K_} x {D}', 'dtype': TYPES[dtype]}
     for name in KERNELS:
         setattr(K, name, Recorder(KERNELS[name], rows, described))
-    empty = lambda *shape: torch.empty(shape, device='meta')
-    memory, k, v, gate, keep = empty(B, H, K_, D), empty(S, B, H, K_), empty(S, B, H, D), empty(S, B, H), empty(S, B, 1) if documents else None
-    K._delta_steps_in_triton(memory, memory, k[0], v[0], gate[0], gate[0], k[0], v[0], keep, 1)
-    K._delta_steps_in_triton(memory, empty(S, B, H, K_, D), k, v, gate, gate, None, None, keep, S)
-    K._delta_backward_in_triton(memory, memory, k[0], v[0], gate[0], gate[0], k[0], v[0], keep)
+    K.KERNELS_ON_CPU = True  # and on the tensors here, which are nowhere
+    empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device='meta')
+    x, z = empty(B, C), empty(B, C + H * (2 * K_ + D + 2) + 2 * n_ffn + H * D, dtype=dtype)
+    opening, memory_in, glu_in = z.split([C, H * (2 * K_ + D + 2), 2 * n_ffn + H * D], -1)
+    for add in (x, x.to(dtype)):
+        K.gate(opening, x, add, 1e-3, dtype)
+    K.gate_gradient(x.to(dtype), x, x[:, :1], x, x)
+    for answer in (empty(B, H * D), None):
+        part = glu_in if answer is not None else glu_in[:, :2 * n_ffn]
+        y = K.glu(part, answer, 1e-3, dtype)
+        K.glu_gradient(y, part, answer, 1e-3, part, y)
+    memory, k, v, scalars, keep = empty(B, H, K_, D), empty(S, B, H, K_), empty(S, B, H, D), empty(S, B, H), empty(S, B, 1) if documents else None
+    for rate in (empty(H), None):
+        K.heads(memory_in if rate is not None else memory_in[:, :H * K_], rate, H, K_, 1e-6)
+        K.heads_gradient(memory_in, rate, 1e-6, memory_in, k[0], k[0], v[0], scalars[0], scalars[0])
+    K.delta_step(memory, k[0], v[0], scalars[0], scalars[0], k[0], keep if keep is None else keep[0])
+    K.delta_replay(memory, k, v, scalars, scalars, keep)
+    K.delta_step_backward(memory, memory, k[0], v[0], scalars[0], scalars[0], k[0], v[0], keep if keep is None else keep[0])
     return rows
 
 

@@ -186,3 +186,57 @@ def delta_rule_equals_its_reference(S, B, H, K_, D, keep, device):
 @pytest.mark.parametrize('keep', [False, True])
 def test_delta_rule_equals_its_reference(shape, keep):
     delta_rule_equals_its_reference(*shape, keep, 'cpu')
+
+
+def gpn_pieces_equal_their_definitions(answers, N, C, H, K_, D, dtype, device, tolerance):
+    """`gate`, `glu` and `heads` with their gradients, beside the definitions in float64 and autograd; z are columns of a wider tensor."""
+    torch.manual_seed(0)
+    random = lambda *shape: torch.randn(shape, device=device, dtype=torch.float64).to(dtype)
+    columns = lambda width: random(N, width + 7)[:, 3:width + 3]
+    unit = lambda x, eps: x / (x.square().sum(-1, keepdim=True) + eps ** 2).sqrt()
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def expect(definition, inputs, cotangents):
+        inputs = [x.double().clone().requires_grad_() for x in inputs]
+        outputs = definition(*inputs)
+        return outputs, torch.autograd.grad(outputs, inputs, [x.double() for x in cotangents])
+
+    z, x, add, d, dn = columns(C), random(N, C).to(wide), random(N, C), random(N, C).to(wide), random(N, C)
+    assert_close(K.gate(z, x, add, 0.3, dtype), expect(lambda z, x, a: [y := torch.sigmoid(z) * x + a, unit(y, 0.3)], [z, x, add], [d, d])[0], tolerance)
+    open, (n, length) = torch.sigmoid(z.to(wide)), K.unit(x, 0.3)
+    want = expect(lambda x: [unit(x, 0.3), open.double() * x], [x], [dn, d])[1]
+    assert_close([K.gate_gradient(dn, n, 1 / length, d, open)], want, tolerance)
+
+    n = H * D if answers else 0
+    z, answer, dy, out, y = columns(2 * C + n), random(N, n) if answers else None, random(N, C + n), columns(2 * C + n), random(N, C + n)
+    both = expect(lambda z, *a: [F.silu(z[:, :C + n]) * torch.cat([z[:, C + n:], *(unit(x, 0.3) for x in a)], 1)],
+                  [z] + [answer] * answers, [dy])
+    assert_close([K.glu(z, answer, 0.3, dtype)], both[0], tolerance)
+    grads = [out, K.glu_gradient(dy, z, answer, 0.3, out, y)]
+    assert_close([y, *grads[:1 + answers]], [*both[0], *both[1]], tolerance)
+
+    rate, z, out = random(H).to(wide).exp(), columns(H * (2 * K_ + D + 2)), columns(H * (2 * K_ + D + 2))
+    cotangents = [random(N, H, *shape).to(wide) for shape in ((K_,), (K_,), (D,), (), ())]
+
+    def definition(z, rate):
+        q, k, v, beta, decay = z.split([H * K_, H * K_, H * D, H, H], 1)
+        q, k = (unit(x.relu().unflatten(1, (H, K_)), 0.3) for x in (q, k))
+        return [q, k, v.unflatten(1, (H, D)), -rate * F.softplus(decay), torch.sigmoid(beta)]
+
+    (q, k, v, log, beta), (dz, drate) = expect(definition, [z, rate], cotangents)
+    assert_close(K.heads(z, rate, H, K_, 0.3), [q, k, v, log.exp(), beta], tolerance)
+    dq, dk, dv, dlog, dbeta = cotangents
+    assert_close([K.heads_gradient(z, rate, 0.3, out, dq, dk, dv, dbeta, dlog).sum(0), out], [drate, dz], tolerance)
+    z, out = z[:, :H * K_], out[:, :H * K_]
+    assert_close(K.heads(z, None, H, K_, 0.3)[:1], [q], tolerance)
+    K.heads_gradient(z, None, 0.3, out, dq)
+    assert_close([out], [dz[:, :H * K_]], tolerance)
+
+
+GPN_PIECES = [(True, 3, 20, 2, 8, 12), (False, 1, 1, 1, 1, 1), (True, 5, 70, 3, 33, 130)]
+
+
+@pytest.mark.parametrize('shape', GPN_PIECES)
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_gpn_pieces_equal_their_definitions(shape, dtype, tolerance):
+    gpn_pieces_equal_their_definitions(*shape, dtype, 'cpu', tolerance)

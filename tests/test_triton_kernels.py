@@ -11,7 +11,8 @@ import attn_kernels as K
 from bench import make_model
 from conftest import ROOT
 from test_models import decode_in_pieces, make, some_tokens
-from test_attn_kernels import assert_close, delta_rule_equals_its_reference, documents, gradients
+from test_attn_kernels import (GPN_PIECES, assert_close, delta_rule_equals_its_reference, documents, gpn_pieces_equal_their_definitions,
+                               gradients)
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
 PATTERNS = {  # of two streams: (persistent stream, streams that ask); None: one stream
@@ -109,10 +110,22 @@ def test_delta_kernels_equal_the_reference(shape, keep, kernels_device):
     delta_rule_equals_its_reference(*shape, keep, kernels_device)
 
 
-@pytest.mark.parametrize('variant', ['gpn', 'gpn, one layer, documents'])
+@pytest.mark.parametrize('shape', GPN_PIECES)
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_gpn_pieces_on_kernels(shape, dtype, tolerance, kernels_device):
+    gpn_pieces_equal_their_definitions(*shape, dtype, kernels_device, tolerance)
+
+
+@pytest.mark.parametrize('variant', ['gpn', 'gpn, one layer, documents', 'gpn, no memory'])
 def test_gpn_on_its_kernels_equals_the_loop(variant, kernels_device):
     model, idx = make(variant, kernels_device), some_tokens(2, 9).to(kernels_device)
-    assert_close([model.states(idx)], [model.loop(idx)], 1e-4)
+
+    def states_and_gradients(states):
+        states = states(idx)
+        return states, *torch.autograd.grad(states.square().sum(), [p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))])
+
+    got = states_and_gradients(model.states)
+    assert_close(got, states_and_gradients(model.double().loop), 1e-4)
 
 
 def test_operators_keep_pytorchs_rules(kernels_device):

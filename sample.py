@@ -72,6 +72,21 @@ def draw(probs, noise):
     return (probs / noise.clamp(min=2 ** -24)).argmax(-1)  # noise rounded to 0 would let an impossible token win
 
 
+def record(step, undo):
+    """step() as a CUDA graph, not run yet. undo() takes back one of the steps that warm up."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+            undo()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
 class Decoder:
     """Decodes one token a row and step. On a GPU the step, model and sampling together, is one CUDA graph replay."""
 
@@ -98,8 +113,7 @@ class Decoder:
         """Appends the last tokens and returns the ones after them (B,)."""
         noise = self.fresh_noise()
         if self.tokens.device.type == 'cuda':
-            if self.graph is None:
-                self.capture()
+            self.graph = self.graph or self.capture()
             self.graph.replay()
         else:
             self.step(noise)
@@ -109,19 +123,13 @@ class Decoder:
         self.tokens.copy_(self.pick(self.model.extend(self.tokens[:, None], self.cache), noise))
 
     def capture(self):
-        """Records one step. The steps that warm up are rolled back, so the cache is as before."""
+        """One step as a CUDA graph."""
         tokens = self.tokens.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.step(self.noise)
-                self.cache.rollback(1)
-        torch.cuda.current_stream().wait_stream(side)
-        self.tokens.copy_(tokens)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.step(self.noise)
+
+        def undo():
+            self.cache.rollback(1)
+            self.tokens.copy_(tokens)
+        return record(lambda: self.step(self.noise), undo)
 
 
 @torch.inference_mode()
@@ -437,20 +445,11 @@ class SpeculativeDecoder:
         self.token.copy_(token)
 
     def run(self, name, step, undo):
-        """Does a step: on a GPU as a graph, recorded the first time. undo() takes back one of the steps that warm up."""
+        """Does a step: on a GPU as a graph, recorded the first time."""
         if self.token.device.type != 'cuda':
             return step()
         if name not in self.graphs:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    step()
-                    undo()
-            torch.cuda.current_stream().wait_stream(side)
-            self.graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[name]):
-                step()
+            self.graphs[name] = record(step, undo)
         self.graphs[name].replay()
 
 

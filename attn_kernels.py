@@ -30,7 +30,7 @@ past) and rho is windowed (window = 2). Only the diagonal knows which stream ask
 
 The streams stay apart in memory: a tile of queries of both reads a triangle of one stream's keys and a short band of the other's.
 
-A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks. In the environment, ATTENTION=reference makes every pattern its
+A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks, and C for GPN's steps. In the environment, ATTENTION=reference makes every pattern its
 definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
 B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
@@ -1080,17 +1080,18 @@ def gate(z, x, add, eps, dtype):
     """y = sigmoid(z) x + add, and `unit`(y) in dtype. x (N, C) in fp32 or float64; z and add (N, C), z may be part of a product."""
     if _gpn_kernels_serve(x):
         y, direction = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
-        _launch_gpn(_gate_kernel, (len(x),), 8, x, z, add, y, direction, x.shape[1], z.stride(0), eps, triton.next_power_of_2(x.shape[1]))
+        _launch_gpn(_gate_kernel, (len(x),), 8, x, z, add.contiguous(), y, direction, x.shape[1], z.stride(0), eps, triton.next_power_of_2(x.shape[1]))
         return y, direction
     y = torch.addcmul(add.to(x.dtype), torch.sigmoid(z.to(x.dtype)), x)
     return y, unit(y, eps)[0].to(dtype)
 
 
 def gate_gradient(grad, direction, inverse, grad_y, opened):
-    """The gradient of x (N, C), from grad, that of direction = `unit`(x), and grad_y, that of y = opened x with opened = sigmoid(z)."""
+    """The gradient of x (N, C), from grad, that of direction = `unit`(x), and grad_y, that of opened x; opened is sigmoid(z)."""
     if _gpn_kernels_serve(grad_y):
         out = torch.empty_like(grad_y)
-        _launch_gpn(_gate_gradient_kernel, (len(out),), 8, out, grad, direction, inverse, grad_y, opened, out.shape[1], triton.next_power_of_2(out.shape[1]))
+        C = out.shape[1]
+        _launch_gpn(_gate_gradient_kernel, (len(out),), 8, out, grad, direction, inverse, grad_y, opened, C, triton.next_power_of_2(C))
         return out
     return torch.addcmul(unit_gradient(grad.to(grad_y.dtype), direction, inverse), grad_y, opened)
 
@@ -1253,7 +1254,8 @@ def _glu_gradient_kernel(z, answer, grad, out, y, grad_answer, Y, N, z_stride, o
 @jit
 def _unit_key(z, i, seen, eps):
     """The key or query of a row of z, where it is cut, and 1 / what it was divided by."""
-    x = tl.maximum(_read(z, i, seen), 0)
+    x = _read(z, i, seen)
+    x = tl.where(x < 0, 0.0, x)
     inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + eps * eps)
     return x * inverse, x > 0, inverse
 
@@ -1455,7 +1457,6 @@ def _delta_backward_in_triton(grad, memory, k, v, decay, beta, q, grad_read, kee
     return grad_q, grad_k, grad_v, grad_beta, grad_log
 
 
-
 # ---- GPN's steps on CPU ----
 #
 # A step is three products of few rows and many small operators: PyTorch takes twice the time of the products for launching them, and
@@ -1541,7 +1542,7 @@ INLINE void unit_gradient(const real *grad, const real *y, real inverse, real *o
 }
 
 INLINE real key(const real *z, real *k, long K, real eps) {  /* eq. 8 */
-    EACH(i, K) k[i] = z[i] > 0 ? z[i] : 0;
+    EACH(i, K) k[i] = z[i] < 0 ? 0 : z[i];
     return unit(k, k, K, eps);
 }
 
@@ -1774,7 +1775,7 @@ void gradient(const sizes *n, real *const *w, long cut_end, const real *u, const
 
 @functools.cache
 def _build_gpn(dtype):
-    """GPN_C for this machine, built in a second; None without a C compiler."""
+    """GPN_C for this machine and dtype, built in a second or two; None where that fails, as without a C compiler."""
     compiler = shutil.which(os.environ.get('CC', 'cc'))
     if compiler is None:
         return None
@@ -1785,9 +1786,16 @@ def _build_gpn(dtype):
         flags = '-O3 -march=native -fno-math-errno -fno-signed-zeros -fno-trapping-math -fassociative-math -shared -fPIC'
         flags += ' -DDOUBLE' if dtype == torch.float64 else ''
         build = lambda *more: subprocess.run([compiler, *flags.split(), *more, source, '-o', library, '-lm'], capture_output=True).returncode == 0
-        if not (build('-fopenmp') or build()):  # its threads are PyTorch's: the library is loaded already
+        if not (build('-fopenmp') or build()):  # gcc's threads are PyTorch's: the library is loaded already
             return None
-        return ctypes.CDLL(library)
+        try:
+            library = ctypes.CDLL(library)
+        except OSError:  # a folder for data only
+            return None
+    number = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
+    fields = [(name, ctypes.c_long) for name in 'SBCFHKDL'] + [(name, number) for name in ('state_eps', 'answer_eps', 'key_eps')]
+    library.sizes = type('sizes', (ctypes.Structure,), {'_fields_': fields})
+    return library
 
 
 class GPNInC:
@@ -1801,10 +1809,8 @@ class GPNInC:
     def __init__(self, products, rate, first_key, sizes, eps):
         """products: the ground gate's (weight, bias), of each layer the (weight, bias) in and the weight out; sizes: model_gpn's;
         eps: of the state's unit length, of the answer's, of the keys'."""
-        self.library, self.sizes = _build_gpn(rate.dtype), sizes
-        number = ctypes.c_double if rate.dtype == torch.float64 else ctypes.c_float
-        fields = [(name, ctypes.c_long) for name in 'SBCFHKDL'] + [(name, number) for name in ('state_eps', 'answer_eps', 'key_eps')]
-        self.numbers = type('Numbers', (ctypes.Structure,), {'_fields_': fields})(0, 0, *sizes, *eps)
+        self.library, self.sizes, self.dtype = _build_gpn(rate.dtype), sizes, rate.dtype
+        self.numbers = self.library.sizes(0, 0, *sizes, *eps)
         self.weights = [w if w is None or w.dim() == 1 else self._panels(w) for w in products] + [rate, first_key]
 
     def _panels(self, weight):
@@ -1813,10 +1819,11 @@ class GPNInC:
         return F.pad(weight, (0, 0, 0, -len(weight) % width)).unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
     def _call(self, function, u, *arguments):
+        assert u.dtype == self.dtype, f'{u.dtype} with weights of {self.dtype}'
         self.numbers.S, self.numbers.B = u.shape[:2]
         address = lambda x: x if x is None else x.data_ptr()
         pointers = lambda x: (ctypes.c_void_p * len(x))(*map(address, x)) if isinstance(x, list) else ctypes.c_void_p(address(x))
-        function(ctypes.byref(self.numbers), pointers(self.weights), *(x if isinstance(x, int) else pointers(x) for x in arguments))
+        function(ctypes.byref(self.numbers), pointers(self.weights), *(ctypes.c_long(x) if isinstance(x, int) else pointers(x) for x in arguments))
 
     def _widths(self):
         """Of the products that `steps` keeps: the ground's, then of each layer the product in and, with a memory, the answer."""

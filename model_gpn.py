@@ -395,7 +395,8 @@ def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.
             if record:
                 memories[r] = memory
             s, k, memory, rows = run_segment(steps, w, [s, k, memory, u[a:b], None if keep is None else keep[a:b]])
-            for x, row in zip((*kept[:n - 1], out, *kept[n - 1:]), rows):
+            out[a:b] = rows[n - 1]
+            for x, row in zip(kept, (*rows[:n - 1], *rows[n:])):  # none without record
                 x[a:b] = row
     return outputs
 
@@ -479,7 +480,7 @@ def scan(u, keep, folded, sizes, eps, dtype, segment_len, bptt_len):
     """`step` over a window: u (T, B, C), keep (T, B, 1) or None, folded from `Model._folded` -> predicted states (T, B, C).
 
     Products in dtype; state and memory in u's. One operator to PyTorch, so that a compiler meets no loop."""
-    return _scan_op(u, keep, folded, list(sizes), eps, dtype, segment_len, bptt_len, torch.is_grad_enabled())[0]
+    return _scan_op(u.contiguous(), keep, folded, list(sizes), eps, dtype, segment_len, bptt_len, torch.is_grad_enabled())[0]
 
 
 class Model(nn.Module):
@@ -659,7 +660,7 @@ class Cache:
     def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
         self.max_tokens, self.max_run, c = max_tokens, max_run, model.config
         with torch.no_grad():
-            self.weights = Weights([w.to(device) for w in model._folded()], Sizes.of(c), c.norm_eps, model.fuse.weight.dtype)
+            self.weights = Weights([w.to(device, copy=True) for w in model._folded()], Sizes.of(c), c.norm_eps, model.fuse.weight.dtype)
         wide = dict(device=device, dtype=torch.promote_types(model.fuse.weight.dtype, torch.float32))
         self.s = torch.zeros(batch_size, c.n_embd, **wide)
         self.k = self.weights.first_key.expand(batch_size, -1, -1).to(**wide).clone()

@@ -38,7 +38,8 @@ def compile_launch(kernel, args, num_warps, num_stages):
         if isinstance(value, tuple):
             return tuple(describe(path + (i,), x, always) for i, x in enumerate(value))
         if isinstance(value, torch.Tensor):
-            attributes[path] = [['tt.divisibility', 16]]
+            if value.storage_offset() * value.itemsize % 16 == 0:
+                attributes[path] = [['tt.divisibility', 16]]
             return '*' + TYPES[value.dtype]
         if always or value is None or value == 1 and isinstance(value, int):
             constants[path] = value

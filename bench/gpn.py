@@ -61,6 +61,8 @@ def make_model(B, T, **values):
 
 
 def on_cpu(with_jax):
+    if not attn_kernels.GPNInC.serves(torch.device('cpu'), torch.float32):
+        sys.exit('bench.gpn: no C compiler (cc, or CC in the environment) to build the steps with: install one')
     train.start_processes(train.Settings())
     rows = [{'what': 'memory at T 2048', **memory(T=2048)}]
     for n_layer in (1, 2):

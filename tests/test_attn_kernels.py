@@ -201,11 +201,12 @@ def gpn_pieces_equal_their_definitions(answers, N, C, H, K_, D, dtype, device, t
         outputs = definition(*inputs)
         return outputs, torch.autograd.grad(outputs, inputs, [x.double() for x in cotangents])
 
-    z, x, add, d, dn = columns(C), random(N, C).to(wide), random(N, C), random(N, C).to(wide), random(N, C)
-    assert_close(K.gate(z, x, add, 0.3, dtype), expect(lambda z, x, a: [y := torch.sigmoid(z) * x + a, unit(y, 0.3)], [z, x, add], [d, d])[0], tolerance)
-    open, (n, length) = torch.sigmoid(z.to(wide)), K.unit(x, 0.3)
-    want = expect(lambda x: [unit(x, 0.3), open.double() * x], [x], [dn, d])[1]
-    assert_close([K.gate_gradient(dn, n, 1 / length, d, open)], want, tolerance)
+    z, x, add, d, dn = columns(C), random(N, C).to(wide), columns(C), random(N, C).to(wide), random(N, C)
+    want = expect(lambda z, x, add: [y := torch.sigmoid(z) * x + add, unit(y, 0.3)], [z, x, add], [d, d])[0]
+    assert_close(K.gate(z, x, add, 0.3, dtype), want, tolerance)
+    opened, (n, length) = torch.sigmoid(z.to(wide)), K.unit(x, 0.3)
+    want = expect(lambda x: [unit(x, 0.3), opened.double() * x], [x], [dn, d])[1]
+    assert_close([K.gate_gradient(dn, n, 1 / length, d, opened)], want, tolerance)
 
     n = H * D if answers else 0
     z, answer, dy, out, y = columns(2 * C + n), random(N, n) if answers else None, random(N, C + n), columns(2 * C + n), random(N, C + n)

@@ -85,6 +85,8 @@ def test_the_scan_is_the_loop_with_all_gradients(n_layer, n_head, bptt_len, eos_
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for want, got in zip(*results):
         assert (got - want).norm() < 1e-8 * want.norm()
+    with torch.no_grad():
+        assert (model.states(idx) - states).norm() < 1e-8 * states.norm()
 
 
 @pytest.mark.parametrize('T, segment_len', [(1, 5), (2, 1), (23, 100)])
@@ -101,7 +103,7 @@ def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
     """At a size that all threads share, of rows that fill no tile, one, or some: states and gradients."""
     if not attn_kernels.GPNInC.serves(torch.device('cpu'), dtype):
         pytest.skip('no C compiler here')
-    model = make(n_layer=2, n_head=3, n_embd=200, n_ffn=150, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70)[0].to(dtype)
+    model = make(n_layer=2, n_head=3, n_embd=256, n_ffn=150, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70)[0].to(dtype)
     for p in model.parameters():
         p.data *= 0.1 if p.dim() == 2 else 1
     idx, results = torch.randint(50, 60, (rows, 9)), []
@@ -112,23 +114,51 @@ def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
         assert (got - want).norm() < (1e-9 if dtype == torch.float64 else 1e-4) * want.norm()
 
 
-def test_decoding_is_the_loop(form):
+@torch.no_grad()
+def decoding_is_the_loop(device, dtype, tolerance):
     """A prompt, runs of several lengths, rows that end early, and runs taken back, over ends of documents."""
     model, idx = make(n_layer=2, eos_id=59)
-    want = model._logits(model._decoded(model.loop(idx)))
+    for p in model.parameters():
+        p.data *= 0.5 if p.dim() == 2 else 1
+    want = model._logits(model._decoded(model.loop(idx))).to(device)
+    model, idx = model.to(device, dtype), idx.to(device)
     cache = model.new_cache(3, 23, max_run=4)
-    lengths = torch.tensor([5, 3, 9])
+    lengths = torch.tensor([5, 3, 9], device=device)
     got = model.extend(idx[:, :9], cache, lengths)
     at = lengths.clone()
     for row in range(3):
-        torch.testing.assert_close(got[row], want[row, at[row] - 1], rtol=1e-8, atol=1e-8)
-    for n, back in ((4, 2), (3, torch.tensor([0, 1, 3])), (1, 0), (4, 4)):
+        torch.testing.assert_close(got[row].double(), want[row, at[row] - 1], rtol=tolerance, atol=tolerance)
+    for n, back in ((4, 2), (3, torch.tensor([0, 1, 3], device=device)), (1, 0), (4, 4)):
         tokens = torch.stack([idx[row, at[row]:at[row] + n] for row in range(3)])
         got = model.extend(tokens, cache, all_positions=True)
         for row in range(3):
-            torch.testing.assert_close(got[row], want[row, at[row]:at[row] + n], rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(got[row].double(), want[row, at[row]:at[row] + n], rtol=tolerance, atol=tolerance)
         cache.rollback(back)
         at += n - back
+
+
+def test_decoding_is_the_loop(form):
+    decoding_is_the_loop('cpu', torch.float64, 1e-8)
+
+
+def test_decoding_on_kernels_is_the_loop(kernels_device):
+    decoding_is_the_loop(kernels_device, torch.float32, 1e-3)
+
+
+def test_a_weight_that_is_not_a_number_shows(form):
+    model, idx = make()
+    model.layers[0].query.bias.data[0] = float('nan')
+    assert model.states(idx).isnan().any()
+
+
+def test_a_cache_keeps_its_weights(form):
+    model, idx = make()
+    cache, changed = model.new_cache(3, 23), model.new_cache(3, 23)
+    want = model.extend(idx, cache)
+    for name, p in model.named_parameters():
+        if name.startswith(('ground', 'write', 'layers')):
+            p.data += 1
+    torch.testing.assert_close(model.extend(idx, changed), want)
 
 
 def test_states_do_not_see_the_document_before():

@@ -122,7 +122,8 @@ def test_gpn_on_its_kernels_equals_the_loop(variant, kernels_device):
 
     def states_and_gradients(states):
         states = states(idx)
-        return states, *torch.autograd.grad(states.square().sum(), [p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))])
+        weights = [p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))]
+        return states, *torch.autograd.grad(states.square().sum(), weights)
 
     got = states_and_gradients(model.states)
     assert_close(got, states_and_gradients(model.double().loop), 1e-4)

@@ -1825,14 +1825,9 @@ class GPNInC:
         pointers = lambda x: (ctypes.c_void_p * len(x))(*map(address, x)) if isinstance(x, list) else ctypes.c_void_p(address(x))
         function(ctypes.byref(self.numbers), pointers(self.weights), *(ctypes.c_long(x) if isinstance(x, int) else pointers(x) for x in arguments))
 
-    def _widths(self):
-        """Of the products that `steps` keeps: the ground's, then of each layer the product in and, with a memory, the answer."""
-        answer = [self.sizes.n_head * self.sizes.d_v] * (self.sizes.n_head > 0)
-        return [self.sizes.n_embd, *(width for i in range(self.sizes.n_layer) for width in (sum(self.sizes.columns(i)), *answer))]
-
     def steps(self, s, k, memory, u, keep=None, active=None):
         s, k, u, keep, active = (x if x is None else x.contiguous() for x in (s.clone(), k.clone(), u, keep, active))
-        rows = [torch.empty_like(u) for _ in range(self.sizes.n_layer)] + [u.new_empty(*u.shape[:2], width) for width in self._widths()]
+        rows = [torch.empty_like(u) for _ in range(self.sizes.n_layer)] + [u.new_empty(*u.shape[:2], width) for width in self.sizes.kept()]
         self._call(self.library.steps, u, s, k, memory, u, keep, active, rows)
         return s, k, memory, rows
 

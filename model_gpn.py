@@ -151,6 +151,11 @@ class Sizes(NamedTuple):
         writes = self.n_head * (self.d_k + self.d_v + 2) if layer == 0 else 0
         return [self.n_embd, self.n_head * self.d_k + writes, 2 * self.n_ffn + self.n_head * self.d_v]
 
+    def kept(self):
+        """Widths of what the backward needs of a step's products: the ground's, each layer's product in and, with a memory, its answer."""
+        answer = [self.n_head * self.d_v] * (self.n_head > 0)
+        return [self.n_embd, *(width for i in range(self.n_layer) for width in (sum(self.columns(i)), *answer))]
+
 
 class Weights:
     """`Model._folded` as products in one dtype. backward: the products of a gradient with the weights instead."""
@@ -403,14 +408,11 @@ def scan_forward(u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.
 
 def _scan_outputs(u, sizes, dtype, segment_len, bptt_len, record):
     """Empty tensors for what `scan_forward` returns."""
-    (T, B, C), H = u.shape, sizes.n_head
+    (T, B, _), H = u.shape, sizes.n_head
     if not record:
         return [torch.empty_like(u), u.new_empty(1, B, H, sizes.d_k, sizes.d_v)]
-    widths = [C]
-    for i in range(sizes.n_layer):
-        widths += [sum(sizes.columns(i)), *[H * sizes.d_v] * (H > 0)]
     return [torch.empty_like(u), u.new_empty(len(segments(T, segment_len, bptt_len)), B, H, sizes.d_k, sizes.d_v),
-            *(torch.empty_like(u) for _ in range(sizes.n_layer - 1)), *(u.new_empty(T, B, width, dtype=dtype) for width in widths)]
+            *(torch.empty_like(u) for _ in range(sizes.n_layer - 1)), *(u.new_empty(T, B, width, dtype=dtype) for width in sizes.kept())]
 
 
 def scan_backward(grad: torch.Tensor, u: torch.Tensor, keep: torch.Tensor | None, folded: list[torch.Tensor], outputs: list[torch.Tensor],

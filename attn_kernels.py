@@ -1598,7 +1598,7 @@ INLINE long width(const sizes *n, long l) {
 
 /* ---- S steps ----
    w: of the ground's gate weight and bias, of each layer the weight and bias of its product in, the weight of its product out; then the
-   decay rates and the first key. s (B, C), k (B, H, K), memory (B, H, K, D) in place. keep (S, B), 0 where a document starts; active (B),
+   decay rates and the first key. s (B, C), k (B, H, K), memory (B, H, K, D) in place. keep (S, B), 0 where a document starts; active (S, B),
    0 in rows that stay as they are; or null. kept (S, B, ...): states of the layers, the ground's product, of each layer the product in
    and, with a memory, the answer. */
 
@@ -1612,7 +1612,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
         const real *x = ground;
         real *z0 = kept[L] + t * B * C;
         SHARED(b, B) {
-            if (!goes_on(keep, t * B + b) && (!active || active[b])) {
+            if (!goes_on(keep, t * B + b) && (!active || active[t * B + b])) {
                 EACH(i, C) s[b * C + i] = 0;
                 EACH(i, H * K) k[b * H * K + i] = first_key[i];
             }
@@ -1632,7 +1632,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                 const long b = j / H, h = j % H;
                 const real *zq = z + b * W + C + h * K, *zv = z + b * W + values(n) + h * D, *zb = z + b * W + values(n) + H * D + h;
                 real *m = memory + j * K * D, *read = answer + j * D, q[K];
-                if (l == 0 && (!active || active[b])) {
+                if (l == 0 && (!active || active[t * B + b])) {
                     write(m, m, k + j * K, zv, exponential(-rate[h] * softplus(zb[H])), sigmoid(*zb), goes_on(keep, t * B + b), K, D);
                     key(zq + H * K, k + j * K, K, n->key_eps);
                 }
@@ -1652,7 +1652,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
             SHARED(b, B) {
                 EACH(i, C) next[b * C + i] = sum[b * C + i] + sigmoid(z[b * W + i]) * x[b * C + i];  /* eq. 7, 11 */
                 unit(next + b * C, normed + b * C, C, n->state_eps);
-                if (l == L - 1 && (!active || active[b]))
+                if (l == L - 1 && (!active || active[t * B + b]))
                     EACH(i, C) s[b * C + i] = next[b * C + i];
             }
             x = next;

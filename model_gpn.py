@@ -239,12 +239,13 @@ def step(w, s, direction, k, memory, u, keep=None, active=None):
 
 
 def steps(w, s, k, memory, u, keep=None, active=None):
-    """`step` for each of u (n, B, C). Returns s, k, memory and, (n, B, ...) each, the layers' states and the products."""
+    """`step` for each of u (n, B, C), keep and active (n, B, 1). Returns s, k, memory and, (n, B, ...) each, the layers' states and the
+    products."""
     if w.in_c:
         return w.in_c.steps(s, k, memory, u, keep, active)
-    rows, direction = [], unit(s, w.state_eps)[0].to(w.dtype)
+    rows, direction, at = [], unit(s, w.state_eps)[0].to(w.dtype), lambda x, j: None if x is None else x[j]
     for j in range(len(u)):
-        s, direction, k, states, products = step(w, s, direction, k, memory, u[j], None if keep is None else keep[j], active)
+        s, direction, k, states, products = step(w, s, direction, k, memory, u[j], at(keep, j), at(active, j))
         rows.append((*states, *products))
     return s, k, memory, [torch.stack(row) if len(u) > 1 else row[0].unsqueeze(0) for row in zip(*rows)]
 
@@ -630,19 +631,19 @@ class Model(nn.Module):
             cache.ended.copy_(ends[rows[:, 0], run - 1])
         positions, m = torch.arange(n, device=tokens.device), min(n, cache.max_run)
         first = (run - cache.max_run).clamp(min=0)  # the tokens before it cannot be rolled back
-        early = [cache.advance(u[:, t], keep[:, t], positions[t] < first) for t in range(n - cache.max_run)]
+        early = cache.advance(u[:, :n - m], keep[:, :n - m], positions[:n - m] < first[:, None])
         cache.snapshot(run - first)
         last = first[:, None] + positions[:m]
         cache.u[:, :m], cache.keep[:, :m] = u[rows, last.clamp(max=n - 1)], keep[rows, last.clamp(max=n - 1)]
-        late = [cache.advance(cache.u[:, t], cache.keep[:, t], positions[t] < run - first) for t in range(m)]
-        h_last = self._decoded(torch.stack(late, 1))
+        late = cache.advance(cache.u[:, :m], cache.keep[:, :m], positions[:m] < (run - first)[:, None])
+        h_last = self._decoded(late)
         cache.lengths += run
         cache.hidden[:, :m] = h_last
         if not all_positions:
             return self._logits(h_last[rows[:, 0], run - first - 1])
         h = h_last
-        if early:
-            h = self._decoded(torch.stack(early + late, 1))
+        if n > m:
+            h = self._decoded(torch.cat([early, late], 1))
             h = h[rows, torch.where(positions < first[:, None], positions, n - m + positions - first[:, None]).clamp(max=n - 1)]
         return self._logits(h)
 
@@ -661,6 +662,7 @@ class Cache:
 
     def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
         self.max_tokens, self.max_run, c = max_tokens, max_run, model.config
+        self.n_layer, self.segment_len = c.n_layer, c.segment_len
         with torch.no_grad():
             self.weights = Weights([w.to(device, copy=True) for w in model._folded()], Sizes.of(c), c.norm_eps, model.fuse.weight.dtype)
         wide = dict(device=device, dtype=torch.promote_types(model.fuse.weight.dtype, torch.float32))
@@ -681,11 +683,15 @@ class Cache:
                                       self.lengths, self.hidden))
 
     def advance(self, u, keep, active):
-        """One token in the rows that are active (B,): u (B, C), keep (B, 1). Returns the new states (B, C)."""
-        s, k, *_ = steps(self.weights, self.s, self.k, self.memory, u[None], keep[None], active[:, None])
-        self.s.copy_(s)
-        self.k.copy_(k)
-        return s
+        """n tokens, u (B, n, C) and keep (B, n, 1), where active (B, n). Returns the states after them (B, n, C)."""
+        states = [u[:, :0]]
+        for a in range(0, u.shape[1], self.segment_len):
+            part = [x[:, a:a + self.segment_len].transpose(0, 1) for x in (u, keep, active.unsqueeze(-1))]
+            s, k, _, rows = steps(self.weights, self.s, self.k, self.memory, *part)
+            self.s.copy_(s)
+            self.k.copy_(k)
+            states.append(rows[self.n_layer - 1].transpose(0, 1))
+        return torch.cat(states, 1)
 
     def snapshot(self, since):
         for x, now in zip(self.before, (self.s, self.k, self.memory)):
@@ -703,5 +709,5 @@ class Cache:
         starts = self.keep[rows, self.since.clamp(max=self.max_run - 1), 0] == 0  # the first token that is forgotten
         self.ended.copy_(torch.where(back, starts, self.ended))
         longest = int((self.since * back).max()) if self.since.device.type == 'cpu' else self.max_run - 1
-        for t in range(longest):
-            self.advance(self.u[:, t], self.keep[:, t], back & (t < self.since))
+        positions = torch.arange(longest, device=self.since.device)
+        self.advance(self.u[:, :longest], self.keep[:, :longest], back[:, None] & (positions < self.since[:, None]))

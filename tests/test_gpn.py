@@ -141,10 +141,6 @@ def test_decoding_is_the_loop(form):
     decoding_is_the_loop('cpu', torch.float64, 1e-8)
 
 
-def test_decoding_on_kernels_is_the_loop(kernels_device):
-    decoding_is_the_loop(kernels_device, torch.float32, 1e-3)
-
-
 def test_a_weight_that_is_not_a_number_shows(form):
     model, idx = make()
     model.layers[0].query.bias.data[0] = float('nan')

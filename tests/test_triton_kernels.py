@@ -10,9 +10,10 @@ import torch
 import attn_kernels as K
 from bench import make_model
 from conftest import ROOT
-from test_models import decode_in_pieces, make, some_tokens
 from test_attn_kernels import (GPN_PIECES, assert_close, delta_rule_equals_its_reference, documents, gpn_pieces_equal_their_definitions,
                                gradients)
+from test_gpn import decoding_is_the_loop
+from test_models import decode_in_pieces, make, some_tokens
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
 PATTERNS = {  # of two streams: (persistent stream, streams that ask); None: one stream
@@ -127,6 +128,10 @@ def test_gpn_on_its_kernels_equals_the_loop(variant, kernels_device):
 
     got = states_and_gradients(model.states)
     assert_close(got, states_and_gradients(model.double().loop), 1e-4)
+
+
+def test_gpn_decodes_on_its_kernels(kernels_device):
+    decoding_is_the_loop(kernels_device, torch.float32, 1e-3)
 
 
 def test_operators_keep_pytorchs_rules(kernels_device):

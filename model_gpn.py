@@ -247,7 +247,7 @@ def steps(w, s, k, memory, u, keep=None, active=None):
     for j in range(len(u)):
         s, direction, k, states, products = step(w, s, direction, k, memory, u[j], at(keep, j), at(active, j))
         rows.append((*states, *products))
-    return s, k, memory, [torch.stack(row) if len(u) > 1 else row[0].unsqueeze(0) for row in zip(*rows)]
+    return s, k, memory, [torch.stack(row) if len(u) > 1 else row[0].unsqueeze(0) for row in zip(*rows)]  # decoding copies nothing
 
 
 def segment_gradient(w, cut_end, u, keep, s, k, memory, grad, ds, dk, dm, *kept):

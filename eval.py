@@ -37,9 +37,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import check_ranges, export_llama, import_llama, load_run, load_settings, pick_device, pick_dtype, sentences
-from data import UserError, load_tokenizer, open_data
-from sample import AutoLength, generate, load_draft, longest_draft, pack_weights, roomy_cache, speculative_generate
+from common.decoding import generate, pack_weights, roomy_cache
+from common.files import UserError, friendly_errors
+from common.llama import export_llama, import_llama
+from common.machine import pick_device, pick_dtype
+from common.runs import load_run
+from common.settings import check_ranges, load_settings
+from common.speculative import AutoLength, longest_draft, speculative_generate
+from data import open_data
+from data.tokenizers import load_tokenizer
+from sample import load_draft
 
 CORPORA = ('wikitext', 'c4', 'books3', 'govreport')
 PAPERS = {  # paper: (tasks with the metric it reports, corpora)
@@ -203,7 +210,7 @@ def lm_eval_class():
     @register_model('run')
     class RunLM(TemplateLM):
         def __init__(self, run=None, scorer=None, encoding=None, device=None, dtype='auto', batch_size=None, max_batch_size=None, max_length=None):
-            """run: a run folder; or a Scorer and its data.Tokenizer. batch_size None or 'auto': by the scorer's bounds."""
+            """run: a run folder; or a Scorer and its Tokenizer. batch_size None or 'auto': by the scorer's bounds."""
             super().__init__()
             if run is not None:
                 batch_size = None if batch_size in (None, 'auto') else int(batch_size)
@@ -550,7 +557,7 @@ def chosen(s):
 
 
 def main():
-    with sentences():
+    with friendly_errors():
         s, runs, _ = load_settings(Settings, sys.argv[1:])
         if not runs:
             raise UserError('which run? python eval.py RUN_FOLDER --val')

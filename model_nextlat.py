@@ -25,8 +25,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (attention, cached_attention, decode_attention, decodes, document_starts, linear_cross_entropy,
-                          linear_cross_entropy_kl, rms_norm, rope_table, rotate)
+from attn_kernels import (
+    attention,
+    cached_attention,
+    decode_attention,
+    decodes,
+    document_starts,
+    linear_cross_entropy,
+    linear_cross_entropy_kl,
+    rms_norm,
+    rope_table,
+    rotate,
+)
 
 
 @dataclass

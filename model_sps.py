@@ -19,8 +19,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (attention, decode_attention, decodes, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate,
-                          slot_attention, stream_windows, two_stream_attention, two_stream_visible, visible)
+from attn_kernels import (
+    attention,
+    decode_attention,
+    decodes,
+    document_starts,
+    linear_cross_entropy,
+    rms_norm,
+    rope_table,
+    rotate,
+    slot_attention,
+    stream_windows,
+    two_stream_attention,
+    two_stream_visible,
+    visible,
+)
 
 METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits the logits); the other stream is windowed
     'sps': ('input', 'predict'),  # state in x, prediction in rho

@@ -28,8 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from config import check_ranges, load_settings, sentences
-from data import BUILT, ShardWriter, UserError, load_tokenizer, split_of, write_file, write_json
+from common.files import UserError, friendly_errors, write_file, write_json
+from common.settings import check_ranges, load_settings
+from data.shards import BUILT, ShardWriter, split_of
+from data.tokenizers import load_tokenizer
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
 BATCH, AHEAD = 256, 100  # records that a worker encodes at a time; batches read ahead, so that workers are busy while a shard is written
@@ -265,7 +267,7 @@ def fill(folder, writer, name, s, arguments, position):
 
 
 def main():
-    with sentences():
+    with friendly_errors():
         s, positional, _ = load_settings(Settings, sys.argv[1:])
         if len(positional) > 1:
             raise UserError(f'one source is expected, got {len(positional)}: {" ".join(positional)}; quote a pattern: \'texts/*.jsonl\'')

@@ -8,14 +8,12 @@
 Reads top to bottom: settings, processes and device, run folder, schedule and optimizer, evaluation, the loop.
 """
 import contextlib
-import ctypes
 import importlib.util
 import json
 import math
 import os
 import platform
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -29,10 +27,15 @@ os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wa
 import torch
 import torch.distributed as dist
 
-import config
-from config import UserError, check_ranges, check_vocabulary, load_settings, make_config, pick_device, pick_dtype
-from data import load_tokenizer, open_data, padded_vocab
-from sample import generate, longest_draft, speculative_generate
+from common import runs
+from common.decoding import generate
+from common.files import UserError, friendly_errors
+from common.machine import peak_flops, pick_dtype, start_processes
+from common.runs import check_vocabulary, make_config
+from common.settings import check_ranges, load_settings, saved_settings
+from common.speculative import longest_draft, speculative_generate
+from data import open_data
+from data.tokenizers import load_tokenizer, padded_vocab
 
 
 @dataclass
@@ -86,80 +89,22 @@ class Settings:
 MAY_CHANGE = {'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
               'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # on --resume
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size and above; 4 layers x 128 (0.8M) may lose
-PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12,
-              'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}  # dense bf16 (V100: fp16), vendors' data sheets
 
 
 # ---- processes and device ----
-
-@dataclass
-class Machine:
-    """Where this process runs: its rank among `world` processes, its device, and the dtype of its products."""
-
-    rank: int
-    world: int
-    device: torch.device
-    dtype: torch.dtype = torch.float32
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-
-def start_processes(s):
-    """Joins torchrun's processes, if any, and picks this one's device. Returns the Machine."""
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
-    kind = pick_device(s.device)
-    if kind == 'cuda' and local >= torch.cuda.device_count():
-        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
-                        'Start fewer processes, or use --device=cpu')
-    device = torch.device(kind, local) if kind == 'cuda' else torch.device('cpu')
-    if kind == 'cuda':
-        torch.cuda.set_device(device)
-    else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-        torch.set_num_threads(s.threads or max(1, cores // int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
-        torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
-        keep_freed_memory()
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
-    return Machine(rank, world, device)
-
-
-def keep_freed_memory():
-    """Tells glibc to keep freed blocks instead of returning them to the kernel: page faults slow CPU training."""
-    if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
-        libc = ctypes.CDLL('libc.so.6')
-        for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap and trim thresholds, top pad
-            libc.mallopt(parameter, value)
-
-
-def peak_flops(device, dtype):
-    """FLOP/s the device can reach: from its data sheet, else by timing a large product in this dtype."""
-    if device.type == 'cuda' and dtype == torch.bfloat16:
-        for name, flops in PEAK_FLOPS.items():
-            if re.search(rf'\b{name}\b', torch.cuda.get_device_name(device)):
-                return flops
-    n = 8192 if device.type == 'cuda' else 1024
-    a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
-    best = float('inf')
-    for _ in range(8):
-        start = time.perf_counter()
-        (a @ b)[0, 0].item()
-        best = min(best, time.perf_counter() - start)
-    return 2 * n ** 3 / best
 
 
 # ---- the run folder ----
 
 def read_settings(argv):
     """Settings, the model's Config values given by the user, and the saved record if this continues a run."""
-    s, positional, given = load_settings(Settings, argv, parse_model=True)
+    s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
     if s.out_dir is None:
         s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
     own = {f.name for f in fields(Settings)}
     record = None
     if s.resume or (s.eval_only and not s.init_from):
-        record = config.read_run(s.out_dir)
+        record = runs.read_run(s.out_dir)
         if s.dtype == 'auto':
             given.pop('dtype', None)  # the run recorded what auto was
         saved = {**record['settings'], **record['model_config']}
@@ -168,9 +113,9 @@ def read_settings(argv):
                 raise UserError(f'the run in {s.out_dir} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go on as it was '
                                 f'with python train.py --out_dir={s.out_dir} --resume, or start another with another --out_dir')
         values = {**record['settings'], **{k: v for k, v in given.items() if k in own}, 'out_dir': s.out_dir}
-        s = config.saved_settings(Settings, values, f'{s.out_dir}/config.json')
+        s = saved_settings(Settings, values, f'{s.out_dir}/config.json')
     elif s.init_from:  # what is not given is as in the source
-        source = config.read_run(s.init_from)
+        source = runs.read_run(s.init_from)
         source = source['model_config'] if source['model'] == s.model else {}
         if 'documents' not in given and 'eos_id' in source:
             s.documents = source['eos_id'] is not None
@@ -208,7 +153,7 @@ def model_config(s, given, data, record):
                             'bring that data back, or start another run with --init_from')
         return make_config(record['model'], record['model_config'])
     if s.init_from:
-        check_vocabulary(config.read_run(s.init_from), data, s.init_from)
+        check_vocabulary(runs.read_run(s.init_from), data, s.init_from)
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': data.eos_id if s.documents else None}
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave n_ids out')
@@ -237,7 +182,7 @@ def start_folder(s, c, data, machine):
         os.replace(out, old)
         shutil.rmtree(old)
     flags = dict(resume=False, overwrite=False, eval_only=False, dry_run=False, dtype=str(machine.dtype)[6:])
-    config.save_run(s.out_dir, {
+    runs.save_run(s.out_dir, {
         'model': s.model, 'settings': {**asdict(s), **flags}, 'model_config': asdict(c),
         'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id, 'sha256': data.sha256},
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device), 'processes': machine.world}})
@@ -246,7 +191,7 @@ def start_folder(s, c, data, machine):
 def start_log(s, step):
     """Opens log.jsonl for appending, cut back to the records up to `step`: those after it will come again."""
     path = Path(s.out_dir) / 'log.jsonl'
-    kept = [r for r in config.read_log(s.out_dir) if r['step'] <= step]
+    kept = [r for r in runs.read_log(s.out_dir) if r['step'] <= step]
     temporary = path.with_name('.log.jsonl.writing')
     with open(temporary, 'w') as file:
         file.write(''.join(json.dumps(r) + '\n' for r in kept))
@@ -261,7 +206,7 @@ def plot_loss(folder):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    records = config.read_log(folder)
+    records = runs.read_log(folder)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
     for key, style, label in (('nll', dict(alpha=0.5, linewidth=0.8), 'training'), ('val', dict(marker='o', markersize=3), 'validation')):
         points = [(r['tokens'], r[key]) for r in records if key in r]
@@ -305,17 +250,17 @@ def save(s, model, optimizer, step, seconds):
     names = {p: name for name, p in model.named_parameters()}
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
     files = {'model.safetensors': {name: p for p, name in names.items()}, 'optimizer.safetensors': moments}
-    config.save_checkpoint(s.out_dir, step, files, {'step': step, 'seconds': seconds}, s.keep_checkpoints)
+    runs.save_checkpoint(s.out_dir, step, files, {'step': step, 'seconds': seconds}, s.keep_checkpoints)
 
 
 def read_weights(s, record):
     """The weights to start from, if not from random ones or by `restore`: (run folder, state, tensors) or (None, None, None)."""
     source = s.init_from
     if record:
-        source = s.out_dir if s.eval_only else None if config.checkpoints(s.out_dir) else s.init_from
+        source = s.out_dir if s.eval_only else None if runs.checkpoints(s.out_dir) else s.init_from
     if not source:
         return None, None, None
-    state, files = config.load_checkpoint(source, ('model.safetensors',))
+    state, files = runs.load_checkpoint(source, ('model.safetensors',))
     return source, state, files['model.safetensors']
 
 
@@ -323,7 +268,7 @@ def check_conversion(model, source, new, data, s):
     """Raises UserError unless the model, with weights that `source` has not, still gives the logits of `source`; prints how near it is."""
     idx = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)[0].to(model.head.weight.device)
     with torch.no_grad():
-        want, have = (m.eval().logits(idx)[..., :data.n_ids] for m in (config.load_run(source, idx.device)[0], model))
+        want, have = (m.eval().logits(idx)[..., :data.n_ids] for m in (runs.load_run(source, idx.device)[0], model))
     model.train()
     worst = (have - want).abs().max().item()
     if not worst < 1e-4:
@@ -334,10 +279,10 @@ def check_conversion(model, source, new, data, s):
 
 def restore(s, model, optimizer):
     """Loads the newest whole checkpoint of out_dir. Returns (step, seconds); (0, 0) if the run was stopped before its first."""
-    if not config.checkpoints(s.out_dir):
+    if not runs.checkpoints(s.out_dir):
         return 0, 0.0
-    state, files = config.load_checkpoint(s.out_dir)
-    config.load_weights(model, files['model.safetensors'], s.out_dir)
+    state, files = runs.load_checkpoint(s.out_dir)
+    runs.load_weights(model, files['model.safetensors'], s.out_dir)
     params = dict(model.named_parameters())
     for name, value in files['optimizer.safetensors'].items():
         key, _, param = name.partition('/')
@@ -408,14 +353,14 @@ def print_sample(model, data, s, machine):
 def describe(s, c, data, world):
     """Prints parameters, costs and estimated memory. Returns a model without storage and the number of steps."""
     with torch.device('meta'):
-        model = config.model_file(s.model).Model(c)
+        model = runs.model_file(s.model).Model(c)
     n = sum(p.numel() for p in model.parameters())
     try:
         flops = model.flops_per_token(s.block_size)
-    except ValueError as error:  # block_size does not suit the model
+        if s.acceptance_prompts:
+            longest_draft(model, None, 'auto')
+    except ValueError as error:  # block_size does not suit the model, or it cannot draft
         raise UserError(str(error))
-    if s.acceptance_prompts:
-        longest_draft(model, None, 'auto')
     steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
     rows = min(s.micro_batch_size, math.ceil(s.batch_size / world))
     tokens = data.splits['train']['tokens']
@@ -497,7 +442,7 @@ def read_numbers(parts, norm, machine):
 
 
 def main():
-    with config.sentences():
+    with friendly_errors():
         s, given_model, record = read_settings(sys.argv[1:])
         machine = start_processes(s)
         master = machine.rank == 0
@@ -532,15 +477,15 @@ def run(s, c, data, record, machine):
           f'{"" if compile else "not "}compiled')
     source, state, weights = read_weights(s, record)
     if source:
-        config.check_weights(model, config.adopted(model, weights, source), source)
+        runs.check_weights(model, runs.adopted(model, weights, source), source)
     if s.dry_run:
         return
 
     torch.manual_seed(s.seed)
-    model = config.model_file(s.model).Model(c).to(device)
+    model = runs.model_file(s.model).Model(c).to(device)
     if source:
-        converted = config.adopted(model, weights, source)
-        config.load_weights(model, converted, source)
+        converted = runs.adopted(model, weights, source)
+        runs.load_weights(model, converted, source)
         if converted.keys() != weights.keys():
             check_conversion(model, source, sorted(converted.keys() - weights.keys()), data, s)
     fast = torch.compile(model) if compile else model

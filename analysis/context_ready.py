@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from analysis import write_csv
-from config import UserError, check_ranges, check_vocabulary, load_run, load_settings, pick_device, sentences
+from common.files import UserError, friendly_errors
+from common.machine import pick_device
+from common.runs import check_vocabulary, load_run
+from common.settings import check_ranges, load_settings
 from data import open_data
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -98,7 +101,7 @@ def plot(rows, path):
 
 
 def main():
-    with sentences():
+    with friendly_errors():
         s, runs, _ = load_settings(Settings, sys.argv[1:])
         if not runs:
             raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')

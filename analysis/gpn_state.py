@@ -14,8 +14,12 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from config import UserError, check_ranges, load_run, load_settings, pick_device, sentences
-from data import load_tokenizer, open_data
+from common.files import UserError, friendly_errors
+from common.machine import pick_device
+from common.runs import load_run
+from common.settings import check_ranges, load_settings
+from data import open_data
+from data.tokenizers import load_tokenizer
 
 
 @dataclass
@@ -188,7 +192,7 @@ def plot(rows, path):
 
 
 def main():
-    with sentences():
+    with friendly_errors():
         s, runs, _ = load_settings(Settings, sys.argv[1:])
         if len(runs) != 1:
             raise UserError('which run? python -m analysis.gpn_state RUN --out=NAME')

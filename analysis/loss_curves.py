@@ -10,7 +10,9 @@ import sys
 from dataclasses import dataclass
 
 from analysis import write_csv
-from config import UserError, load_settings, read_log, read_run, sentences
+from common.files import UserError, friendly_errors
+from common.runs import read_log, read_run
+from common.settings import load_settings
 
 NO_DIFFERENCE = {'seed', 'out_dir', 'resume', 'overwrite', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval', 'save_interval',
                  'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # to what a curve is
@@ -90,7 +92,7 @@ def plot(curves, path):
 
 
 def main():
-    with sentences():
+    with friendly_errors():
         s, runs, _ = load_settings(Settings, sys.argv[1:])
         if not runs:
             raise UserError('which runs? python -m analysis.loss_curves RUN RUN ... --out=NAME')

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from analysis import write_csv
 from analysis.loss_curves import curve, group
-from config import UserError, load_settings, read_log, sentences
+from common.files import UserError, friendly_errors
+from common.runs import read_log
+from common.settings import load_settings
 
 SOLVED = 0.99  # as data/pointer_chasing.py counts
 
@@ -62,7 +64,7 @@ def plot(curves, path):
 
 
 def main():
-    with sentences():
+    with friendly_errors():
         s, runs, _ = load_settings(Settings, sys.argv[1:])
         if not runs:
             raise UserError('which runs? python -m analysis.scores RUN RUN ... --out=NAME')

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-import config
+from common import runs
 
 RESULTS = Path(__file__).parent / 'results'
 FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaults)
@@ -41,7 +41,7 @@ def make_model(name, **values):
     """A model of FAMILY with seed 0, on the GPU if there is one."""
     file, own = FAMILY[name]
     torch.manual_seed(0)
-    module = config.model_file(file)
+    module = runs.model_file(file)
     return module.Model(module.Config(**own, **values)).to('cuda' if torch.cuda.is_available() else 'cpu')
 
 

@@ -19,13 +19,16 @@ from triton.compiler import ASTSource
 
 import attn_kernels as K
 from bench import markdown_table
+from scans import delta_rule
+from scans import gpn as scan
 
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32', torch.bool: 'i1'}
-KERNELS = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel',
-                                               '_combine_kernel', '_delta_steps_kernel', '_delta_backward_kernel', '_gate_kernel',
-                                               '_gate_gradient_kernel', '_glu_kernel', '_glu_gradient_kernel', '_heads_kernel',
-                                               '_heads_gradient_kernel')}
+KERNELS = {(module, name): getattr(module, name) for module, names in (
+    (K, ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel', '_combine_kernel')),
+    (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')),
+    (scan, ('_gate_kernel', '_gate_gradient_kernel', '_glu_kernel', '_glu_gradient_kernel', '_heads_kernel', '_heads_gradient_kernel')))
+    for name in names}
 PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
     'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0), 'two streams, rho asks': (1, 2, 1)}
 
@@ -111,8 +114,8 @@ def build(variant):
     NQ, NK, first = PATTERNS[pattern]
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
-    for name in KERNELS:
-        setattr(K, name, Recorder(KERNELS[name], rows, described))
+    for (module, name), kernel in KERNELS.items():
+        setattr(module, name, Recorder(kernel, rows, described))
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device='meta')
     q, k, doc_start = empty(B, NQ, T, H, D), empty(B, NK, T, H, D), empty(B, T, dtype=torch.int64) if documents else None
     if run:
@@ -129,26 +132,26 @@ def build(variant):
 def build_gpn(documents, C, n_ffn, H, K_, D, dtype):
     B, S, rows = 2, 32, []
     described = {'pattern': 'gpn', 'documents': documents, 'run': S, 'head': f'{K_} x {D}', 'dtype': TYPES[dtype]}
-    for name in KERNELS:
-        setattr(K, name, Recorder(KERNELS[name], rows, described))
+    for (module, name), kernel in KERNELS.items():
+        setattr(module, name, Recorder(kernel, rows, described))
     K.KERNELS_ON_CPU = True  # and on the tensors here, which are nowhere
     empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device='meta')
     x, z = empty(B, C), empty(B, C + H * (2 * K_ + D + 2) + 2 * n_ffn + H * D, dtype=dtype)
     opening, memory_in, glu_in = z.split([C, H * (2 * K_ + D + 2), 2 * n_ffn + H * D], -1)
     for add in (x, x.to(dtype)):
-        K.gate(opening, x, add, 1e-3, dtype)
-    K.gate_gradient(x.to(dtype), x, x[:, :1], x, x)
+        scan.gate(opening, x, add, 1e-3, dtype)
+    scan.gate_gradient(x.to(dtype), x, x[:, :1], x, x)
     for answer in (empty(B, H * D), None):
         part = glu_in if answer is not None else glu_in[:, :2 * n_ffn]
-        y = K.glu(part, answer, 1e-3, dtype)
-        K.glu_gradient(y, part, answer, 1e-3, part, y)
+        y = scan.glu(part, answer, 1e-3, dtype)
+        scan.glu_gradient(y, part, answer, 1e-3, part, y)
     memory, k, v, scalars, keep = empty(B, H, K_, D), empty(S, B, H, K_), empty(S, B, H, D), empty(S, B, H), empty(S, B, 1) if documents else None
     for rate in (empty(H), None):
-        K.heads(memory_in if rate is not None else memory_in[:, :H * K_], rate, H, K_, 1e-6)
-        K.heads_gradient(memory_in, rate, 1e-6, memory_in, k[0], k[0], v[0], scalars[0], scalars[0])
-    K.delta_step(memory, k[0], v[0], scalars[0], scalars[0], k[0], keep if keep is None else keep[0])
-    K.delta_replay(memory, k, v, scalars, scalars, keep)
-    K.delta_step_backward(memory, memory, k[0], v[0], scalars[0], scalars[0], k[0], v[0], keep if keep is None else keep[0])
+        scan.heads(memory_in if rate is not None else memory_in[:, :H * K_], rate, H, K_, 1e-6)
+        scan.heads_gradient(memory_in, rate, 1e-6, memory_in, k[0], k[0], v[0], scalars[0], scalars[0])
+    delta_rule.delta_step(memory, k[0], v[0], scalars[0], scalars[0], k[0], keep if keep is None else keep[0])
+    delta_rule.delta_replay(memory, k, v, scalars, scalars, keep)
+    delta_rule.delta_step_backward(memory, memory, k[0], v[0], scalars[0], scalars[0], k[0], v[0], keep if keep is None else keep[0])
     return rows
 
 

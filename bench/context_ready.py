@@ -9,8 +9,8 @@ the paper compares with: of speed, and of the weights read per token, which deci
 import torch
 
 from bench import alternate, write_results
+from common.decoding import generate, pack_weights, roomy_cache
 from model_context_ready import Config, Model
-from sample import generate, pack_weights, roomy_cache
 from train import Settings, start_processes
 
 GPU = torch.cuda.is_available()

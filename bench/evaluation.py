@@ -8,9 +8,9 @@ import torch
 
 import model_standard
 from bench import alternate, write_results
-from config import to_llama
+from common.decoding import pack_weights
+from common.llama import to_llama
 from eval import Scorer
-from sample import pack_weights
 
 QUESTIONS, CHOICES, CONTEXT, CHOICE, BATCH = 8, 4, 400, 12, 16
 

@@ -8,8 +8,8 @@ import torch
 
 import model_standard
 from bench import FAMILY, alternate, make_model, over_standard, write_results
-from config import to_llama
-from sample import generate, pack_weights
+from common.decoding import generate, pack_weights
+from common.llama import to_llama
 
 PROMPT, NEW = 16, 128
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')

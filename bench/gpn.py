@@ -3,7 +3,7 @@
     python -m bench.gpn           on CPU: batch 8, T 256, width 256; on a GPU: the paper's 129M, with the bandwidth it would take at best
     python -m bench.gpn --jax     JAX too, which it installs (pip install jax) if it is not there
 
-'eager' is the scan in PyTorch's operators, 'compiled' with its steps in C (attn_kernels.GPN_C). 'jax' has the embedding and the head outside
+'eager' is the scan in PyTorch's operators, 'compiled' with its steps in C (scans/gpn.c). 'jax' has the embedding and the head outside
 the lax.scan, 'jax as the authors' in it. All sides in fp32, in one process, with train.py's allocator settings; JAX takes all cores unless
 the process is bound to some (taskset).
 """
@@ -18,6 +18,8 @@ import attn_kernels
 import model_gpn
 import train
 from bench import alternate, write_results
+from common import machine
+from scans import gpn as scan
 
 SHAPE = dict(n_embd=256, d_emb=128, n_head=4, d_k=32, d_v=64, n_ffn=683, vocab_size=1000, n_ids=1000)
 BANDWIDTH = {'H100': 3.35e12, 'H200': 4.8e12}  # bytes/s, the vendor's data sheets
@@ -36,16 +38,16 @@ def make_step(model, states, tokens):
 
 def compiled(states, on):
     def run(idx):
-        attn_kernels.COMPILE = on
+        scan.COMPILE = on
         return states(idx)
     return run
 
 
 def without_graphs(step):
     def run():
-        model_gpn.GRAPHS = False
+        scan.GRAPHS = False
         loss = step()
-        model_gpn.GRAPHS = True
+        scan.GRAPHS = True
         return loss
     return run
 
@@ -61,9 +63,9 @@ def make_model(B, T, **values):
 
 
 def on_cpu(with_jax):
-    if not attn_kernels.GPNInC.serves(torch.device('cpu'), torch.float32):
+    if not scan.GPNInC.serves(torch.device('cpu'), torch.float32):
         sys.exit('bench.gpn: no C compiler (cc, or CC in the environment) to build the steps with: install one')
-    train.start_processes(train.Settings())
+    machine.start_processes(train.Settings())
     rows = [{'what': 'memory at T 2048', **memory(T=2048)}]
     for n_layer in (1, 2):
         model, tokens = make_model(8, 256, n_layer=n_layer, **SHAPE)
@@ -88,7 +90,7 @@ def memory(T):
     make_step(model, model.states, tokens[:, :, :64])()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step()
-    kept = model_gpn._scan_outputs(torch.empty(T, 8, c.n_embd, device='meta'), model_gpn.Sizes.of(c), torch.float32, c.segment_len, T, True)
+    kept = scan._scan_outputs(torch.empty(T, 8, c.n_embd, device='meta'), scan.Sizes.of(c), torch.float32, c.segment_len, T, True)
     return {'kept_mb': round(sum(x.nbytes for x in kept) / 1e6, 1),
             'peak_growth_mb': round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3, 1),
             'memory_at_every_step_mb': round(4 * T * 8 * c.n_head * c.d_k * c.d_v / 1e6, 1)}

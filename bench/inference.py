@@ -2,7 +2,7 @@
 
 On a GPU 16 sequences, prefill 1024, 3072 decode steps at S, every method as a CUDA graph; on CPU 4 sequences, 256 + 128 at XS.
 Speed: one process, the methods in turn. Memory: a process for each, its peak and what it holds at the end, over what it held
-before there was a model. Both through sample.generate.
+before there was a model. Both through decoding.generate.
 """
 import json
 import subprocess
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench import FAMILY, alternate, make_model, over_standard, resident, write_results
-from sample import generate, pack_weights, roomy_cache
+from common.decoding import generate, pack_weights, roomy_cache
 
 GPU = torch.cuda.is_available()
 BATCH, PREFILL, NEW = (16, 1024, 3072) if GPU else (4, 256, 128)

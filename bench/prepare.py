@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import write_results
-from data import Data, load_tokenizer
+from data.shards import Data
+from data.tokenizers import load_tokenizer
 
 ROUNDS = 3
 

@@ -20,11 +20,11 @@ import sys
 
 import torch
 
-import config
 import model_nextlat
 import model_standard
 import train
 from bench import FAMILY, alternate, make_model, over_standard, resident, write_results
+from common import llama, machine
 
 T, BATCH, VOCABULARY = 256, 8, 50304
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -37,7 +37,7 @@ def make_step(side, dtype, fused=True, compile=False):
     called = torch.compile(model) if compile else model
     forward = lambda x, y: called(x, y)['loss']
     if side == 'hf':
-        model = config.to_llama(model).train()
+        model = llama.to_llama(model).train()
         forward = lambda x, y: model(input_ids=x, labels=x, shift_labels=y).loss
     optimizer = train.make_optimizer(model, train.Settings()) if fused else torch.optim.AdamW(model.parameters(), lr=6e-4)
     return optimizer_step(model, forward, optimizer, torch.randint(0, 50257, (2, BATCH, T), device=DEVICE), dtype)
@@ -61,7 +61,7 @@ def optimizer_step(model, forward, optimizer, tokens, dtype):
 def two_streams():
     """The time of each method's step over Standard's; prints the rows."""
     rows = []
-    train.start_processes(train.Settings())
+    machine.start_processes(train.Settings())
     shapes = ((1024, 2), (256, 8)) if DEVICE.type == 'cpu' else ((4096, 8),)
     for block_size, batch_size in shapes:
         tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
@@ -112,12 +112,12 @@ def objective_step(objective, horizon, vocabulary=VOCABULARY):
     called = torch.compile(model) if DEVICE.type == 'cuda' else model
     tokens = torch.randint(0, vocabulary, (2, BATCH, T if DEVICE.type == 'cpu' else 1024), device=DEVICE)
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], train.make_optimizer(model, train.Settings()), tokens,
-                          config.pick_dtype('auto', DEVICE.type)), model
+                          machine.pick_dtype('auto', DEVICE.type)), model
 
 
 def peak_memory(objective, horizon):
     """Bytes at the peak of three steps over those before there was a model; to be called in a fresh process."""
-    train.start_processes(train.Settings())
+    machine.start_processes(train.Settings())
     torch.zeros(1, device=DEVICE)
     before = resident()['held']
     step, _ = objective_step(objective, int(horizon))
@@ -128,7 +128,7 @@ def peak_memory(objective, horizon):
 
 def objectives():
     """The table of training costs."""
-    train.start_processes(train.Settings())
+    machine.start_processes(train.Settings())
     rows, memory = [], {side: in_a_process('peak_memory', *map(str, side)) for side in OBJECTIVES}
     for side in OBJECTIVES:
         vocabulary = 320 if DEVICE.type == 'cpu' else VOCABULARY
@@ -143,8 +143,8 @@ def objectives():
 def worker(side):
     """One side as its user runs it; prints seconds per step."""
     if side == 'ours':
-        train.start_processes(train.Settings())
-        step = make_step('ours', config.pick_dtype('auto', DEVICE.type), compile=DEVICE.type == 'cuda')
+        machine.start_processes(train.Settings())
+        step = make_step('ours', machine.pick_dtype('auto', DEVICE.type), compile=DEVICE.type == 'cuda')
     else:
         step = make_step('hf', torch.float32, fused=False)
     print(json.dumps(alternate({'step': step}, rounds=6)['step']))
@@ -153,7 +153,7 @@ def worker(side):
 def same_terms():
     """Both sides in this process; prints the rows."""
     rows = []
-    train.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
+    machine.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
     for dtype in (torch.bfloat16, torch.float32):
         steps = {side: make_step(side, dtype) for side in ('ours', 'hf')}
         losses = {side: step() for side, step in steps.items()}

@@ -1,6 +1,16 @@
 # A K = 1 run becomes context-ready: python train.py config/context_ready_finetune.py --init_from=RUN (section 5.7).
 # Shape, window and documents are those of the run; its correction network starts at 0.
-from config.context_ready_small import data, block_size, batch_size, micro_batch_size, learning_rate, schedule, warmup_tokens, eval_interval, eval_tokens
+from config.context_ready_small import (
+    batch_size,
+    block_size,
+    data,
+    eval_interval,
+    eval_tokens,
+    learning_rate,
+    micro_batch_size,
+    schedule,
+    warmup_tokens,
+)
 
 model = 'context_ready'
 K = 10

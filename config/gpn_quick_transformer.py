@@ -1,5 +1,16 @@
 # The Transformer beside gpn_quick: the same data, budget and size (1.0M).
-from config.gpn_quick import data, documents, block_size, batch_size, max_tokens, learning_rate, schedule, warmup_tokens, eval_interval, save_interval
+from config.gpn_quick import (
+    batch_size,
+    block_size,
+    data,
+    documents,
+    eval_interval,
+    learning_rate,
+    max_tokens,
+    save_interval,
+    schedule,
+    warmup_tokens,
+)
 
 model = 'standard'
 n_layer = 4

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data import UserError, likeliest
+from common.files import UserError
+from data.tasks import greedy_tokens
 
 
 @dataclass
@@ -63,5 +64,5 @@ class Task:
 
         It does exactly where the likeliest token is right at every position of the path, given the right ones before it.
         """
-        right = (likeliest(model, idx, device, batch_size) == targets) | (targets < 0)
+        right = (greedy_tokens(model, idx, device, batch_size) == targets) | (targets < 0)
         return {'accuracy': right.all(1).float().mean().item()}

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config import UserError, load_settings, sentences
-from data import likeliest
+from common.files import UserError, friendly_errors
+from common.settings import load_settings
+from data.tasks import greedy_tokens
 
 SOLVED = 0.99  # accuracy from which on a level counts as solved
 EQUALS, QUERY, FIRST_VALUE = 0, 1, 2  # ids; after the values come the keys, level by level
@@ -77,7 +78,7 @@ class Task:
 
     def score(self, model, idx, targets, device, batch_size):
         """{'accuracy_0' ... 'accuracy_H': share of right answers at each level, 'levels_solved': how many levels have 0.99 and more}."""
-        right, level = likeliest(model, idx, device, batch_size) == targets, (idx - self.first_key) // self.keys
+        right, level = greedy_tokens(model, idx, device, batch_size) == targets, (idx - self.first_key) // self.keys
         accuracy = [right[(targets >= 0) & (level == l)].float().mean().item() for l in range(self.hops + 1)]
         return {**{f'accuracy_{l}': a for l, a in enumerate(accuracy)}, 'levels_solved': sum(a >= SOLVED for a in accuracy)}
 
@@ -98,7 +99,7 @@ def show(task, row):
 
 
 def main():
-    with sentences():
+    with friendly_errors():
         task, rest, _ = load_settings(Task, [arg for arg in sys.argv[1:] if arg != '--show'])
         if '--show' not in sys.argv or rest:
             raise UserError('what to do? python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10 prints a row')

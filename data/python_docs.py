@@ -8,7 +8,8 @@ import inspect
 import sysconfig
 from pathlib import Path
 
-from data import load_tokenizer, split_of, write_data
+from data.shards import split_of, write_data
+from data.tokenizers import load_tokenizer
 
 LEFT_OUT = ('test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3')
 MIN_CHARACTERS = 80  # shorter docstrings repeat the name of their function

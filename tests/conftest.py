@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT))
 if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in the tests that ask for it
     os.environ['TRITON_INTERPRET'] = '1'
 import attn_kernels  # noqa: E402
-from data import load_tokenizer, write_data  # noqa: E402
+from data import write_data  # noqa: E402
+from data.tokenizers import load_tokenizer
+
 os.environ.pop('TRITON_INTERPRET', None)
 attn_kernels.KERNELS_ON_CPU = False
 

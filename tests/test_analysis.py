@@ -4,7 +4,7 @@ import json
 import pytest
 
 from analysis import loss_curves, scores
-from config import UserError
+from common.files import UserError
 
 
 def write_run(folder, losses, model='standard', seed=0, settings=None, **values):

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 
 import attn_kernels as K
+from scans import delta_rule
+from scans import gpn as scan
 
 
 def documents(kind, B, T):
@@ -168,17 +170,17 @@ def delta_rule_equals_its_reference(S, B, H, K_, D, keep, device):
     exact = [x.double().requires_grad_() for x in (q, k, v, beta, log_decay, memory)]
     m, reads = exact[5], []
     for t in range(S):
-        m, read = K.delta_step_reference(m, *(x[t] for x in exact[1:3]), exact[4][t].exp(), exact[3][t], exact[0][t], None if keep is None else keep[t].double())
+        m, read = delta_rule.delta_step_reference(m, *(x[t] for x in exact[1:3]), exact[4][t].exp(), exact[3][t], exact[0][t], None if keep is None else keep[t].double())
         reads.append(read)
     (torch.stack(reads) * to_read).sum().add((m * to_memory).sum()).backward()
 
     decay, now = log_decay.exp(), memory.clone()
-    got = [K.delta_step(now, k[t], v[t], decay[t], beta[t], q[t], at(t)) for t in range(S)]
-    memories = K.delta_replay(memory, k, v, decay, beta, keep)
+    got = [delta_rule.delta_step(now, k[t], v[t], decay[t], beta[t], q[t], at(t)) for t in range(S)]
+    memories = delta_rule.delta_replay(memory, k, v, decay, beta, keep)
     assert_close([torch.stack(got), now, memories[-1]], [torch.stack(reads), m, m], 1e-5)
     grad, grads = to_memory.clone(), []
     for t in reversed(range(S)):
-        grads.append(K.delta_step_backward(grad, memories[t], k[t], v[t], decay[t], beta[t], q[t], to_read[t], at(t)))
+        grads.append(delta_rule.delta_step_backward(grad, memories[t], k[t], v[t], decay[t], beta[t], q[t], to_read[t], at(t)))
     assert_close([torch.stack(x[::-1]) for x in zip(*grads)] + [grad], [x.grad for x in exact], 1e-5)
 
 
@@ -203,17 +205,17 @@ def gpn_pieces_equal_their_definitions(answers, N, C, H, K_, D, dtype, device, t
 
     z, x, add, d, dn = columns(C), random(N, C).to(wide), columns(C), random(N, C).to(wide), random(N, C)
     want = expect(lambda z, x, add: [y := torch.sigmoid(z) * x + add, unit(y, 0.3)], [z, x, add], [d, d])[0]
-    assert_close(K.gate(z, x, add, 0.3, dtype), want, tolerance)
-    opened, (n, length) = torch.sigmoid(z.to(wide)), K.unit(x, 0.3)
+    assert_close(scan.gate(z, x, add, 0.3, dtype), want, tolerance)
+    opened, (n, length) = torch.sigmoid(z.to(wide)), scan.unit(x, 0.3)
     want = expect(lambda x: [unit(x, 0.3), opened.double() * x], [x], [dn, d])[1]
-    assert_close([K.gate_gradient(dn, n, 1 / length, d, opened)], want, tolerance)
+    assert_close([scan.gate_gradient(dn, n, 1 / length, d, opened)], want, tolerance)
 
     n = H * D if answers else 0
     z, answer, dy, out, y = columns(2 * C + n), random(N, n) if answers else None, random(N, C + n), columns(2 * C + n), random(N, C + n)
     both = expect(lambda z, *a: [F.silu(z[:, :C + n]) * torch.cat([z[:, C + n:], *(unit(x, 0.3) for x in a)], 1)],
                   [z] + [answer] * answers, [dy])
-    assert_close([K.glu(z, answer, 0.3, dtype)], both[0], tolerance)
-    grads = [out, K.glu_gradient(dy, z, answer, 0.3, out, y)]
+    assert_close([scan.glu(z, answer, 0.3, dtype)], both[0], tolerance)
+    grads = [out, scan.glu_gradient(dy, z, answer, 0.3, out, y)]
     assert_close([y, *grads[:1 + answers]], [*both[0], *both[1]], tolerance)
 
     rate, z, out = random(H).to(wide).exp(), columns(H * (2 * K_ + D + 2)), columns(H * (2 * K_ + D + 2))
@@ -225,12 +227,12 @@ def gpn_pieces_equal_their_definitions(answers, N, C, H, K_, D, dtype, device, t
         return [q, k, v.unflatten(1, (H, D)), -rate * F.softplus(decay), torch.sigmoid(beta)]
 
     (q, k, v, log, beta), (dz, drate) = expect(definition, [z, rate], cotangents)
-    assert_close(K.heads(z, rate, H, K_, 0.3), [q, k, v, log.exp(), beta], tolerance)
+    assert_close(scan.heads(z, rate, H, K_, 0.3), [q, k, v, log.exp(), beta], tolerance)
     dq, dk, dv, dlog, dbeta = cotangents
-    assert_close([K.heads_gradient(z, rate, 0.3, out, dq, dk, dv, dbeta, dlog).sum(0), out], [drate, dz], tolerance)
+    assert_close([scan.heads_gradient(z, rate, 0.3, out, dq, dk, dv, dbeta, dlog).sum(0), out], [drate, dz], tolerance)
     z, out = z[:, :H * K_], out[:, :H * K_]
-    assert_close(K.heads(z, None, H, K_, 0.3)[:1], [q], tolerance)
-    K.heads_gradient(z, None, 0.3, out, dq)
+    assert_close(scan.heads(z, None, H, K_, 0.3)[:1], [q], tolerance)
+    scan.heads_gradient(z, None, 0.3, out, dq)
     assert_close([out], [dz[:, :H * K_]], tolerance)
 
 

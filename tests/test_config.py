@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import config
 import train
-from config import UserError, load_settings
+from common import runs
+from common.files import UserError
+from common.settings import load_settings
+
+
+def model_config_class(name):
+    return runs.model_file(name).Config
 
 
 @dataclass
@@ -54,7 +59,7 @@ def write(path, text):
 
 def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
     path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nfrom math import sqrt\nn_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
-    settings, _, given = load_settings(with_warmup(), [path, '--count=5'], parse_model=True)
+    settings, _, given = load_settings(with_warmup(), [path, '--count=5'], config_of=model_config_class)
     assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'count': 5}
     assert settings.count == 5
 
@@ -75,25 +80,25 @@ def with_warmup():
 def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence):
     path = write(tmp_path / 'mine.py', text)
     with pytest.raises(UserError) as error:
-        load_settings(Example, [path], parse_model=True)
+        load_settings(Example, [path], config_of=model_config_class)
     assert sentence.format(path) in str(error.value)
 
 
 @pytest.mark.parametrize('path', sorted(p for p in Path('config').rglob('*.py') if p.name != '__init__.py'), ids=lambda p: p.stem)
 def test_every_config_file_is_a_model_and_settings(path):
-    _, _, given = load_settings(train.Settings, [str(path)], parse_model=True)
-    names = {f.name for f in dataclasses.fields(config.model_file(given.get('model', 'standard')).Config)}
-    config.make_config(given.get('model', 'standard'), {k: v for k, v in given.items() if k in names})
+    _, _, given = load_settings(train.Settings, [str(path)], config_of=model_config_class)
+    names = {f.name for f in dataclasses.fields(runs.model_file(given.get('model', 'standard')).Config)}
+    runs.make_config(given.get('model', 'standard'), {k: v for k, v in given.items() if k in names})
 
 
 def test_missing_config_file_names_the_nearest():
     with pytest.raises(UserError, match='did you mean config/quickstart.py'):
-        load_settings(Example, ['config/quikstart.py'], parse_model=True)
+        load_settings(Example, ['config/quikstart.py'], config_of=model_config_class)
 
 
 def test_help_lists_every_setting_with_type_default_and_comment(capsys):
     with pytest.raises(SystemExit) as exit:
-        load_settings(Example, ['--help'], parse_model=True)
+        load_settings(Example, ['--help'], config_of=model_config_class)
     text = capsys.readouterr().out
     assert exit.value.code == 0
     assert '--count=3  (int)\n        how many' in text and '--limit=None  (int | None)' in text
@@ -105,28 +110,28 @@ def test_help_lists_every_setting_with_type_default_and_comment(capsys):
 @pytest.fixture
 def run_folder(tmp_path):
     for step in (1, 2):
-        config.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}}, {'step': step})
+        runs.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}}, {'step': step})
     return tmp_path
 
 
 def load(folder):
-    state, files = config.load_checkpoint(folder, ('model.safetensors',))
+    state, files = runs.load_checkpoint(folder, ('model.safetensors',))
     return state['step'], files['model.safetensors']['w'][0].item()
 
 
 def test_the_newest_whole_checkpoint_is_loaded_and_old_ones_go(run_folder):
     assert load(run_folder) == (2, 2.0)
-    config.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.zeros(3)}}, {'step': 3})
-    assert [p.name for p in config.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
+    runs.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.zeros(3)}}, {'step': 3})
+    assert [p.name for p in runs.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
 
 
 def test_a_new_checkpoint_outlives_damaged_ones_with_higher_steps(run_folder):
     for step in (8, 9):
         shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
         (run_folder / f'ckpt/step_0000000{step}/model.safetensors').write_bytes(b'')
-    config.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
+    runs.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
     assert load(run_folder) == (3, 3.0)
-    assert [p.name for p in config.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
+    assert [p.name for p in runs.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
 
 
 @pytest.mark.parametrize('name, damage', [
@@ -143,7 +148,7 @@ def test_no_whole_checkpoint_is_a_sentence(run_folder):
     for path in run_folder.glob('ckpt/*/model.safetensors'):
         path.unlink()
     with pytest.raises(UserError, match='has no whole checkpoint to load'):
-        config.load_checkpoint(run_folder)
+        runs.load_checkpoint(run_folder)
 
 
 def test_a_pickle_is_never_executed(run_folder, tmp_path):
@@ -152,7 +157,7 @@ def test_a_pickle_is_never_executed(run_folder, tmp_path):
             return (open, (str(tmp_path / 'executed'), 'w'))
     import hashlib
     import pickle
-    for folder in config.checkpoints(run_folder):
+    for folder in runs.checkpoints(run_folder):
         evil = pickle.dumps(Evil())
         (folder / 'model.safetensors').write_bytes(evil)
         sums = folder / 'SHA256SUMS'
@@ -166,6 +171,6 @@ def test_a_pickle_is_never_executed(run_folder, tmp_path):
 def test_weights_of_another_shape_are_a_sentence():
     model = torch.nn.Linear(2, 3)
     with pytest.raises(UserError, match=r'weight has shape \(3, 4\), the model needs \(3, 2\)'):
-        config.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
+        runs.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
     with pytest.raises(UserError, match='bias is only in the model'):
-        config.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')
+        runs.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-
-import config
-import model_context_ready
 from conftest import assert_sentence, run, train_tiny
+
+import model_context_ready
+from common import files, runs
 from model_context_ready import Config, Model
 
 EOS = 59
@@ -166,8 +166,8 @@ def test_bptt_is_autograd_through_the_plain_loop(variant, layout, reference, mon
 def test_bptt_with_dropout_is_exact_for_its_masks(monkeypatch):
     model, idx = make(bptt=True, dropout=0.4, window=3).double().train(), tokens(T=8)
     targets, given = torch.roll(idx, -1, 1), []
-    original = model_context_ready._Scan.apply
-    monkeypatch.setattr(model_context_ready._Scan, 'apply', lambda model, e, doc_start, dropout, *rest: given.append(dropout) or original(model, e, doc_start, dropout, *rest))
+    original = model_context_ready.Scan.apply
+    monkeypatch.setattr(model_context_ready.Scan, 'apply', lambda model, e, doc_start, dropout, *rest: given.append(dropout) or original(model, e, doc_start, dropout, *rest))
     have = gradients(model, model(idx, targets)['loss'])
     assert 0.5 < (given[0] == 0).double().mean() / 0.4 < 1.5
     assert_same_gradients(have, gradients(model, nll(model, streamed(model, idx, given[0]), targets)), 1e-8)
@@ -422,7 +422,7 @@ def test_drawn_unrolls_do_not_depend_on_micro_batches_and_processes(tiny_data, t
     for name, more, processes in (('one', [], 1), ('two', ['--micro_batch_size=1'], 2)):
         result = train_tiny(tiny_data, tmp_path / name, *args, *more, steps=6, processes=processes)
         assert result.returncode == 0, result.stderr
-        losses.append([r['loss'] for r in config.read_log(tmp_path / name)])
+        losses.append([r['loss'] for r in runs.read_log(tmp_path / name)])
     assert max(abs(a - b) for other in losses[1:] for a, b in zip(losses[0], other)) < 1e-4
 
 
@@ -433,7 +433,7 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'converted', *finetune, steps=6)
     assert result.returncode == 0 and 'at step 0' in result.stdout, result.stderr
 
-    before, after = (config.read_log(tmp_path / name) for name in ('roformer', 'converted'))
+    before, after = (runs.read_log(tmp_path / name) for name in ('roformer', 'converted'))
     assert after[0]['loss'] < before[0]['loss'] - 0.5
     result = train_tiny(tiny_data, tmp_path / 'converted', '--resume', *finetune, steps=6)
     assert result.returncode == 0, result.stderr
@@ -448,8 +448,8 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
     assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3'), 'cannot become this model', 'window')
     assert not (tmp_path / 'other').exists()
-    source = config.load_run(tmp_path / 'roformer')[0]
+    source = runs.load_run(tmp_path / 'roformer')[0]
     for values, part in ((dict(variant='tied'), 'tied'), (dict(n_embd=32), 'shape')):
         model = make(**(dict(vocab_size=320, n_ids=257, n_embd=16) | values))
-        with pytest.raises(config.UserError, match=part):
-            config.load_weights(model, config.adopted(model, dict(source.named_parameters()), 'out/x'), 'out/x')
+        with pytest.raises(files.UserError, match=part):
+            runs.load_weights(model, runs.adopted(model, dict(source.named_parameters()), 'out/x'), 'out/x')

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import data
-from data import Data, UserError, load_tokenizer, padded_vocab, permute
+from common.files import UserError
+from data import shards
+from data.shards import Data, permute
+from data.tokenizers import load_tokenizer, padded_vocab
 
 
 def test_padded_vocabulary_leaves_a_free_row():
@@ -114,9 +117,9 @@ def test_damaged_data_is_a_sentence(copy):
 
 def test_writing_never_replaces_data_and_needs_both_splits(tiny_data, tmp_path):
     with pytest.raises(UserError, match='exists: remove it first'):
-        data.write_data(tiny_data, load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
+        shards.write_data(tiny_data, load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
     with pytest.raises(UserError, match="expected documents for 'train' and for 'val'"):
-        data.write_data(tmp_path / 'x', load_tokenizer('byte'), [('train', 'a')])
+        shards.write_data(tmp_path / 'x', load_tokenizer('byte'), [('train', 'a')])
     assert not (tmp_path / 'x').exists()
 
 
@@ -125,5 +128,5 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         yield 'train', 'text'
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        data.write_data(tmp_path / 'x', load_tokenizer('byte'), documents())
+        shards.write_data(tmp_path / 'x', load_tokenizer('byte'), documents())
     assert list(tmp_path.iterdir()) == []

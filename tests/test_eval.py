@@ -5,12 +5,13 @@ import random
 
 import pytest
 import torch
-
-import config
-import eval as judge
 from conftest import assert_sentence, run, train_tiny
-from data import UserError, load_tokenizer
 from test_models import make
+
+import eval as judge
+from common import runs
+from common.files import UserError
+from data.tokenizers import load_tokenizer
 
 pytest.importorskip('lm_eval')
 
@@ -90,7 +91,7 @@ def llama_model(folder, max_length):
 def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     pytest.importorskip('accelerate')
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
-    model, _ = config.load_run(trained)
+    model, _ = runs.load_run(trained)
     tasks, settings = ['arc_easy', 'piqa', 'sciq', 'hellaswag', 'lambada_openai', 'wikitext', 'govreport'], judge.Settings(data_dir=str(benchmarks))
     ours = judge.lm_eval_class()(scorer=judge.Scorer(model, 64), encoding=load_tokenizer('byte'))
     found = [judge.run_tasks(lm, tasks, settings, log_samples=True) for lm in (ours, llama_model(tmp_path / 'llama', 64))]
@@ -124,7 +125,7 @@ def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_d
             assert row in result.stdout
     lines = [json.loads(line) for line in (trained / 'eval.jsonl').read_text().splitlines()]
     val = lines[-1]['results']['val']
-    trained_to = [r['val'] for r in config.read_log(trained) if 'val' in r][-1]
+    trained_to = [r['val'] for r in runs.read_log(trained) if 'val' in r][-1]
     assert val['perplexity'] == pytest.approx(math.exp(val['nats_per_token'])) and len(lines) == 3
     assert val['nats_per_token'] == pytest.approx(trained_to, abs=1e-4)
     accuracies = [lines[0]['results'][task][metric] for task, metric in judge.PAPERS['sps'][0].items()]
@@ -145,7 +146,7 @@ def test_llama_there_and_back(trained, tmp_path):
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
     result = run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "back"}', '--tokenizer=byte')
     assert result.returncode == 0, result.stderr
-    (before, _), (after, _) = config.load_run(trained), config.load_run(tmp_path / 'back')
+    (before, _), (after, _) = runs.load_run(trained), runs.load_run(tmp_path / 'back')
     idx = torch.randint(0, 257, (1, 20))
     assert torch.equal(before.logits(idx), after.logits(idx))
     assert run('sample.py', tmp_path / 'back', 'ab', '--max_new_tokens=5').returncode == 0

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 import attn_kernels
-import config
 import model_gpn as G
+from common import settings
+from scans import gpn as scan
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
 
@@ -27,8 +28,8 @@ def make(**values):
 @pytest.fixture(params=['in C', 'in operators'])
 def form(request, monkeypatch):
     """Each of the two forms that the steps have on CPU."""
-    monkeypatch.setattr(attn_kernels, 'COMPILE', request.param == 'in C')
-    if request.param == 'in C' and not attn_kernels.GPNInC.serves(torch.device('cpu'), torch.float64):
+    monkeypatch.setattr(scan, 'COMPILE', request.param == 'in C')
+    if request.param == 'in C' and not scan.GPNInC.serves(torch.device('cpu'), torch.float64):
         pytest.skip('no C compiler here')
 
 
@@ -101,14 +102,14 @@ def test_any_length_and_any_segments(T, segment_len, form):
 @pytest.mark.parametrize('rows', [1, 3, 8, 21])
 def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
     """At a size that all threads share, of rows that fill no tile, one, or some: states and gradients."""
-    if not attn_kernels.GPNInC.serves(torch.device('cpu'), dtype):
+    if not scan.GPNInC.serves(torch.device('cpu'), dtype):
         pytest.skip('no C compiler here')
     model = make(n_layer=2, n_head=3, n_embd=256, n_ffn=150, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70)[0].to(dtype)
     for p in model.parameters():
         p.data *= 0.1 if p.dim() == 2 else 1
     idx, results = torch.randint(50, 60, (rows, 9)), []
     for compile in (False, True):
-        monkeypatch.setattr(attn_kernels, 'COMPILE', compile)
+        monkeypatch.setattr(scan, 'COMPILE', compile)
         results.append(loss_and_gradients(model, idx))
     for want, got in zip(*results):
         assert (got - want).norm() < (1e-9 if dtype == torch.float64 else 1e-4) * want.norm()
@@ -168,7 +169,7 @@ def test_states_do_not_see_the_document_before():
 def test_memory_is_not_held_at_every_step():
     """What the scan keeps for the backward, in bytes, is the formula in model_gpn.py."""
     T, B, c = 64, 2, G.Config(**SMALL | dict(segment_len=8))
-    saved = G._scan_outputs(torch.empty(T, B, c.n_embd), G.Sizes.of(c), torch.float32, 8, T, True)
+    saved = scan._scan_outputs(torch.empty(T, B, c.n_embd), scan.Sizes.of(c), torch.float32, 8, T, True)
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     assert sum(x.numel() for x in saved) == T * B * (c.n_embd + products) + T // 8 * B * c.n_head * c.d_k * c.d_v
 
@@ -180,7 +181,7 @@ def test_a_cache_is_as_large_for_any_length():
 
 @pytest.mark.parametrize('name, millions', [('gpn_130m', 129.2), ('gpn_2l', 132.8), ('gpn_nomem', 130.5)])
 def test_parameters_at_the_papers_sizes(name, millions):
-    values = config.read_config_file(str(Path('config') / f'{name}.py'))
+    values = settings.read_config_file(str(Path('config') / f'{name}.py'))
     with torch.device('meta'):
         model = G.Model(G.Config(**{k: v for k, v in values.items() if k in G.Config.__dataclass_fields__}))
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
@@ -203,7 +204,7 @@ def test_products_in_bf16_stay_close():
         torch.nn.init.normal_(p, std=0.1)
     u, folded, results = model._fused(idx).transpose(0, 1).detach(), [w.detach().requires_grad_() for w in model._folded()], []
     for dtype in (torch.float32, torch.bfloat16):
-        states = G.scan(u, None, folded, G.Sizes.of(model.config), 1e-6, dtype, 5, 23)
+        states = scan.scan(u, None, folded, scan.Sizes.of(model.config), 1e-6, dtype, 5, 23)
         results.append([states, *torch.autograd.grad(states.square().sum(), folded)])
         assert states.dtype == torch.float32
     for want, got in zip(*results):
@@ -241,24 +242,24 @@ def test_graphs_of_segments_give_what_the_steps_do(values, device, monkeypatch):
     for p in models[1].parameters():
         p.data *= 0.8
     idx = make()[1].to(device)
-    monkeypatch.setattr(G, 'GRAPHS', False)
-    monkeypatch.setattr(attn_kernels, 'COMPILE', False)
+    monkeypatch.setattr(scan, 'GRAPHS', False)
+    monkeypatch.setattr(scan, 'COMPILE', False)
     want = [loss_and_gradients(model, idx) for model in models]
     if device == 'cpu':
-        monkeypatch.setattr(G, 'Graph', Rerun)
-        monkeypatch.setattr(G, 'uses_graphs', lambda x: True)
-    monkeypatch.setattr(G, 'GRAPHS', True)
+        monkeypatch.setattr(scan, 'Graph', Rerun)
+        monkeypatch.setattr(scan, 'uses_graphs', lambda x: True)
+    monkeypatch.setattr(scan, 'GRAPHS', True)
     for name in ('_graphs', '_graph_weights'):
-        monkeypatch.setattr(G, name, {})
+        monkeypatch.setattr(scan, name, {})
     with torch.inference_mode():
         models[0].states(idx)
-    assert not G._graphs  # whose shapes are many
+    assert not scan._graphs  # whose shapes are many
     before = models[0].states(idx).square().sum()
     for _ in range(2):
         for model, expected in zip(models, want):
             for got, tensor in zip(loss_and_gradients(model, idx), expected):
                 torch.testing.assert_close(got, tensor, rtol=1e-4, atol=1e-5 * tensor.abs().max().item())
-    assert not any(x.requires_grad for w in G._graph_weights.values() for x in w.tensors())
+    assert not any(x.requires_grad for w in scan._graph_weights.values() for x in w.tensors())
     before.backward()
     torch.testing.assert_close(models[0].fuse.weight.grad, want[0][1 + [n for n, _ in models[0].named_parameters()].index('fuse.weight')],
                                rtol=1e-4, atol=1e-4)

@@ -3,9 +3,9 @@ import math
 
 import pytest
 import torch
+from test_gpn import make
 
 from analysis import gpn_state
-from test_gpn import make
 
 
 def test_geometry_of_known_states():

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import attn_kernels
-import config
 import model_standard
-from config import to_llama
+from common import runs, settings
+from common.llama import to_llama
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 GPN = dict(d_emb=24, d_k=8, d_v=12, n_ffn=40, segment_len=7)
@@ -61,7 +61,7 @@ VARIANTS = {
 def make(variant, device='cpu'):
     name, values = VARIANTS[variant]
     torch.manual_seed(0)
-    module = config.model_file(name)
+    module = runs.model_file(name)
     model = module.Model(module.Config(**SMALL | values)).to(device).eval()
     for weight, p in model.named_parameters():  # larger than at the start of training, so that attention is far from uniform
         if p.dim() >= 2:  # but a recurrence must not be chaotic: fp32 would tell nothing
@@ -203,7 +203,7 @@ def test_checkpointed_blocks_give_the_same_gradients(variant):
 def test_short_runs_never_wait_for_a_device(variant, monkeypatch):
     """Tensors of the meta device have no values: whatever would wait for one on a GPU fails here."""
     name, values = VARIANTS[variant]
-    module = config.model_file(name)
+    module = runs.model_file(name)
     monkeypatch.setattr(module, 'rms_norm', attn_kernels.rms_norm_reference, raising=False)  # autocast does not know the meta device
     with torch.device('meta'):
         model = module.Model(module.Config(**SMALL | values)).eval()
@@ -236,7 +236,7 @@ def test_flops_count_the_pairs_of_the_pattern(window):
 
 @pytest.mark.parametrize('scale, millions', [('xs', 53), ('s', 131), ('m', 379), ('l', 831), ('xl', 1678)])
 def test_parameters_at_the_five_scales(scale, millions):
-    values = config.read_config_file(f'config/standard_{scale}.py')
+    values = settings.read_config_file(f'config/standard_{scale}.py')
     names = model_standard.Config.__dataclass_fields__
     with torch.device('meta'):
         model = model_standard.Model(model_standard.Config(**{k: v for k, v in values.items() if k in names}))

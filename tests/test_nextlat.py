@@ -4,10 +4,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
-import config
-import model_nextlat
 from conftest import assert_sentence, train_tiny
+
+import model_nextlat
+from common import settings
 
 EOS = 19
 
@@ -158,7 +158,7 @@ def test_a_window_of_prompt_alone_trains_the_dynamics_only():
 @pytest.mark.parametrize('name, billions', [('ntp', 1.32), ('nextlat_d1', 1.40), ('nextlat_d2', 1.40), ('mtp_d1', 1.37), ('mtp_d2', 1.42), ('mtp_d8', 1.72),
                                             ('jtp_d1', 1.34), ('jtp_d8', 1.34)])
 def test_parameters_at_the_papers_scale(name, billions):
-    values = config.read_config_file(f'config/fineweb_{name}.py')
+    values = settings.read_config_file(f'config/fineweb_{name}.py')
     names = model_nextlat.Config.__dataclass_fields__
     with torch.device('meta'):
         model = model_nextlat.Model(model_nextlat.Config(**{k: v for k, v in values.items() if k in names}))

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from conftest import ROOT, assert_sentence, run
-from data import Data, UserError, load_tokenizer, split_of
+
+from common.files import UserError
+from data.shards import Data, split_of
+from data.tokenizers import load_tokenizer
 
 datasets = pytest.importorskip('datasets')
 FAST = ['--tokenizer=byte', '--val_share=0.1']

@@ -3,12 +3,12 @@ import copy
 
 import pytest
 import torch
+from conftest import assert_sentence, run, train_tiny
 
 import model_sps
 import model_standard
 import sample
-from conftest import assert_sentence, run, train_tiny
-from sample import generate, pack_weights, token_probs
+from common.decoding import generate, pack_weights, token_probs
 
 
 def make(device='cpu', eos_id=None, module=model_standard):

@@ -4,14 +4,15 @@ import random
 
 import pytest
 import torch
+from conftest import assert_sentence, run, train_tiny
 
 import model_nextlat
 import model_sps
 import model_standard
 import sample
-from config import read_log
-from conftest import assert_sentence, run, train_tiny
-from sample import AutoLength, generate, speculative_generate, token_probs
+from common.decoding import generate, token_probs
+from common.runs import read_log
+from common.speculative import AutoLength, speculative_generate
 
 SHAPES = {'standard': (model_standard, {}), 'sps': (model_sps, dict(window=2)), 'nextlat': (model_nextlat, dict()),
           'mtp': (model_nextlat, dict(objective='mtp', horizon=2)), 'jtp': (model_nextlat, dict(objective='jtp', horizon=3))}

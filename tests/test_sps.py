@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import config
 import model_sps
 import model_standard
+from common import runs, settings
 
 EOS = 59
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
@@ -167,8 +167,8 @@ def test_a_document_has_the_same_perplexity_alone_and_packed(method, window):
 def test_every_method_has_exactly_the_parameters_of_standard(scale):
     sizes = {}
     for name in ('standard', 'sps', 'two_x_memory', 'delayed_state', 'reverse_sps'):
-        values = config.read_config_file(f'config/{name}_{scale}.py')
-        module = config.model_file(values.get('model', 'standard'))
+        values = settings.read_config_file(f'config/{name}_{scale}.py')
+        module = runs.model_file(values.get('model', 'standard'))
         with torch.device('meta'):
             model = module.Model(module.Config(**{k: v for k, v in values.items() if k in module.Config.__dataclass_fields__}))
         sizes[name] = {key: p.shape for key, p in model.named_parameters()}

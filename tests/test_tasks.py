@@ -3,12 +3,14 @@ import shutil
 
 import pytest
 import torch
-
-import config
-import data
 from conftest import assert_sentence, run
-from data import UserError, load_tokenizer, make_task, open_data
-from sample import generate
+
+from common import runs
+from common.decoding import generate
+from common.files import UserError
+from data import open_data, tasks
+from data.tasks import make_task
+from data.tokenizers import load_tokenizer
 
 CHASE, STAR = 'pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6'
 TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=256', '--learning_rate=1e-2', '--eval_interval=4',
@@ -194,8 +196,8 @@ def test_scores_count_levels_and_whole_paths():
 def test_the_path_score_is_that_of_greedy_decoding():
     d = open_data(STAR + ',val_rows=100')
     torch.manual_seed(0)
-    c = config.make_config('standard', dict(n_layer=2, n_head=2, n_embd=32, init_std=0.1, vocab_size=64, n_ids=d.n_ids, eos_id=d.eos_id))
-    model = config.model_file('standard').Model(c)
+    c = runs.make_config('standard', dict(n_layer=2, n_head=2, n_embd=32, init_std=0.1, vocab_size=64, n_ids=d.n_ids, eos_id=d.eos_id))
+    model = runs.model_file('standard').Model(c)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(200):  # until it is right now and then
         model(*d.train_batch(step, 32, d.T, seed=0))['loss'].backward()
@@ -220,7 +222,7 @@ def trained(tmp_path_factory):
 
 
 def values(out):
-    return {r['step']: {k: v for k, v in r.items() if k not in ('seconds', 'tokens_per_s', 'mfu')} for r in config.read_log(out)}
+    return {r['step']: {k: v for k, v in r.items() if k not in ('seconds', 'tokens_per_s', 'mfu')} for r in runs.read_log(out)}
 
 
 def test_scores_are_logged_and_eval_and_sample_know_the_task(trained):
@@ -251,6 +253,6 @@ def test_other_rows_under_the_same_name_are_not_resumed(trained, tmp_path, monke
     out = shutil.copytree(trained, tmp_path / 'run')
     s, given, record = train.read_settings([f'--out_dir={out}', '--resume'])
     train.model_config(s, given, open_data(s.data), record)
-    monkeypatch.setattr(data.Generated, 'sha256', 'other')
+    monkeypatch.setattr(tasks.Generated, 'sha256', 'other')
     with pytest.raises(UserError, match='is not the data that the run in .* was trained on'):
         train.model_config(s, given, open_data(s.data), record)

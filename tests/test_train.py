@@ -11,16 +11,18 @@ import time
 
 import pytest
 import torch
-
-import config
-import train
 from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, train_tiny
-from data import load_tokenizer, open_data, write_data
+
+import train
+from common import machine, runs
+from data import open_data
+from data.shards import write_data
+from data.tokenizers import load_tokenizer
 
 
 def losses(out):
     """{step: (loss, val, lr, gradient norm)} of a run's log."""
-    return {r['step']: (r['loss'], r.get('val'), r['lr'], r['grad_norm']) for r in config.read_log(out)}
+    return {r['step']: (r['loss'], r.get('val'), r['lr'], r['grad_norm']) for r in runs.read_log(out)}
 
 
 @pytest.fixture(scope='module')
@@ -32,15 +34,15 @@ def undisturbed(tiny_data, tmp_path_factory):
 
 
 def test_a_run_learns_and_leaves_its_records(undisturbed):
-    log = config.read_log(undisturbed)
+    log = runs.read_log(undisturbed)
     assert [r['step'] for r in log] == list(range(1, 21))
     assert log[-1]['loss'] < log[0]['loss'] - 1
     assert {'step', 'tokens', 'seconds', 'loss', 'nll', 'lr', 'grad_norm', 'tokens_per_s', 'mfu'} <= log[0].keys()
     assert [r['step'] for r in log if 'val' in r] == [10, 20]
     assert (undisturbed / 'loss.png').read_bytes()[:4] == b'\x89PNG'
-    model, record = config.load_run(undisturbed)
+    model, record = runs.load_run(undisturbed)
     assert record['model'] == 'standard' and record['data']['tokenizer'] == 'byte'
-    assert sorted(p.name for p in config.checkpoints(undisturbed)) == ['step_00000015', 'step_00000020']
+    assert sorted(p.name for p in runs.checkpoints(undisturbed)) == ['step_00000015', 'step_00000020']
 
 
 @pytest.mark.parametrize('args', [['--model=sps', '--window=4', '--predict_input=token'],
@@ -75,7 +77,8 @@ KILLED = '''
 import os, signal, sys, threading
 kind, when = sys.argv.pop(1), float(sys.argv.pop(1))
 sys.argv[0] = 'train.py'
-import config, train
+import train
+from common import runs
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 if kind == 'time':
@@ -95,7 +98,7 @@ else:
                 die()
             return function(*args, **kwargs)
         return wrapper
-    for module, name in ((config, 'save_file'), (config, 'write_json'), (config, 'sync_folder'), (os, 'fsync'), (os, 'replace'), (config.shutil, 'rmtree')):
+    for module, name in ((runs, 'save_file'), (runs, 'write_json'), (runs, 'sync_folder'), (os, 'fsync'), (os, 'replace'), (runs.shutil, 'rmtree')):
         setattr(module, name, counted(getattr(module, name)))
 train.main()
 '''
@@ -115,7 +118,7 @@ def test_twenty_kills_lose_nothing(tiny_data, tmp_path):
     result = run('train.py', *command, '--resume')
     assert result.returncode == 0, result.stderr
     assert losses(out) == losses(tmp_path / 'whole')
-    assert [r['step'] for r in config.read_log(out)] == list(range(1, steps + 1))
+    assert [r['step'] for r in runs.read_log(out)] == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize('sig', [signal.SIGINT, signal.SIGTERM])
@@ -123,14 +126,14 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny_data, tmp_p
     out = tmp_path / 'stopped'
     command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={5000 * STEP_TOKENS}', '--save_interval=5000', '--eval_interval=5000']
     process = subprocess.Popen([sys.executable, 'train.py', *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while len(config.read_log(out)) < 3 and process.poll() is None:
+    while len(runs.read_log(out)) < 3 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(sig)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
-    step = config.read_log(out)[-1]['step']
+    step = runs.read_log(out)[-1]['step']
     assert f'stopped after step {step}' in stdout and 'python train.py' in stdout and '--resume' in stdout
-    assert config.load_checkpoint(out)[0]['step'] == step
+    assert runs.load_checkpoint(out)[0]['step'] == step
 
 
 def test_a_stop_of_two_processes_is_agreed(tiny_data, tmp_path):
@@ -138,12 +141,12 @@ def test_a_stop_of_two_processes_is_agreed(tiny_data, tmp_path):
     command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={50000 * STEP_TOKENS}', '--eval_interval=50000']
     start = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py']
     process = subprocess.Popen([*start, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while len(config.read_log(out)) < 3 and process.poll() is None:
+    while len(runs.read_log(out)) < 3 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=60)
-    step = config.read_log(out)[-1]['step']
-    assert config.load_checkpoint(out)[0]['step'] == step
+    step = runs.read_log(out)[-1]['step']
+    assert runs.load_checkpoint(out)[0]['step'] == step
     assert f'stopped after step {step}. Go on with: torchrun --nproc_per_node=2 train.py' in stdout
 
 
@@ -154,7 +157,7 @@ def test_a_damaged_checkpoint_is_replayed_from_the_one_before(tiny_data, undistu
     result = run('train.py', f'--out_dir={out}', '--resume')
     assert result.returncode == 0 and 'step_00000020 is damaged' in result.stderr, result.stderr
     assert losses(out) == losses(undisturbed)
-    assert config.load_checkpoint(out)[0]['step'] == 20
+    assert runs.load_checkpoint(out)[0]['step'] == 20
 
 
 def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
@@ -224,8 +227,8 @@ def test_dry_run_prints_costs_and_creates_nothing(tiny_data, tmp_path):
 def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'out', '--learning_rate=1e30', '--grad_clip=0', '--save_interval=1')
     assert_sentence(result, 'the loss became', 'learning rate', 'lower learning_rate')
-    model, _ = config.load_run(tmp_path / 'out')
-    assert len(config.read_log(tmp_path / 'out')) == config.load_checkpoint(tmp_path / 'out')[0]['step']
+    model, _ = runs.load_run(tmp_path / 'out')
+    assert len(runs.read_log(tmp_path / 'out')) == runs.load_checkpoint(tmp_path / 'out')[0]['step']
 
 
 def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, undisturbed, tmp_path):
@@ -288,12 +291,12 @@ def test_the_loss_weighs_tokens_not_micro_batches(tiny_data):
     """One micro-batch with few counted tokens weighs little: the gradient is that of the global mean."""
     s = train.Settings(data=str(tiny_data), batch_size=4, micro_batch_size=1, block_size=32, warmup_tokens=0, grad_clip=0.0)
     data = open_data(s.data)
-    c = config.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256))
+    c = runs.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256))
     torch.manual_seed(0)
-    model = config.model_file('standard').Model(c)
+    model = runs.model_file('standard').Model(c)
     idx, targets = data.train_batch(3, 4, 32, s.seed)
     assert len({train.counted(x, y, 256) for x, y in zip(idx, targets)}) > 1
     want = model(idx, targets)['loss'].item()
     parts, *_ = train.train_step(model, model, train.make_optimizer(model, s), data, s, 3,
-                                 train.Machine(0, 1, torch.device('cpu')), False)
+                                 machine.Machine(0, 1, torch.device('cpu')), False)
     assert parts['loss'].item() == pytest.approx(want, abs=1e-6)

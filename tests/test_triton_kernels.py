@@ -6,14 +6,20 @@ import sys
 
 import pytest
 import torch
+from conftest import ROOT
+from test_attn_kernels import (
+    GPN_PIECES,
+    assert_close,
+    delta_rule_equals_its_reference,
+    documents,
+    gpn_pieces_equal_their_definitions,
+    gradients,
+)
+from test_gpn import decoding_is_the_loop
+from test_models import decode_in_pieces, make, some_tokens
 
 import attn_kernels as K
 from bench import make_model
-from conftest import ROOT
-from test_attn_kernels import (GPN_PIECES, assert_close, delta_rule_equals_its_reference, documents, gpn_pieces_equal_their_definitions,
-                               gradients)
-from test_gpn import decoding_is_the_loop
-from test_models import decode_in_pieces, make, some_tokens
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
 PATTERNS = {  # of two streams: (persistent stream, streams that ask); None: one stream

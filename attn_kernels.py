@@ -36,11 +36,15 @@ definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on C
 B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
 """
 import functools
+import importlib.util
 import math
 import os
+import sys
+import time
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 try:
@@ -101,7 +105,7 @@ def attention(q, k, v, doc_start=None, window=None):
     plain = doc_start is None and (window is None or window >= T - 1)
     if REFERENCE:
         return attention_reference(q, k, v, doc_start, window)
-    if _kernels_serve(q) and not (plain and q.is_cuda):
+    if use_triton(q) and not (plain and q.is_cuda):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _kernel_attention(q, k, v, doc_start, [window, None], 0).squeeze(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
@@ -127,20 +131,6 @@ def _dense_attention(q, k, v, mask):
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     scores += torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, float('-inf'))
     return scores.softmax(-1).to(v.dtype) @ v
-
-
-def cached_attention(q, k_cache, v_cache, positions, doc_start=None, window=None):
-    """Attention of a run of new positions over a cache that already holds their keys; slot s holds position s.
-
-    q (B, n, H, D); k_cache, v_cache (B, H, S, D); positions (B, n) int64; doc_start (B, n). Returns (B, n, H, D).
-    On a GPU all S slots are read, so that shapes are static and nothing waits for the host; on CPU only the filled ones.
-    """
-    first, last = 0, k_cache.shape[2]
-    if q.device.type == 'cpu':
-        last = min(last, int(positions.max()) + 1)
-        first = 0 if window is None else max(0, int(positions.min()) - window)
-    mask = visible(positions, torch.arange(first, last, device=q.device), doc_start, window)
-    return slot_attention(q, k_cache[:, :, first:last], v_cache[:, :, first:last], mask)
 
 
 def slot_attention(q, k, v, mask):
@@ -178,8 +168,11 @@ def two_stream_visible(query_pos, x_pos, rho_pos, windows, doc_start=None, queri
 
 def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
     """`two_stream_attention` as its definition: one softmax over all keys of both streams. Exact in float64."""
+    return _two_stream_reference(q, k, v, stream_windows(persistent, window, persistent_window), doc_start, queries)
+
+
+def _two_stream_reference(q, k, v, windows, doc_start, queries):
     position = torch.arange(q.shape[2], device=q.device)
-    windows = stream_windows(persistent, window, persistent_window)
     mask = two_stream_visible(position, position, position, windows, doc_start, queries).unsqueeze(-3)
     q_all, k_all, v_all = (x.flatten(1, 2) for x in (q, k, v))
     scores = torch.einsum('bqhd,bkhd->bhqk', q_all, k_all) * q.shape[-1] ** -0.5
@@ -198,10 +191,15 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
     """
     if q.shape[1] != len(STREAMS[queries]):
         raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', 1 with 'input' or 'predict'")
+    return _two_stream_attention(q, k, v, stream_windows(persistent, window, persistent_window), doc_start, queries)
+
+
+def _two_stream_attention(q, k, v, windows, doc_start, queries):
+    """`two_stream_attention` with windows from `stream_windows`."""
+    T, on_cpu = q.shape[2], q.device.type == 'cpu'
     if REFERENCE:
-        return two_stream_attention_reference(q, k, v, persistent, window, doc_start, persistent_window, queries)
-    T, windows, on_cpu = q.shape[2], stream_windows(persistent, window, persistent_window), q.device.type == 'cpu'
-    if _kernels_serve(q):
+        return _two_stream_reference(q, k, v, windows, doc_start, queries)
+    if use_triton(q):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
     step = QUERY_BLOCK // 2 if on_cpu else 512  # positions in a tile: small enough to skip most of what the pattern leaves out
     q, k, v = (x.transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
@@ -640,7 +638,7 @@ def _attention_backward(ctx, grad, _):
 _attention_op.register_autograd(_attention_backward, setup_context=_save_for_backward)
 
 
-def _kernels_serve(q):
+def use_triton(q):
     """Whether the Triton kernels run for this tensor."""
     return triton is not None and (q.is_cuda or KERNELS_ON_CPU) and q.shape[-1] <= 128 and q.dtype != torch.float64
 
@@ -824,9 +822,9 @@ def _(q, *args):
     return torch.empty(q.shape, device=q.device, dtype=q.dtype)
 
 
-def decodes(cache, rows):
+def has_decode_kernel(cache, rows):
     """Whether `decode_attention` serves a run of so many query rows over this cache (a tensor)."""
-    return _kernels_serve(cache) and not REFERENCE and rows <= 16
+    return use_triton(cache) and not REFERENCE and rows <= 16
 
 
 def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_start, windows, *, queries='both', ring_positions=None,
@@ -1070,3 +1068,357 @@ def _log_sum_exp(logits, p):
 # products take almost three times as long as here (8 rows, two AVX-512 cores). In C a segment of steps is one call.
 
 
+# ---- the KV cache: what `extend` keeps of the tokens it has read ----
+#
+#     cache = KVCache(...)                        room for max_tokens tokens a row
+#     place = cache.begin(tokens, lengths)        where the new tokens stand; place[:, a:b] is a part of the run
+#     q, k = place.rotate(qk)                     in each layer; leaves them as they are where the kernel rotates
+#     out = cache.attend(place, layer, q, k, v)   stores k and v, attends over all that is there
+#     last = cache.end(place, h)                  the tokens count as read; the last one's vector of each row
+#     cache.rollback(n)                           forgets the last n of them
+
+
+class KVCache:
+    """Keys and values of up to max_tokens tokens a row, in static shapes, so that a step can be one CUDA graph.
+
+    The slots of a layer, where there is one stream of keys, and where there are two, one of them in a ring of R slots:
+
+        [ memory | spare ]            [ ring | memory | spare ]         position p:  memory  slot R + p
+          0 ...                         0 .... R ...                                 ring    slot R - 1 - p % R
+
+    So what is filled is one range around R. The ring has as many slots as its window, those of the longest run that is
+    written before it is read (after its rollback, the window before it is still there), and one for padding. What lands in
+    the spare slot is never seen.
+
+    n_layer layers of n_kv_head key heads of head_size; max_run: the longest run of tokens that has static shapes and can be
+    rolled back; width: of the vectors in `hidden`; windows: one for each stream of keys, in positions, None for all;
+    ring_stream: the stream in the ring, 0 or 1, None where there is one stream; eos_id: None for one endless document.
+    """
+
+    def __init__(self, n_layer, n_kv_head, head_size, batch_size, max_tokens, max_run, width, windows, ring_stream=None,
+                 rope_theta=10000.0, eos_id=None, device=None, dtype=None):
+        self.max_tokens, self.max_run, self.windows = max_tokens, max_run, list(windows)
+        self.ring_stream, self.eos_id = ring_stream, eos_id
+        self.ring_slots, self.longest_run = 0, max_tokens  # longer runs on a filled cache go in pieces of longest_run
+        if ring_stream is not None:
+            self.ring_slots, longest, window = max_tokens + 1, max(max_run, 4), windows[ring_stream]
+            if window is not None and window + longest < max_tokens:  # else the ring holds everything
+                self.ring_slots, self.longest_run = window + longest + 1, longest
+        shape = (n_layer, batch_size, n_kv_head, self.ring_slots + max_tokens + 1, head_size)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.ring_positions = None  # what each slot of the ring holds, and a spare one
+        if ring_stream is not None:
+            nothing = 2 ** 62  # later than every query
+            self.ring_positions = torch.full((batch_size, self.ring_slots + 1), nothing, device=device)
+        self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
+        self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
+        self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)  # of the last run, before the head
+        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, rope_theta)
+        self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
+
+    @property
+    def nbytes(self):
+        """Bytes of all tensors."""
+        return sum(x.nbytes for value in vars(self).values() for x in (value if isinstance(value, tuple) else [value])
+                   if isinstance(x, torch.Tensor))
+
+    def begin(self, tokens, lengths=None):
+        """The `Place` of new tokens (B, n), right-padded to lengths (B,) >= 1 if given.
+
+        Raises ValueError if a row has no room left; in a run of n <= max_run on a GPU, where looking would mean waiting,
+        keeping within max_tokens is the caller's part.
+        """
+        n = tokens.shape[1]
+        n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
+        end = self.lengths + n_new
+        if tokens.device.type == 'cpu' or n > self.max_run:
+            longest = int(end.max())
+            if longest > self.max_tokens:
+                raise ValueError(f'a row of {longest} tokens does not fit a cache of max_tokens = {self.max_tokens}')
+        offsets = torch.arange(n, device=tokens.device)
+        positions = (self.lengths[:, None] + offsets).minimum(end[:, None])  # padding is all at `end`
+        doc_start = None if self.eos_id is None else self._document_starts(tokens, positions)
+        is_prefill = n > self.max_run and not self.lengths.any()
+        tail_idx = (n_new[:, None] - self.max_run).clamp(min=0) + offsets[:self.max_run]
+        return Place(self, positions, doc_start, n_new, tail_idx, is_prefill, n <= self.max_run)
+
+    def _document_starts(self, tokens, positions):
+        """Where each new token's document starts (B, n); the cache learns it for the position after each of them."""
+        is_end = tokens == self.eos_id
+        first = self.doc_start[self.batch_idx, self.lengths[:, None]]
+        later = torch.where(is_end[:, :-1], positions[:, 1:], 0)
+        doc_start = torch.cat([first, later], 1).cummax(1).values
+        self.doc_start[self.batch_idx, positions + 1] = torch.where(is_end, positions + 1, doc_start)
+        return doc_start
+
+    def _slots(self, positions):
+        """Where keys at positions (B, n) go: (B, streams, n). The ring takes the last R of each row, and notes them."""
+        R, memory = self.ring_slots, self.ring_slots + positions
+        if R == 0:
+            return memory.unsqueeze(1)
+        ring = torch.where(positions > positions[:, -1:] - R, R - 1 - positions % R, R + self.max_tokens)
+        self.ring_positions[self.batch_idx, ring.clamp(max=R)] = positions
+        return torch.stack([ring, memory] if self.ring_stream == 0 else [memory, ring], 1)
+
+    def attend(self, place, layer, q, k, v, streams='both', queries=None):
+        """Stores the run's keys and values and attends over all that its tokens see. May be repeated for the same slots.
+
+        One stream: q, k, v (B, n, H, D), already through `place.rotate`. Two: (B, streams, n, H, D), k and v of the
+        `streams` at work, 'both', 'input' or 'predict', q of `queries`, None for the same. Returns the shape of q.
+        """
+        if q.dim() == 4:
+            return self.attend(place, layer, *(x.unsqueeze(1) for x in (q, k, v)), 'input').squeeze(1)
+        queries, slots = queries or streams, place.slots
+        if streams != 'both':
+            slots = slots.narrow(1, STREAMS[streams][0], 1)
+        k_cache, v_cache = self.k[layer], self.v[layer]
+        if place.use_kernel:
+            ring_stream = 1 if self.ring_stream is None else self.ring_stream
+            reads = 'both' if streams == 'both' else 'ring' if ring_stream == 0 else 'memory'
+            return decode_attention(q, k, v, k_cache, v_cache, self.rope, place.positions, slots, place.doc_start,
+                                    [*self.windows, None][:2], queries=queries, ring_positions=self.ring_positions,
+                                    ring_stream=ring_stream, reads=reads)
+        batch_idx = self.batch_idx.unsqueeze(1)
+        k_cache[batch_idx, :, slots] = k.to(k_cache.dtype)
+        v_cache[batch_idx, :, slots] = v.to(v_cache.dtype)
+        if place.is_prefill:  # the cache was empty: the new tokens see only each other
+            if streams == 'both':
+                return _two_stream_attention(q, k, v, self.windows, place.doc_start, queries)
+            return attention(q[:, 0], k[:, 0], v[:, 0], place.doc_start, self.windows[0]).unsqueeze(1)
+        seen, mask = place.seen_by_x if streams == 'input' else place.seen_by_both
+        if streams != 'input' and queries != 'both':
+            mask = mask.chunk(2, 1)[STREAMS[queries][0]]
+        return slot_attention(q.flatten(1, 2), k_cache[:, :, seen], v_cache[:, :, seen], mask).view_as(q)
+
+    def end(self, place, h):
+        """Counts the new tokens as read. h: their final vectors (B, n, C), or those of `place.tail_idx` alone (B, m, C).
+
+        Returns the vector of each row's last token (B, C).
+        """
+        tail_idx = place.tail_idx
+        tail = h if h.shape[1] == tail_idx.shape[1] else h[self.batch_idx, tail_idx]
+        self.lengths += place.n_new
+        self.hidden[:, :tail.shape[1]] = tail
+        return tail[self.batch_idx[:, 0], place.n_new - 1 - tail_idx[:, 0]]
+
+    def rollback(self, n):
+        """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
+        self.lengths -= n
+
+
+class Place:
+    """Where a run of new tokens stands in a cache, from `KVCache.begin`.
+
+    positions (B, n) int64; doc_start (B, n) or None; n_new (B,), the tokens of each row; tail_idx (B, m), which of them are
+    the last max_run; is_prefill: a long run on an empty cache, whose tokens see only each other; use_kernel: the Triton kernel
+    rotates, stores and attends.
+    """
+
+    def __init__(self, cache, positions, doc_start, n_new=None, tail_idx=None, is_prefill=False, is_short=True):
+        self.cache, self.positions, self.doc_start, self.n_new, self.tail_idx = cache, positions, doc_start, n_new, tail_idx
+        self.is_prefill = is_prefill
+        n_streams = 1 if cache.ring_stream is None else 2
+        self.use_kernel = is_short and has_decode_kernel(cache.k, n_streams * positions.shape[1])
+
+    def __getitem__(self, at):
+        """A part of the run: place[:, a:b] for columns of all rows, place[batch_idx, idx] for columns of each row."""
+        doc_start = None if self.doc_start is None else self.doc_start[at]
+        return Place(self.cache, self.positions[at], doc_start, is_short=isinstance(at[1], slice))
+
+    @functools.cached_property
+    def slots(self):
+        """The slots that take the run's keys, (B, streams, n)."""
+        return self.cache._slots(self.positions)
+
+    @functools.cached_property
+    def _rope(self):
+        cos, sin = (table[self.positions] for table in self.cache.rope)
+        return (cos, sin) if self.cache.ring_stream is None else (cos.unsqueeze(1), sin.unsqueeze(1))
+
+    def rotate(self, qk):
+        """Queries or keys (B, n, H, D), of two streams (B, streams, n, H, D), at their positions' angles."""
+        return qk if self.use_kernel else rotate(qk, *self._rope)
+
+    @functools.cached_property
+    def _filled(self):
+        """The slots to read, of the ring and of the memory: on CPU what is filled, elsewhere all, so that nothing waits."""
+        cache, R = self.cache, self.cache.ring_slots
+        first, end = 0, cache.max_tokens + 1
+        if self.positions.device.type == 'cpu':
+            end = min(cache.max_tokens, int(self.positions.max())) + 1
+            if R == 0 and cache.windows[0] is not None:
+                first = max(0, int(self.positions.min()) - cache.windows[0])
+        return slice(max(0, R - end), R), slice(R + first, R + end)
+
+    @functools.cached_property
+    def _key_positions(self):
+        """What the slots to read hold: positions of the ring (B, r) and of the memory (m,)."""
+        (ring, memory), R = self._filled, self.cache.ring_slots
+        in_memory = torch.arange(memory.start - R, memory.stop - R, device=self.positions.device)
+        return None if R == 0 else self.cache.ring_positions[:, ring], in_memory
+
+    @functools.cached_property
+    def seen_by_x(self):
+        """What queries of x see of x's keys, where x is alone: (slots, mask (B, n, slots))."""
+        in_ring = self.cache.ring_stream == 0
+        slots, keys = ((self._filled[0], self._key_positions[0]) if in_ring else (self._filled[1], self._key_positions[1]))
+        return slots, visible(self.positions, keys, self.doc_start, self.cache.windows[0])
+
+    @functools.cached_property
+    def seen_by_both(self):
+        """What queries of both streams see, x's first: (slots, mask (B, 2n, slots)), the ring's slots before the memory's."""
+        (ring, memory), (in_ring, in_memory) = self._filled, self._key_positions
+        x, rho = (in_ring, in_memory) if self.cache.ring_stream == 0 else (in_memory, in_ring)
+        mask = two_stream_visible(self.positions, x, rho, self.cache.windows, self.doc_start)
+        if self.cache.ring_stream == 1:
+            mask = mask.roll(in_ring.shape[1], -1)
+        return slice(ring.start, memory.stop), mask
+
+
+# ---- equations and their fast form ----
+#
+# GPN, and Context-Ready trained by backpropagation through time, have a fast form of their equations in scans/. It stands in
+# for them only where both are shown, on the spot, to be one function: an edited equation, an override, a hook, a swapped
+# module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed about the source of either.
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1}  # relative; an edit of an equation gives 1e-2 and more
+
+
+def import_scan(name):
+    """The module scans/<name>.py, or None where the folder has been removed. A module that is there but broken raises."""
+    found = importlib.util.find_spec('scans') and importlib.util.find_spec(f'scans.{name}')
+    return importlib.import_module(f'scans.{name}') if found else None
+
+
+def choose_scan(model, scan, **for_the_check):
+    """Whether `model` runs its equations or their fast form in `scan`, a module or None: a dict that says so and why.
+
+    {'scan': 'loop' or 'fast', 'difference': relative, 'where': what differs most, 'seconds': of the check, 'unused':
+    parameters that get no gradient from the equations, 'device'}. By model.config.scan: 'loop', 'fast', or 'auto', which is fast
+    where states, loss and all gradients are the same for both. for_the_check: settings of the Config during the check, small
+    enough that every boundary comes in it. The model runs the form that its `scan_report['scan']` names, and has
+    `states(idx)`. With several processes the first decides. Raises ValueError for 'fast' without a scan.
+    """
+    setting, start = model.config.scan, time.perf_counter()
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    report = {'scan': 'loop', 'difference': None, 'where': None, 'unused': []}
+    if setting == 'fast' and scan is None:
+        raise ValueError("scan = 'fast', but there is no folder scans/ here: use scan = 'loop' or 'auto'")
+    if setting == 'fast':
+        report['scan'] = 'fast'
+    elif not distributed or torch.distributed.get_rank() == 0:
+        compare = setting == 'auto' and scan is not None and not REFERENCE
+        if compare or distributed:
+            report |= _compare_forms(model, compare, for_the_check)
+    report |= {'seconds': time.perf_counter() - start, 'device': next(model.parameters()).device.type}
+    if distributed:
+        box = [report]
+        torch.distributed.broadcast_object_list(box, 0)
+        report = box[0]
+    if report['unused'] or (report['where'] and report['scan'] == 'loop'):
+        _say_why(model, report, distributed)
+    return report
+
+
+def _say_why(model, report, distributed):
+    """One line on stderr."""
+    if distributed and torch.distributed.get_rank() > 0:
+        return
+    name, line = type(model).__module__, ''
+    if report['where']:
+        line = (f'the fast form in scans/ differs from the equations by {report["difference"]:.1g} in {report["where"]}, so they '
+                "run as they are read, step by step. After an edit that is as it should be, and --scan=loop skips this check")
+    if report['unused']:
+        line += f'{"; " if line else ""}the equations use no {", ".join(report["unused"])}'
+    print(f'{name}: {line}', file=sys.stderr, flush=True)
+
+
+class _Form(torch.nn.Module):
+    """States, loss and gradients of a model in one of its forms, as one call that `functional_call` can give other weights."""
+
+    def __init__(self, model, form):
+        super().__init__()
+        self.model, self.form = model, form
+
+    def forward(self, weights, idx):
+        kept, self.model.scan_report = self.model.scan_report, {'scan': self.form, 'device': idx.device.type}
+        try:
+            states = self.model.states(idx)
+            loss = self.model(idx, idx.roll(-1, 1))['loss']
+            wanted = {name: w for name, w in weights.items() if w.requires_grad}
+            grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        finally:
+            self.model.scan_report = kept
+        return {'the states': states, 'the loss': loss} | dict(zip(wanted, grads))
+
+
+def _compare_forms(model, with_scan, for_the_check):
+    """What `choose_scan` reports of the equations and, with_scan, of how far the fast form is from them.
+
+    Two windows of a few tokens, with a document's end where the model has documents; weights moved off their values by noise,
+    because many are zero at first and hide what comes before them; in training mode, with the settings for_the_check.
+    """
+    config, device = model.config, next(model.parameters()).device
+    autocast = device.type == 'cuda' and torch.is_autocast_enabled('cuda')
+    settings, modes = {key: getattr(config, key) for key in for_the_check}, {m: m.training for m in model.modules()}
+    report = {}
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([device] if device.type == 'cuda' else []):
+        weights, idx = _noisy_weights_and_tokens(model, device)
+        try:
+            for key, value in for_the_check.items():
+                setattr(config, key, value)
+            model.train()
+            for dtype in [torch.promote_types(next(model.parameters()).dtype, torch.float32), torch.bfloat16][:1 + autocast]:
+                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                    loop = functional_call(_Form(model, 'loop'), weights, (weights, idx))
+                    report['unused'] = [name.removeprefix('model.') for name, x in loop.items() if x is None]
+                    if not with_scan:
+                        return report
+                    report |= _difference(loop, lambda: functional_call(_Form(model, 'fast'), weights, (weights, idx)))
+                report['scan'] = 'fast' if report['difference'] < TOLERANCE[dtype] else 'loop'
+                if report['scan'] == 'loop':
+                    break
+        finally:
+            for key, value in settings.items():
+                setattr(config, key, value)
+            for module, mode in modes.items():
+                module.training = mode
+    return report
+
+
+def _noisy_weights_and_tokens(model, device):
+    """Seeded: {'model.' and a parameter's name: values for the check}, ids (2, 8 or 12)."""
+    params, generator = dict(model.named_parameters()), torch.Generator().manual_seed(0)
+    T = 12 if sum(p.numel() for p in params.values()) < 20_000_000 else 8
+    idx = torch.randint(0, model.config.n_ids, (2, T), generator=generator)
+    if model.config.eos_id is not None:
+        idx[0, T // 2 - 1] = model.config.eos_id
+    weights = {}
+    for name, p in params.items():
+        noise = torch.randn(p.shape, generator=generator) * (0.3 if p.dim() < 2 else 0.5 * p.shape[-1] ** -0.5)
+        noisy = p.detach().to(torch.promote_types(p.dtype, torch.float32)) + noise.to(device)
+        weights[f'model.{name}'] = noisy.requires_grad_(p.requires_grad)
+    return weights, idx.to(device)
+
+
+def _difference(loop, fast_form):
+    """{'difference', 'where'}: the largest relative difference of any output from the loop's; of a gradient to its own size,
+    or to a thousandth of all gradients' where that is larger, as what is left by cancelling is rounding."""
+    try:
+        fast = fast_form()
+    except Exception as error:  # a swapped module may not have what the fast form reads
+        return {'difference': math.inf, 'where': f'{type(error).__name__}: {error}'}
+    sizes = {name: 0.0 if x is None else x.detach().double().norm().item() for name, x in loop.items()}
+    gradients = math.hypot(*(size for name, size in sizes.items() if name not in ('the states', 'the loss')))
+    difference, where = 0.0, 'nothing'
+    for name, x in loop.items():
+        y = fast[name]
+        x, y = (torch.zeros(()) if z is None else z.detach().double().cpu() for z in (x, y))
+        floor = 0.0 if name in ('the states', 'the loss') else 1e-3 * gradients
+        apart = (x - y).norm().item() / max(sizes[name], floor, 1e-30)
+        if not apart <= difference:  # a NaN is a difference too
+            difference, where = apart, name if name.startswith('the ') else f'the gradient of {name.removeprefix("model.")}'
+        if math.isnan(apart):
+            break
+    return {'difference': difference, 'where': where}

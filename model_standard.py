@@ -3,7 +3,7 @@
 One stream of vectors, one per token, does two jobs: it predicts the next token, and it is the memory that later tokens read.
 Pre-normalised blocks of rotary causal attention and a SwiGLU feed-forward net, no biases, weight-tied output head.
 
-Read `Block.forward`, then `Model._hidden`, which training, prefill and decoding share. `extend` is all of decoding.
+Read `Block.forward`, then `Model.final_hidden` for training; `extend` is all of decoding, and runs the same blocks over a cache.
 
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 3 C            n  positions of one `extend` call
@@ -16,17 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (
-    attention,
-    cached_attention,
-    decode_attention,
-    decodes,
-    document_starts,
-    linear_cross_entropy,
-    rms_norm,
-    rope_table,
-    rotate,
-)
+from attn_kernels import KVCache, attention, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate
 
 
 @dataclass
@@ -66,10 +56,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         C, n_ffn = config.n_embd, config.n_ffn
-        self.n_head = config.n_head
+        self.layer, self.n_head = layer, config.n_head
         self.attn_norm = RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.attn_out = nn.Linear(C, C, bias=False)
@@ -77,41 +67,16 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
-    def forward(self, h, rope, attend):
-        """h (B, T, C) -> (B, T, C). attend(q, k, v) is the attention, over this window or over a cache; rope None: it rotates too."""
+    def forward(self, h, rotate, attend):
+        """h (B, T, C) -> (B, T, C). rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v)
+        is the attention: over a whole window in training, over a cache in decoding."""
         B, T, C = h.shape
         qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)  # eq. 7
         qk, v = qkv.tensor_split([2 * self.n_head], 2)
-        q, k = (qk if rope is None else rotate(qk, *rope)).chunk(2, 2)
-        h = h + self.attn_out(attend(q, k, v).reshape(B, T, C))  # eq. 8, 9
+        q, k = rotate(qk).chunk(2, 2)
+        h = h + self.attn_out(attend(self.layer, q, k, v).reshape(B, T, C))  # eq. 8, 9
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
-
-
-class Cache:
-    """Keys and values of up to max_tokens tokens a row, in static shapes. Slot s of a row holds its token s.
-
-    One spare slot at the end takes what right-padding writes past the last real slot, and is never read.
-    """
-
-    def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
-        self.max_tokens, self.max_run = max_tokens, max_run
-        head_size = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, config.n_head, max_tokens + 1, head_size)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of the token in each slot
-        self.hidden = torch.zeros(batch_size, max_run, config.n_embd, device=device, dtype=dtype)  # last run, before the head
-        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, config.rope_theta)
-
-    @property
-    def nbytes(self):
-        return sum(t.nbytes for t in (self.k, self.v, self.lengths, self.doc_start, self.hidden, *self.rope))
-
-    def rollback(self, n):
-        """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
-        self.lengths -= n
 
 
 class Model(nn.Module):
@@ -119,7 +84,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
@@ -129,23 +94,23 @@ class Model(nn.Module):
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=config.init_std * scale)
 
-    def _hidden(self, idx, rope, attend):
-        """idx (B, T) -> the final normalised vectors (B, T, C). attend(layer, q, k, v) is the attention of a layer."""
+    def _run_blocks(self, idx, rotate, attend):
+        """idx (B, T) -> the final normalised vectors (B, T, C); rotate and attend as in `Block.forward`."""
         h = self.embed(idx)
-        for layer, block in enumerate(self.blocks):
-            here = lambda q, k, v, layer=layer: attend(layer, q, k, v)
+        for block in self.blocks:
             if self.config.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, rope, here, use_reentrant=False)
+                h = checkpoint(block, h, rotate, attend, use_reentrant=False)
             else:
-                h = block(h, rope, here)
+                h = block(h, rotate, attend)
         return self.norm(h)
 
-    def _window(self, idx):
-        """The final vectors of whole windows, each attended within itself. idx (B, T) -> (B, T, C)."""
+    def final_hidden(self, idx):
+        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
         c = self.config
         doc_start = document_starts(idx, c.eos_id)
-        rope = rope_table(torch.arange(idx.shape[1], device=idx.device), c.n_embd // c.n_head, c.rope_theta)
-        return self._hidden(idx, rope, lambda layer, q, k, v: attention(q, k, v, doc_start, c.window))
+        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.n_embd // c.n_head, c.rope_theta)
+        return self._run_blocks(idx, lambda qk: rotate(qk, cos, sin),
+                                lambda layer, q, k, v: attention(q, k, v, doc_start, c.window))
 
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token.
@@ -154,13 +119,13 @@ class Model(nn.Module):
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
-        h = self._window(idx)
+        h = self.final_hidden(idx)
         loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
     def logits(self, idx):
         """Next-token logits at every position. idx (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._logits(self._window(idx))
+        return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
         logits = self.head(h)  # eq. 10, before the softmax
@@ -169,8 +134,9 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache for batch_size rows of up to max_tokens tokens; runs of up to max_run tokens have static shapes."""
-        weight = self.embed.weight
-        return Cache(self.config, batch_size, max_tokens, max_run, device or weight.device, dtype or weight.dtype)
+        c, weight = self.config, self.embed.weight
+        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd, [c.window],
+                       rope_theta=c.rope_theta, eos_id=c.eos_id, device=device or weight.device, dtype=dtype or weight.dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -178,48 +144,12 @@ class Model(nn.Module):
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
         Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left; in a run of n <= max_run on a GPU,
-        where looking would mean waiting, keeping within max_tokens is the caller's part.
+        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
-        B, n = tokens.shape
-        if tokens.device.type == 'cpu' or n > cache.max_run:
-            longest = int((cache.lengths + (n if lengths is None else lengths)).max())
-            if longest > cache.max_tokens:
-                raise ValueError(f'a row of {longest} tokens does not fit a cache of max_tokens = {cache.max_tokens}')
-        c, rows = self.config, torch.arange(B, device=tokens.device)[:, None]
-        positions = cache.lengths[:, None] + torch.arange(n, device=tokens.device)
-        positions = positions.clamp(max=cache.max_tokens)  # padding past the end goes to the spare slot
-        doc_start = self._extend_documents(tokens, cache, rows, positions) if c.eos_id is not None else None
-        first = n > cache.max_run and not cache.lengths.any()  # the cache is empty: these tokens see only each other
-        fused = n <= cache.max_run and decodes(cache.k, n)
-        rope = None if fused else tuple(table[positions] for table in cache.rope)
-
-        def attend(layer, q, k, v):
-            if fused:
-                q, k, v, slots = (x.unsqueeze(1) for x in (q, k, v, positions))
-                return decode_attention(q, k, v, cache.k[layer], cache.v[layer], cache.rope, positions, slots, doc_start,
-                                        [c.window, None], reads='memory').squeeze(1)
-            cache.k[layer, rows, :, positions] = k.to(cache.k.dtype)
-            cache.v[layer, rows, :, positions] = v.to(cache.v.dtype)
-            if first:
-                return attention(q, k, v, doc_start, c.window)
-            return cached_attention(q, cache.k[layer], cache.v[layer], positions, doc_start, c.window)
-
-        h = self._hidden(tokens, rope, attend)
-        run = torch.full_like(cache.lengths, n) if lengths is None else lengths
-        cache.lengths += run
-        kept = (run[:, None] - cache.max_run).clamp(min=0) + torch.arange(min(n, cache.max_run), device=tokens.device)
-        cache.hidden[:, :kept.shape[1]] = h[rows, kept]
-        return self._logits(h) if all_positions else self._logits(h[rows[:, 0], run - 1])
-
-    def _extend_documents(self, tokens, cache, rows, positions):
-        """Where each new token's document starts (B, n); the cache learns it for the slot after each of them."""
-        ends = tokens == self.config.eos_id
-        first = cache.doc_start[rows, cache.lengths[:, None]]
-        later = torch.where(ends[:, :-1], positions[:, 1:], 0)
-        doc_start = torch.cat([first, later], 1).cummax(1).values
-        cache.doc_start[rows, positions + 1] = torch.where(ends, positions + 1, doc_start)
-        return doc_start
+        place = cache.begin(tokens, lengths)
+        h = self._run_blocks(tokens, place.rotate, lambda layer, q, k, v: cache.attend(place, layer, q, k, v))
+        last = cache.end(place, h)
+        return self._logits(h if all_positions else last)
 
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token in windows of T: 6 a weight used (2 forward, 4 backward), and attention's pairs."""

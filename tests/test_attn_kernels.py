@@ -81,15 +81,21 @@ def test_document_starts():
 
 
 @pytest.mark.parametrize('window', [None, 0, 5])
-def test_cached_attention_equals_the_last_rows_of_attention(window, device):
+def test_a_cache_gives_the_rows_of_attention(window, device):
+    """A prompt, then runs of several lengths, one of them longer than max_run on a cache that is not empty."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 50, 3, 16, device=device)
-    starts = K.document_starts(documents('many', 2, 50), 9).to(device)
-    want = K.attention_reference(*(x.double() for x in (q, k, v)), starts, window)
-    pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, 14), value=7.0).transpose(1, 2)  # slots not filled yet hold anything
-    positions = torch.arange(44, 50, device=device).expand(2, -1)
-    got = K.cached_attention(q[:, 44:], pad(k), pad(v), positions, starts[:, 44:], window)
-    assert_close([got], [want[:, 44:]], 1e-5)
+    tokens = documents('many', 2, 50).to(device)
+    starts, rope = K.document_starts(tokens, 9), K.rope_table(torch.arange(50, device=device), 16, 10000.0)
+    want = K.attention_reference(*(x.double() for x in (K.rotate(q, *rope), K.rotate(k, *rope), v)), starts, window)
+    cache = K.KVCache(1, 3, 16, 2, 60, max_run=4, width=48, windows=[window], eos_id=9, device=device)
+    got = []
+    for a, b in ((0, 20), (20, 21), (21, 25), (25, 45), (45, 50)):
+        place = cache.begin(tokens[:, a:b])
+        got.append(cache.attend(place, 0, place.rotate(q[:, a:b]), place.rotate(k[:, a:b]), v[:, a:b]))
+        last = cache.end(place, got[-1].flatten(2))
+        assert torch.equal(last, got[-1][:, -1].flatten(1)) and torch.equal(cache.hidden[:, min(b - a, 4) - 1], last)
+    assert_close([torch.cat(got, 1)], [want], 1e-5)
 
 
 def test_rms_norm_and_rotate_equal_their_references(device):

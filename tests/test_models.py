@@ -142,7 +142,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     targets = torch.roll(idx, -1, 1)
     targets[1, 3:9] = -1
     out = model(idx, targets)
-    h = model._window(idx)
+    h = model.final_hidden(idx)
     if hasattr(model, '_final'):  # the norm before the head
         h = model._final(h)
     logits = model.head(h)  # padding ids take part in the training softmax

@@ -1,4 +1,13 @@
-"""Attention patterns and fused losses: each with the plain reference that defines it, and the form that is fast.
+"""What all models share: attention, decoding over a cache, rotary positions, norms and losses.
+
+Each has a plain reference that defines it, and the form that is fast. In this order:
+
+    patterns        document_starts, visible, attention, two_stream_attention, slot_attention
+    Triton          the attention kernels, forward and backward, and the kernel that decodes
+    layers          rms_norm, rope_table, rotate
+    losses          linear_cross_entropy, linear_cross_entropy_kl: without holding all logits
+    KVCache, Place  what `extend` keeps of the tokens it has read
+    choose_scan     a model's equations or their fast form in scans/, by comparing both
 
 A pattern says which keys a query sees. Here it is causal, cut at document starts, and optionally limited to a window:
 
@@ -14,11 +23,12 @@ A pattern says which keys a query sees. Here it is causal, cut at document start
       6        # # # #                 3      6        . # # #
       7        # # # # #               3      7        . . # # #
 
-A document is a range of keys, never an id per key: `doc_start[b, t]` is the position where t's document starts and does not
-decrease in t, so a block of queries [i, j) needs only the keys from doc_start[i] on.
+A document is a range of keys, never an id per key: `doc_start[b, t]` is the position where t's document starts and does
+not decrease in t, so a block of queries [i, j) needs only the keys from doc_start[i] on.
 
-Two streams x and rho, one vector of each per position, have one such pattern for each stream's keys: here x persists (all of the
-past) and rho is windowed (window = 2). Only the diagonal knows which stream asks: x comes before rho, so x_t does not see rho_t.
+Two streams x and rho, one vector of each per position, have one such pattern for each stream's keys: here x persists
+(all of the past) and rho is windowed (window = 2). Only the diagonal knows which stream asks: x comes before rho, so
+x_t does not see rho_t.
 
       k  x: 0 1 2 3 4 5   rho: 0 1 2 3 4 5
     t 0     #                  o                 '#' both x_t and rho_t see it
@@ -28,10 +38,11 @@ past) and rho is windowed (window = 2). Only the diagonal knows which stream ask
       4     # # # # #          . . # # o
       5     # # # # # #        . . . # # o
 
-The streams stay apart in memory: a tile of queries of both reads a triangle of one stream's keys and a short band of the other's.
+The streams stay apart in memory: a tile of queries of both reads a triangle of one stream's keys and a short band of
+the other's.
 
-A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks, and C for GPN's steps. In the environment, ATTENTION=reference makes every pattern its
-definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
+A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks. In the environment, ATTENTION=reference makes every
+pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
 B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
 """
@@ -58,7 +69,9 @@ except ImportError:  # no Triton for this platform: the PyTorch forms remain
 
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
-DENSE_T = 1024  # up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention_cpu.py), but T^2 memory
+# Up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention_cpu.py), but
+# T^2 memory.
+DENSE_T = 1024
 QUERY_BLOCK = 256  # queries per product on CPU: small enough to skip most of the upper triangle
 
 
@@ -97,8 +110,8 @@ def attention_reference(q, k, v, doc_start=None, window=None):
 def attention(q, k, v, doc_start=None, window=None):
     """softmax(q k^T / sqrt(D)) v over the keys max(doc_start[t], t - window) <= k <= t.
 
-    q, k, v (B, T, H, D); doc_start (B, T) int64 from `document_starts`, None for one document; window in positions, None for
-    all. Returns (B, T, H, D).
+    q, k, v (B, T, H, D); doc_start (B, T) int64 from `document_starts`, None for one document; window in positions,
+    None for all. Returns (B, T, H, D).
     """
     T, on_cpu = q.shape[1], q.device.type == 'cpu'
     dense = on_cpu and q.dtype == torch.bfloat16 and T <= DENSE_T
@@ -134,11 +147,15 @@ def _dense_attention(q, k, v, mask):
 
 
 def slot_attention(q, k, v, mask):
-    """Attention over the slots of a cache, in its dtype. q (B, n, H, D); k, v (B, H, S, D); mask (B, n, S). Returns (B, n, H, D)."""
+    """Attention over the slots of a cache, in its dtype.
+
+    q (B, n, H, D); k, v (B, H, S, D); mask (B, n, S), true where seen. Returns (B, n, H, D).
+    """
     out_dtype, mask = q.dtype, mask.unsqueeze(1)
     q = q.to(k.dtype).transpose(1, 2)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and q.shape[2] <= 64:
-        scores = (k @ (q * q.shape[-1] ** -0.5).transpose(-2, -1)).transpose(-2, -1)  # k q^T reads the keys in order, q k^T does not
+        # k q^T reads the keys in order, q k^T does not
+        scores = (k @ (q * q.shape[-1] ** -0.5).transpose(-2, -1)).transpose(-2, -1)
         out = torch.where(mask, scores, float('-inf')).softmax(-1) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask)
@@ -154,10 +171,10 @@ def stream_windows(persistent, window, persistent_window=None):
 
 
 def two_stream_visible(query_pos, x_pos, rho_pos, windows, doc_start=None, queries='both'):
-    """The pattern of two streams as booleans: one row of the result per query, those of x first, over [x keys | rho keys].
+    """The pattern of two streams as booleans: a row for each query, those of x first, over [x keys | rho keys].
 
-    query_pos, doc_start (..., n); x_pos (..., S), rho_pos (..., R): positions of the keys; windows from `stream_windows`.
-    Returns (..., n or 2n, S + R).
+    query_pos, doc_start (..., n); x_pos (..., S), rho_pos (..., R): positions of the keys; windows from
+    `stream_windows`. Returns (..., n or 2n, S + R).
     """
     x_keys = visible(query_pos, x_pos, doc_start, windows[0])
     rho_keys = visible(query_pos, rho_pos, doc_start, windows[1])
@@ -185,12 +202,13 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
     Position t sees x_j for j <= t and rho_j for j <= t, but x_t not rho_t; of a stream that does not persist, and with
     persistent_window of the others too, only j >= t - window; nothing before doc_start[t].
 
-    k, v (B, 2, T, H, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one stream that
-    queries = 'input' or 'predict' names. persistent 'input', 'predict' or 'both'; windows in positions, None for all;
-    doc_start (B, T) int64. Returns the shape of q.
+    k, v (B, 2, T, H, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one
+    stream that queries = 'input' or 'predict' names. persistent 'input', 'predict' or 'both'; windows in positions,
+    None for all; doc_start (B, T) int64. Returns the shape of q.
     """
     if q.shape[1] != len(STREAMS[queries]):
-        raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', 1 with 'input' or 'predict'")
+        raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', "
+                         "1 with 'input' or 'predict'")
     return _two_stream_attention(q, k, v, stream_windows(persistent, window, persistent_window), doc_start, queries)
 
 
@@ -201,7 +219,8 @@ def _two_stream_attention(q, k, v, windows, doc_start, queries):
         return _two_stream_reference(q, k, v, windows, doc_start, queries)
     if use_triton(q):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
-    step = QUERY_BLOCK // 2 if on_cpu else 512  # positions in a tile: small enough to skip most of what the pattern leaves out
+    # Positions in a tile: small enough to skip most of what the pattern leaves out.
+    step = QUERY_BLOCK // 2 if on_cpu else 512
     q, k, v = (x.transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
     attend = F.scaled_dot_product_attention
     if on_cpu:
@@ -210,7 +229,9 @@ def _two_stream_attention(q, k, v, windows, doc_start, queries):
     tiles = []
     for a in range(0, T, step):
         b = min(a + step, T)
-        document = 0 if doc_start is None or a == 0 or not on_cpu else int(doc_start[:, a].min())  # elsewhere it would wait
+        document = 0
+        if on_cpu and doc_start is not None and a > 0:  # elsewhere it would wait for the device
+            document = int(doc_start[:, a].min())
         x_keys, rho_keys = (slice(max(document, 0 if w is None else a - w), b) for w in windows)
         doc = None if doc_start is None else doc_start[:, a:b]
         mask = two_stream_visible(position[a:b], position[x_keys], position[rho_keys], windows, doc, queries)
@@ -227,16 +248,16 @@ def _dense_attention_again(q, k, v, mask):
 
 # ---- attention in Triton: every pattern is a range of keys per query ----
 #
-# A tile of queries holds rows of one or of both streams, positions a..b of each, so that both share each load of keys. Of a key
-# stream with window w it sees one unbroken range, and walks it in tiles from its very first key:
+# A tile of queries holds rows of one or of both streams, positions a..b of each, so that both share each load of keys.
+# Of a key stream with window w it sees one unbroken range, and walks it in tiles from its very first key:
 #
 #     lo = max(doc_start[a], a - w)                                 hi = b + 1
 #      |  left: some rows see less  |  full: no mask  |  right: the diagonal  |
 #                max(doc_start[b], b - w)           a + 1
 #
-# Tiles outside lo..hi are never loaded. The keys' gradient walks the queries c .. min(doc_end[d], d + w + 1) in the same way.
-# exp2 is used throughout: log-sum-exps are kept in base 2, with the scale 1 / sqrt(D) in them. Column blocks of D0 and D1 make
-# up a head, so that a head of 70 costs 64 + 16 columns rather than 128.
+# Tiles outside lo..hi are never loaded. The keys' gradient walks the queries c .. min(doc_end[d], d + w + 1) in the
+# same way. exp2 is used throughout: log-sum-exps are kept in base 2, with the scale 1 / sqrt(D) in them. Column blocks
+# of D0 and D1 make up a head, so that a head of 70 costs 64 + 16 columns rather than 128.
 
 @jit
 def _tile_walk(lo, full_lo, full_hi, hi, N: constexpr):
@@ -248,7 +269,7 @@ def _tile_walk(lo, full_lo, full_hi, hi, N: constexpr):
 
 @jit
 def _key_walk(a, b, start_a, start_b, window, strict_some: constexpr, strict_all: constexpr, N: constexpr):
-    """Where queries a..b begin in the keys of a stream, and their `_tile_walk`. strict: a query does not see its own position."""
+    """Where queries a..b begin in the keys of a stream, and their `_tile_walk`. strict: none sees its own position."""
     lo = tl.maximum(start_a, a - window)
     left, full, right = _tile_walk(lo, tl.maximum(start_b, b - window), a + 1 - strict_some, b + 1 - strict_all, N)
     return lo, left, full, right
@@ -273,7 +294,7 @@ def _load_columns(x, rows, seen, first: constexpr, width: constexpr, D: constexp
 
 @jit
 def _load(x, rows, seen, D: constexpr, D0: constexpr, D1: constexpr, MASKED: constexpr):
-    """Both column blocks of the heads at offsets `rows` from x; zeros where `seen` is false, which MASKED says may happen."""
+    """Both column blocks of the heads at offsets `rows` from x; zeros where `seen` is false, if MASKED."""
     x0 = _load_columns(x, rows, seen, 0, D0, D, MASKED)
     return x0, x0 if D1 == 0 else _load_columns(x, rows, seen, D0, D1, D, MASKED)
 
@@ -287,8 +308,9 @@ def _store(x, rows, seen, y0, y1, D: constexpr, D0: constexpr, D1: constexpr):
 
 @jit
 def _at(x, strides, b, h, stream, position, A: constexpr):
-    """Where a stream's head at a position begins; 64 bits, as the whole tensor may pass 2^31 numbers. Strides are multiples of A."""
-    return x + tl.multiple_of(b * strides[0] + stream * strides[1] + tl.cast(position, tl.int64) * strides[2] + h * strides[3], A)
+    """Where a stream's head at a position begins. Strides are multiples of A. In 64 bits, as a tensor may pass 2^31."""
+    position = tl.cast(position, tl.int64)
+    return x + tl.multiple_of(b * strides[0] + stream * strides[1] + position * strides[2] + h * strides[3], A)
 
 
 @jit
@@ -316,7 +338,8 @@ def _add_products(acc0, acc1, p, y0, y1, D1: constexpr):
 
 
 @jit
-def _query_tile(doc_start, b, first, T, windows, NQ: constexpr, NK: constexpr, FIRST: constexpr, N: constexpr, M: constexpr):
+def _query_tile(doc_start, b, first, T, windows, NQ: constexpr, NK: constexpr, FIRST: constexpr, N: constexpr,
+                M: constexpr):
     """`_key_walk` of N query positions from `first` on over each stream of keys, in tiles of M."""
     last = tl.minimum(first + N, T) - 1
     start_first, start_last = 0, 0
@@ -339,7 +362,9 @@ def _walked_tile(i, x, rho, M: constexpr, FULL: constexpr):
         of_x = x[1] + x[3]
     stream = (i >= of_x).to(tl.int32)
     i = i - stream * of_x
-    lo, left, full = tl.where(stream == 0, x[0], rho[0]), tl.where(stream == 0, x[1], rho[1]), tl.where(stream == 0, x[2], rho[2])
+    lo = tl.where(stream == 0, x[0], rho[0])
+    left = tl.where(stream == 0, x[1], rho[1])
+    full = tl.where(stream == 0, x[2], rho[2])
     if FULL:
         i += left
     else:
@@ -358,7 +383,7 @@ def _mask(s, position, stream, key, key_stream, start, windows):
 
 @jit
 def _softmax_step(s, m, l, scale):
-    """Scores of more keys -> their weights, what the sums so far shrink by, and the new running maximum and sum of weights."""
+    """Scores of more keys -> their weights, what the sums so far shrink by, new running maximum and sum of weights."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -366,8 +391,9 @@ def _softmax_step(s, m, l, scale):
 
 
 @jit
-def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start, windows, T, scale,
-                  D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr, FULL: constexpr):
+def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start,
+                  windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr,
+                  FULL: constexpr):
     key_stream, n = _walked_tile(i, x, rho, M, FULL)
     rows = tl.arange(0, M)
     seen = n + rows < T
@@ -386,7 +412,8 @@ def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_stride
 
 @jit
 def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_strides, out_strides, windows, T, H, scale,
-                    NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
+                    NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr,
+                    A: constexpr, N: constexpr, M: constexpr):
     """out and lse of a tile of N query positions; the longest tiles start first."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * N
@@ -405,11 +432,11 @@ def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_stride
     acc0 = tl.zeros((NQ * N, D0), tl.float32)
     acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
     for i in range(0, x[2] + rho[2]):
-        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start,
-                                         windows, T, scale, D, D0, D1, A, M, True)
+        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h,
+                                         position, stream, start, windows, T, scale, D, D0, D1, A, M, True)
     for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
-        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start,
-                                         windows, T, scale, D, D0, D1, A, M, False)
+        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h,
+                                         position, stream, start, windows, T, scale, D, D0, D1, A, M, False)
     l = tl.where(seen, l, 1.0)
     rows = _rows(out_strides, part, row % N, A)
     _store(_at(out, out_strides, b, h, 0, first, A), rows, seen, acc0 / l[:, None], acc1 / l[:, None], D, D0, D1)
@@ -417,8 +444,9 @@ def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_stride
 
 
 @jit
-def _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, lse, delta, k, v, k_strides, v_strides, b, h, position, stream, start,
-                         windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr, FULL: constexpr):
+def _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, lse, delta, k, v, k_strides, v_strides, b, h, position,
+                         stream, start, windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
+                         M: constexpr, FULL: constexpr):
     key_stream, n = _walked_tile(i, x, rho, M, FULL)
     rows = tl.arange(0, M)
     seen = n + rows < T
@@ -433,9 +461,10 @@ def _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, lse, delta, k, v
 
 
 @jit
-def _query_gradient_kernel(q, k, v, out, grad, lse, delta, dq, doc_start, q_strides, k_strides, v_strides, out_strides, grad_strides,
-                           dq_strides, windows, T, H, scale, NQ: constexpr, NK: constexpr, FIRST: constexpr,
-                           D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
+def _query_gradient_kernel(q, k, v, out, grad, lse, delta, dq, doc_start, q_strides, k_strides, v_strides, out_strides,
+                           grad_strides, dq_strides, windows, T, H, scale, NQ: constexpr, NK: constexpr,
+                           FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr,
+                           M: constexpr):
     """dq of a tile of N query positions, and delta = sum(out * grad), which the keys' gradient needs too."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * N
@@ -447,8 +476,10 @@ def _query_gradient_kernel(q, k, v, out, grad, lse, delta, dq, doc_start, q_stri
         start = tl.load(doc_start + b * T + position, mask=seen, other=0).to(tl.int32)
     x, rho = _query_tile(doc_start, b, first, T, windows, NQ, NK, FIRST, N, M)
     q0, q1 = _load(_at(q, q_strides, b, h, 0, first, A), _rows(q_strides, part, row % N, A), seen, D, D0, D1, True)
-    o0, o1 = _load(_at(out, out_strides, b, h, 0, first, A), _rows(out_strides, part, row % N, A), seen, D, D0, D1, True)
-    g0, g1 = _load(_at(grad, grad_strides, b, h, 0, first, A), _rows(grad_strides, part, row % N, A), seen, D, D0, D1, True)
+    rows = _rows(out_strides, part, row % N, A)
+    o0, o1 = _load(_at(out, out_strides, b, h, 0, first, A), rows, seen, D, D0, D1, True)
+    rows = _rows(grad_strides, part, row % N, A)
+    g0, g1 = _load(_at(grad, grad_strides, b, h, 0, first, A), rows, seen, D, D0, D1, True)
     row_delta = tl.sum(o0.to(tl.float32) * g0.to(tl.float32), 1)
     if D1 > 0:
         row_delta += tl.sum(o1.to(tl.float32) * g1.to(tl.float32), 1)
@@ -459,25 +490,28 @@ def _query_gradient_kernel(q, k, v, out, grad, lse, delta, dq, doc_start, q_stri
     acc0 = tl.zeros((NQ * N, D0), tl.float32)
     acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
     for i in range(0, x[2] + rho[2]):
-        acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides, v_strides, b, h,
-                                          position, stream, start, windows, T, scale, D, D0, D1, A, M, True)
+        acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides,
+                                          v_strides, b, h, position, stream, start, windows, T, scale, D, D0, D1, A, M,
+                                          True)
     for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
-        acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides, v_strides, b, h,
-                                          position, stream, start, windows, T, scale, D, D0, D1, A, M, False)
+        acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides,
+                                          v_strides, b, h, position, stream, start, windows, T, scale, D, D0, D1, A, M,
+                                          False)
     rows = _rows(dq_strides, part, row % N, A)
     scale /= 1.4426950408889634  # d exp2(s log2(e)) = d exp(s)
     _store(_at(dq, dq_strides, b, h, 0, first, A), rows, seen, acc0 * scale, acc1 * scale, D, D0, D1)
 
 
 @jit
-def _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides, grad_strides, b, h, key, end, window,
-                       key_stream, T, H, scale, NQ: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
-                       N: constexpr, FULL: constexpr):
+def _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides, grad_strides, b, h, key,
+                       end, window, key_stream, T, H, scale, NQ: constexpr, FIRST: constexpr, D: constexpr,
+                       D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, FULL: constexpr):
     row = tl.arange(0, NQ * N)
     part, position = row // N, n + row % N
     seen = position < T
     q0, q1 = _load(_at(q, q_strides, b, h, 0, n, A), _rows(q_strides, part, row % N, A), seen, D, D0, D1, not FULL)
-    g0, g1 = _load(_at(grad, grad_strides, b, h, 0, n, A), _rows(grad_strides, part, row % N, A), seen, D, D0, D1, not FULL)
+    rows = _rows(grad_strides, part, row % N, A)
+    g0, g1 = _load(_at(grad, grad_strides, b, h, 0, n, A), rows, seen, D, D0, D1, not FULL)
     statistic = ((b * NQ + part) * H + h) * T + position
     row_lse = tl.load(lse + statistic, mask=seen, other=float('inf'))
     row_delta = tl.load(delta + statistic, mask=seen, other=0.0)
@@ -493,9 +527,9 @@ def _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delt
 
 
 @jit
-def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, k_strides, v_strides, grad_strides, dk_strides,
-                         windows, T, H, scale, NQ: constexpr, NK: constexpr, FIRST: constexpr,
-                         D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
+def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, k_strides, v_strides, grad_strides,
+                         dk_strides, windows, T, H, scale, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
+                         D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
     """dk and dv of a tile of M keys of one stream, walking the queries that see them in tiles of N positions."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     key_stream, c = tl.program_id(1) % NK, tl.program_id(1) // NK * M
@@ -515,27 +549,32 @@ def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, 
         end_d = tl.load(doc_end + b * T + d).to(tl.int32)
     full_hi, hi = tl.minimum(end_c, tl.minimum(c + window + 1, T)), tl.minimum(end_d, tl.minimum(d + window + 1, T))
     left, full, right = _tile_walk(lo, full_lo, full_hi, hi, N)
-    k0, k1 = _load(_at(k, k_strides, b, h, key_stream, c, A), _rows(k_strides, 0, tl.arange(0, M), A), seen, D, D0, D1, True)
-    v0, v1 = _load(_at(v, v_strides, b, h, key_stream, c, A), _rows(v_strides, 0, tl.arange(0, M), A), seen, D, D0, D1, True)
+    rows = _rows(k_strides, 0, tl.arange(0, M), A)
+    k0, k1 = _load(_at(k, k_strides, b, h, key_stream, c, A), rows, seen, D, D0, D1, True)
+    rows = _rows(v_strides, 0, tl.arange(0, M), A)
+    v0, v1 = _load(_at(v, v_strides, b, h, key_stream, c, A), rows, seen, D, D0, D1, True)
 
     dk0 = tl.zeros((M, D0), tl.float32)
     dv0 = tl.zeros((M, D0), tl.float32)
     dk1 = dk0 if D1 == 0 else tl.zeros((M, D1), tl.float32)
     dv1 = dv0 if D1 == 0 else tl.zeros((M, D1), tl.float32)
     for i in range(0, full):
-        dk0, dk1, dv0, dv1 = _key_gradient_tile(lo + (left + i) * N, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides,
-                                                grad_strides, b, h, key, end, window, key_stream, T, H, scale, NQ, FIRST, D, D0, D1, A, N, True)
+        dk0, dk1, dv0, dv1 = _key_gradient_tile(lo + (left + i) * N, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse,
+                                                delta, q_strides, grad_strides, b, h, key, end, window, key_stream, T,
+                                                H, scale, NQ, FIRST, D, D0, D1, A, N, True)
     for i in range(0, left + right):
         n = lo + (i + tl.where(i >= left, full, 0)) * N
         dk0, dk1, dv0, dv1 = _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides,
-                                                grad_strides, b, h, key, end, window, key_stream, T, H, scale, NQ, FIRST, D, D0, D1, A, N, False)
+                                                grad_strides, b, h, key, end, window, key_stream, T, H, scale, NQ,
+                                                FIRST, D, D0, D1, A, N, False)
     scale /= 1.4426950408889634
     rows = _rows(dk_strides, 0, tl.arange(0, M), A)
     _store(_at(dk, dk_strides, b, h, key_stream, c, A), rows, seen, dk0 * scale, dk1 * scale, D, D0, D1)
     _store(_at(dv, dk_strides, b, h, key_stream, c, A), rows, seen, dv0, dv1, D, D0, D1)
 
 
-# (query rows, keys, warps, stages) of a tile by pass, per architecture, largest head size and dtype: `python -m bench.attention --tune` proposes rows
+# (query rows, keys, warps, stages) of a tile by pass, per architecture, largest head size and dtype: `python -m
+# bench.attention --tune` proposes rows
 TILES = {
     ('sm_90', 64, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2)},
     ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2)},
@@ -578,12 +617,12 @@ def _launch(kernel, kind, tensors, strided, q, k, windows, first):
     strides = [x.stride()[:4] for x in strided]
     A = math.gcd(16, *(stride for x in strides for stride in x))
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[grid](*tensors, *strides, tuple(windows), T, H, D ** -0.5 * math.log2(math.e), NQ, NK, first, D, D0, D1, A, N, M,
-                     num_warps=warps, num_stages=stages)
+        kernel[grid](*tensors, *strides, tuple(windows), T, H, D ** -0.5 * math.log2(math.e), NQ, NK, first, D, D0, D1,
+                     A, N, M, num_warps=warps, num_stages=stages)
 
 
-def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor | None, windows: list[int],
-                      first: int) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor | None,
+                      windows: list[int], first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, NQ, T, H, D), k, v (B, NK, T, H, D) -> out as q, log-sum-exps in base 2 (B, NQ, H, T) fp32.
 
     windows: one for each stream of keys, at most T; first: the stream of the first queries, 0 for x, 1 for rho.
@@ -595,28 +634,33 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_sta
     return out, lse
 
 
-def attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                       doc_start: torch.Tensor | None, windows: list[int],
+def attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                       lse: torch.Tensor, doc_start: torch.Tensor | None, windows: list[int],
                        first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v from grad, that of out. Deterministic: each number is summed by one program."""
     T, delta = q.shape[2], torch.empty_like(lse)
     dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
     doc_end = None
     if doc_start is not None:  # the first position whose document starts later
-        doc_end = torch.searchsorted(doc_start, torch.arange(T, device=q.device).expand_as(doc_start).contiguous(), right=True)
-    _launch(_query_gradient_kernel, 'query_gradient', (q, k, v, out, grad, lse, delta, dq, doc_start), (q, k, v, out, grad, dq), q, k, windows, first)
-    _launch(_key_gradient_kernel, 'key_gradient', (q, k, v, grad, lse, delta, dk, dv, doc_end), (q, k, v, grad, dk), q, k, windows, first)
+        position = torch.arange(T, device=q.device).expand_as(doc_start).contiguous()
+        doc_end = torch.searchsorted(doc_start, position, right=True)
+    _launch(_query_gradient_kernel, 'query_gradient', (q, k, v, out, grad, lse, delta, dq, doc_start),
+            (q, k, v, out, grad, dq), q, k, windows, first)
+    _launch(_key_gradient_kernel, 'key_gradient', (q, k, v, grad, lse, delta, dk, dv, doc_end),
+            (q, k, v, grad, dk), q, k, windows, first)
     return dq, dk, dv
 
 
 _attention_op = torch.library.custom_op('attn_kernels::attention', attention_forward, mutates_args=())
-_attention_backward_op = torch.library.custom_op('attn_kernels::attention_backward', attention_backward, mutates_args=())
+_attention_backward_op = torch.library.custom_op('attn_kernels::attention_backward', attention_backward,
+                                                 mutates_args=())
 
 
 @_attention_op.register_fake
 def _(q, k, v, doc_start, windows, first):
     B, NQ, T, H, D = q.shape
-    return torch.empty(q.shape, device=q.device, dtype=q.dtype), torch.empty(B, NQ, H, T, device=q.device, dtype=torch.float32)
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    return out, torch.empty(B, NQ, H, T, device=q.device, dtype=torch.float32)
 
 
 @_attention_backward_op.register_fake
@@ -644,7 +688,7 @@ def use_triton(q):
 
 
 def _kernel_attention(q, k, v, doc_start, windows, first):
-    """The Triton kernels on q (B, NQ, T, H, D), k, v (B, NK, T, H, D); windows in positions, None for all, one for each stream of keys."""
+    """The kernels on q (B, NQ, T, H, D), k, v (B, NK, T, H, D); a window for each stream of keys, None for all."""
     T = q.shape[2]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     doc_start = None if doc_start is None else doc_start.contiguous()
@@ -654,15 +698,16 @@ def _kernel_attention(q, k, v, doc_start, windows, first):
 
 # ---- decoding in Triton: a run of new positions over a cache, up to 16 query rows ----
 #
-# Each program takes one head of one row of the batch and a share of the cache's filled slots; `_combine_kernel` merges the shares.
-# The run's own keys come from registers: the program of the first share rotates them, writes them to the cache and attends to
-# them there and then, so that nobody waits for the write. A cache is [ring of R slots | memory], as model_sps.Cache describes;
-# without a ring R is 0. Every size is fixed by the shapes, so that a step can be a CUDA graph.
+# Each program takes one head of one row of the batch and a share of the cache's filled slots; `_combine_kernel` merges
+# the shares. The run's own keys come from registers: the program of the first share rotates them, writes them to the
+# cache and attends to them there and then, so that nobody waits for the write. A cache is [ring of R slots | memory]
+# (`KVCache`); without a ring R is 0. Every size is fixed by the shapes, so that a step can be a CUDA graph.
 
 @jit
 def _load_halves(x, rows, seen, D: constexpr, HALF: constexpr):
     mask = _in_head(seen, 0, HALF, D // 2)
-    return tl.load(_columns(x, rows, 0, HALF), mask=mask, other=0.0), tl.load(_columns(x, rows, D // 2, HALF), mask=mask, other=0.0)
+    a = tl.load(_columns(x, rows, 0, HALF), mask=mask, other=0.0)
+    return a, tl.load(_columns(x, rows, D // 2, HALF), mask=mask, other=0.0)
 
 
 @jit
@@ -692,11 +737,15 @@ def _decode_tile(acc, m, l, qa, qb, ka, kb, v, mask, scale):
 
 
 @jit
-def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin, slots_stride,
-                   q_strides, k_strides, v_strides, cache_strides, windows, H, R, scale,
-                   n: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, RING_STREAM: constexpr, READS_RING: constexpr,
-                   READS_MEMORY: constexpr, D: constexpr, HALF: constexpr, WIDE: constexpr, A: constexpr, M: constexpr):
-    """One share of a head's slots: out itself if there is only one, else shares and statistics. n positions of NQ and NK streams."""
+def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos,
+                   sin, slots_stride, q_strides, k_strides, v_strides, cache_strides, windows, H, R, scale,
+                   n: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, RING_STREAM: constexpr,
+                   READS_RING: constexpr, READS_MEMORY: constexpr, D: constexpr, HALF: constexpr, WIDE: constexpr,
+                   A: constexpr, M: constexpr):
+    """One share of a head's slots: out itself if there is only one, else shares and statistics.
+
+    n positions of NQ streams of queries and NK of keys.
+    """
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     share, n_shares = tl.program_id(1), tl.num_programs(1)
     row = tl.arange(0, 16)
@@ -706,7 +755,8 @@ def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions
     if doc_start is not None:
         first = tl.load(doc_start + b * n + i).to(tl.int32)
     start = tl.load(positions + b * n).to(tl.int32)  # tokens before the run
-    qa, qb = _rotated_halves(_at(q, q_strides, b, h, 0, 0, A), _rows(q_strides, row // n, i, A), asks, t, cos, sin, D, HALF)
+    q_rows = _rows(q_strides, row // n, i, A)
+    qa, qb = _rotated_halves(_at(q, q_strides, b, h, 0, 0, A), q_rows, asks, t, cos, sin, D, HALF)
     qa, qb = qa.to(k_cache.dtype.element_ty), qb.to(k_cache.dtype.element_ty)
     k_cache, v_cache = _at(k_cache, cache_strides, b, h, 0, 0, A), _at(v_cache, cache_strides, b, h, 0, 0, A)
     m = tl.full((16,), -1e30, tl.float32)
@@ -727,7 +777,8 @@ def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions
         there = slot < tl.where(in_ring, R, R + start)
         position = slot - R
         if READS_RING:
-            position = tl.where(in_ring, tl.load(ring_positions + b * (R + 1) + slot, mask=there & in_ring, other=0), position)
+            held = tl.load(ring_positions + b * (R + 1) + slot, mask=there & in_ring, other=0)
+            position = tl.where(in_ring, held, position)
         key_first = tl.maximum(first, t - tl.where(in_ring, ring_window, memory_window))
         mask = (there & (position < start))[None, :] & (position[None, :] >= key_first[:, None])
         rows = _rows(cache_strides, 0, slot, A)
@@ -738,16 +789,19 @@ def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions
     if share == 0:  # the run itself
         new, key_stream = row < NK * n, row // n
         slot = tl.load(slots + b * slots_stride + row, mask=new, other=0)
-        ka, kb = _rotated_halves(_at(k, k_strides, b, h, 0, 0, A), _rows(k_strides, key_stream, i, A), new, t, cos, sin, D, HALF)
+        k_rows = _rows(k_strides, key_stream, i, A)
+        ka, kb = _rotated_halves(_at(k, k_strides, b, h, 0, 0, A), k_rows, new, t, cos, sin, D, HALF)
         ka, kb = ka.to(k_cache.dtype.element_ty), kb.to(k_cache.dtype.element_ty)
-        values = _load_columns(_at(v, v_strides, b, h, 0, 0, A), _rows(v_strides, key_stream, i, A), new, 0, WIDE, D, True)
+        v_rows = _rows(v_strides, key_stream, i, A)
+        values = _load_columns(_at(v, v_strides, b, h, 0, 0, A), v_rows, new, 0, WIDE, D, True)
         values = values.to(v_cache.dtype.element_ty)
         rows = _rows(cache_strides, 0, slot, A)
         _store_halves(k_cache, rows, new, ka, kb, D, HALF)
         tl.store(_columns(v_cache, rows, 0, WIDE), values, mask=_in_head(new, 0, WIDE, D))
         window = tl.where(key_stream == 0, windows[0], windows[1])
         last = t[:, None] - ((stream == 0)[:, None] & (key_stream == 1)[None, :]).to(tl.int32)
-        mask = new[None, :] & (t[None, :] <= last) & (t[None, :] >= tl.maximum(first[:, None], t[:, None] - window[None, :]))
+        earliest = tl.maximum(first[:, None], t[:, None] - window[None, :])
+        mask = new[None, :] & (t[None, :] <= last) & (t[None, :] >= earliest)
         acc, m, l = _decode_tile(acc, m, l, qa, qb, ka, kb, values, mask, scale)
 
     if n_shares == 1:
@@ -782,7 +836,8 @@ def _combine_kernel(shares, statistics, out, H, n_shares, n: constexpr, NQ: cons
         acc = acc * old[:, None] + tl.load(_columns(shares, at * WIDE, 0, WIDE)) * new[:, None]
         l = l * old + tl.load(statistics + at * 2 + 1) * new
         m = m_new
-    _store_decoded(out, acc, l, (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, H, row, row < NQ * n, n, NQ, D, WIDE)
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    _store_decoded(out, acc, l, b, h, H, row, row < NQ * n, n, NQ, D, WIDE)
 
 
 DECODE_KEYS = 64  # of a tile
@@ -790,9 +845,10 @@ DECODE_SHARE = 256  # slots of the cache that a program is worth
 DECODE_PROGRAMS = 264  # enough for an H100's 132 multiprocessors
 
 
-def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor,
-                   sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, doc_start: torch.Tensor | None,
-                   ring_positions: torch.Tensor | None, windows: list[int], first: int, ring_stream: int, reads: str) -> torch.Tensor:
+def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                   cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+                   doc_start: torch.Tensor | None, ring_positions: torch.Tensor | None, windows: list[int], first: int,
+                   ring_stream: int, reads: str) -> torch.Tensor:
     (B, NQ, n, H, D), NK = q.shape, k.shape[1]
     S, R = k_cache.shape[2], 0 if ring_positions is None else ring_positions.shape[1] - 1
     n_shares = max(1, min(DECODE_PROGRAMS // (B * H), S // DECODE_SHARE))
@@ -804,11 +860,11 @@ def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: t
     A = math.gcd(16, *(stride for x in strides for stride in x))
     keys = DECODE_KEYS if D % 16 == 0 else DECODE_KEYS // 2  # halves that do not start on 16 bytes go through registers
     with torch.cuda.device_of(q):
-        _decode_kernel[B * H, n_shares](
-            q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin, slots.stride(0),
-            *strides, tuple(windows), H, R, D ** -0.5 * math.log2(math.e),
-            n, NQ, NK, first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4,
-            num_stages=2 if q.dtype == torch.float32 else 3)
+        _decode_kernel[B * H, n_shares](q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start,
+                                        ring_positions, cos, sin, slots.stride(0), *strides, tuple(windows), H, R,
+                                        D ** -0.5 * math.log2(math.e), n, NQ, NK, first, ring_stream, reads != 'memory',
+                                        reads != 'ring', D, half, wide, A, keys, num_warps=4,
+                                        num_stages=2 if q.dtype == torch.float32 else 3)
         if n_shares > 1:
             _combine_kernel[B * H,](shares, statistics, out, H, n_shares, n, NQ, D, wide, num_warps=4, num_stages=2)
     return out
@@ -827,20 +883,20 @@ def has_decode_kernel(cache, rows):
     return use_triton(cache) and not REFERENCE and rows <= 16
 
 
-def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_start, windows, *, queries='both', ring_positions=None,
-                     ring_stream=1, reads='both'):
-    """Rotates a run's queries and keys, writes keys and values to the cache, and attends over what the cache then holds.
+def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_start, windows, *, queries='both',
+                     ring_positions=None, ring_stream=1, reads='both'):
+    """Rotates a run's queries and keys, stores keys and values, and attends over what the cache then holds.
 
-    q (B, NQ, n, H, D), k, v (B, NK, n, H, D) of the streams at work, NQ n and NK n at most 16; k_cache, v_cache (B, H, S, D),
-    [ring of R slots | memory]; rope: tables of all positions; positions (B, n) int64 of the run; slots (B, NK, n) that take its keys;
-    doc_start (B, n) or None; windows: of x and rho, None for all. ring_positions (B, R + 1): what each ring slot holds, None without
-    a ring; ring_stream: the stream whose keys are there; reads: 'ring', 'memory' or 'both'.
-    Returns (B, NQ, n, H, D).
+    q (B, NQ, n, H, D), k, v (B, NK, n, H, D) of the streams at work, NQ n and NK n at most 16; k_cache, v_cache (B, H,
+    S, D), [ring of R slots | memory]; rope: tables of all positions; positions (B, n) int64 of the run; slots (B, NK,
+    n) that take its keys; doc_start (B, n) or None; windows: of x and rho, None for all. ring_positions (B, R + 1):
+    what each ring slot holds, None without a ring; ring_stream: the stream whose keys are there; reads: 'ring',
+    'memory' or 'both'. Returns (B, NQ, n, H, D).
     """
     windows = [2 ** 31 - 1 if w is None else w for w in windows]
     doc_start = None if doc_start is None else doc_start.contiguous()
-    return _decode_op(q, k, v, k_cache, v_cache, *rope, positions.contiguous(), slots, doc_start, ring_positions, windows,
-                      STREAMS[queries][0], ring_stream, reads)
+    return _decode_op(q, k, v, k_cache, v_cache, *rope, positions.contiguous(), slots, doc_start, ring_positions,
+                      windows, STREAMS[queries][0], ring_stream, reads)
 
 
 def rms_norm_reference(x, weight, eps):
@@ -849,9 +905,9 @@ def rms_norm_reference(x, weight, eps):
 
 
 def rms_norm(x, weight, eps):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis. x (..., C), weight (C,); keeps x's dtype, computes in fp32 at least.
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32 at least, then in the dtype of x.
 
-    Under autocast the result already has the dtype that the product after it wants.
+    x (..., C), weight (C,). Under autocast the result already has the dtype that the product after it wants.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -861,7 +917,8 @@ def rms_norm(x, weight, eps):
 def _rms_norm(x, weight, eps, dtype):
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     r = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    y = x * r * weight  # for torch.compile of PyTorch 2.11 the result must be neither from an in-place operator nor a no-op `to`: it loses the gradient
+    # torch.compile of PyTorch 2.11 loses the gradient of a result that is from an in-place operator or a no-op `to`.
+    y = x * r * weight
     return y if y.dtype == dtype else y.to(dtype), r
 
 
@@ -886,7 +943,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rope_table(positions, head_size, theta):
-    """cos and sin, fp32, of the rotary angles position * theta^(-2j/D), j < D/2. positions (...) -> two of (..., 1, D/2)."""
+    """cos and sin, fp32, of the angles position * theta^(-2j/D), j < D/2. positions (...) -> two of (..., 1, D/2)."""
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     angles = positions[..., None, None] * theta ** (-j / head_size)
     return angles.cos(), angles.sin()
@@ -940,9 +997,9 @@ def linear_cross_entropy_reference(hidden, weight, targets, row_weights=None):
 def linear_cross_entropy(hidden, weight, targets, max_logits=2 ** 26, row_weights=None):
     """Mean negative log-likelihood in nats of targets under softmax(hidden weight^T), without holding all logits.
 
-    hidden (N, C), weight (V, C), targets (N,) int64 with -1 for rows that do not count; at most max_logits logits exist at a
-    time. Products run in the autocast dtype, the softmax in fp32. Returns a scalar; 0 if no row counts. With row_weights (N,) it is
-    the sum of row_weights times the rows' negative log-likelihoods.
+    hidden (N, C), weight (V, C), targets (N,) int64 with -1 for rows that do not count; at most max_logits logits exist
+    at a time. Products run in the autocast dtype, the softmax in fp32. Returns a scalar; 0 if no row counts. With
+    row_weights (N,) it is the sum of row_weights times the rows' negative log-likelihoods.
     """
     return _fused_losses(hidden.unsqueeze(0), weight, targets, row_weights, None, True, max_logits)[0]
 
@@ -957,11 +1014,12 @@ def linear_cross_entropy_kl_reference(states, weight, targets, counts, head_froz
 
 
 def linear_cross_entropy_kl(states, weight, targets, counts, head_frozen=True, max_logits=2 ** 26):
-    """Cross-entropy of states[0] and the Kullback-Leibler divergence of its softmax from those of the guesses states[1:].
+    """Cross-entropy of states[0], and the KL divergence of its softmax from those of the guesses states[1:].
 
-    states (1 + d, N, C); weight, targets, max_logits as in `linear_cross_entropy`, whose value is the first of the two results.
-    The second is the mean over d of the mean over the rows that counts (d, N) marks of KL(p || q_i), p = softmax(states[0] weight^T)
-    and q_i = softmax(states[i] weight^T). Nothing of it is learned by p; by the weight through the q_i, unless head_frozen.
+    states (1 + d, N, C); weight, targets, max_logits as in `linear_cross_entropy`, whose value is the first of the two
+    results. The second is the mean over d of the mean over the rows that counts (d, N) marks of KL(p || q_i), p =
+    softmax(states[0] weight^T) and q_i = softmax(states[i] weight^T). Nothing of it is learned by p; by the weight
+    through the q_i, unless head_frozen.
     """
     return _fused_losses(states, weight, targets, None, counts, head_frozen, max_logits)
 
@@ -975,7 +1033,7 @@ def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max
 
 
 class _FusedLosses(torch.autograd.Function):
-    """The gradient is formed in the forward, while a chunk's logits are at hand: three products, where recomputing takes four."""
+    """Forms the gradient in the forward, while a chunk's logits are at hand: three products; recomputing takes four."""
 
     @staticmethod
     def forward(ctx, states, weight, targets, row_weights, kl_counts, head_frozen, dtype, chunk_rows, with_grad):
@@ -1010,7 +1068,8 @@ class _FusedLosses(torch.autograd.Function):
                     loss += (nll * by_row[here]).sum()
                     for i in range(1, S):  # KL = sum p (log p - log q), and its gradient by q's logits is q - p
                         q = torch.softmax(part[i], -1, dtype=softmax_dtype)
-                        divergence = (p * (part[0].to(p.dtype) - part[i])).sum(-1) - _log_sum_exp(part[0], p) + _log_sum_exp(part[i], q)
+                        divergence = (p * (part[0].to(p.dtype) - part[i])).sum(-1)
+                        divergence += _log_sum_exp(part[i], q) - _log_sum_exp(part[0], p)
                         kl += (divergence * kl_by_row[i - 1, here]).sum()
                         if with_grad:
                             part[i].copy_(q.sub_(p).mul_(kl_by_row[i - 1, here].unsqueeze(1)))
@@ -1048,26 +1107,6 @@ def _log_sum_exp(logits, p):
     return logits.amax(-1).to(p.dtype) - p.amax(-1).log()
 
 
-# ---- GPN's steps: what is between their products ----
-#
-# On a GPU each piece is one Triton kernel, elsewhere PyTorch's operators; the C functions at the end of this file are whole segments of
-# steps. Arithmetic is in fp32 at least, products z may be of less. Rows N, a product's columns in the order that `heads` and `glu` say.
-
-
-# ---- the gated delta rule: a memory of H heads that is written and read once a token ----
-#
-#     error = v - M^T k        M' = decay M + beta k error^T        read = M'^T q
-#
-# Columns of M (the values' dimensions) never meet, so a Triton program takes some of them and all rows, and a step is one pass over
-# M. On CPU it is part of the C functions below, or PyTorch's operators.
-
-
-# ---- GPN's steps on CPU ----
-#
-# A step is three products of few rows and many small operators. In PyTorch launching those takes longer than the products, and the
-# products take almost three times as long as here (8 rows, two AVX-512 cores). In C a segment of steps is one call.
-
-
 # ---- the KV cache: what `extend` keeps of the tokens it has read ----
 #
 #     cache = KVCache(...)                        room for max_tokens tokens a row
@@ -1087,12 +1126,13 @@ class KVCache:
           0 ...                         0 .... R ...                                 ring    slot R - 1 - p % R
 
     So what is filled is one range around R. The ring has as many slots as its window, those of the longest run that is
-    written before it is read (after its rollback, the window before it is still there), and one for padding. What lands in
-    the spare slot is never seen.
+    written before it is read (after its rollback, the window before it is still there), and one for padding. What lands
+    in the spare slot is never seen.
 
-    n_layer layers of n_kv_head key heads of head_size; max_run: the longest run of tokens that has static shapes and can be
-    rolled back; width: of the vectors in `hidden`; windows: one for each stream of keys, in positions, None for all;
-    ring_stream: the stream in the ring, 0 or 1, None where there is one stream; eos_id: None for one endless document.
+    n_layer layers of n_kv_head key heads of head_size; max_run: the longest run of tokens that has static shapes and
+    can be rolled back; width: of the vectors in `hidden`; windows: one for each stream of keys, in positions, None for
+    all; ring_stream: the stream in the ring, 0 or 1, None where there is one stream; eos_id: None for one endless
+    document.
     """
 
     def __init__(self, n_layer, n_kv_head, head_size, batch_size, max_tokens, max_run, width, windows, ring_stream=None,
@@ -1113,7 +1153,8 @@ class KVCache:
             self.ring_positions = torch.full((batch_size, self.ring_slots + 1), nothing, device=device)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
-        self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)  # of the last run, before the head
+        # What the head multiplies, of the last run.
+        self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, rope_theta)
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
 
@@ -1126,8 +1167,8 @@ class KVCache:
     def begin(self, tokens, lengths=None):
         """The `Place` of new tokens (B, n), right-padded to lengths (B,) >= 1 if given.
 
-        Raises ValueError if a row has no room left; in a run of n <= max_run on a GPU, where looking would mean waiting,
-        keeping within max_tokens is the caller's part.
+        Raises ValueError if a row has no room left; in a run of n <= max_run on a GPU, where looking would mean
+        waiting, keeping within max_tokens is the caller's part.
         """
         n = tokens.shape[1]
         n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
@@ -1162,7 +1203,7 @@ class KVCache:
         return torch.stack([ring, memory] if self.ring_stream == 0 else [memory, ring], 1)
 
     def attend(self, place, layer, q, k, v, streams='both', queries=None):
-        """Stores the run's keys and values and attends over all that its tokens see. May be repeated for the same slots.
+        """Stores the run's keys and values, and attends over all that its tokens see. May be repeated for the same run.
 
         One stream: q, k, v (B, n, H, D), already through `place.rotate`. Two: (B, streams, n, H, D), k and v of the
         `streams` at work, 'both', 'input' or 'predict', q of `queries`, None for the same. Returns the shape of q.
@@ -1192,7 +1233,7 @@ class KVCache:
         return slot_attention(q.flatten(1, 2), k_cache[:, :, seen], v_cache[:, :, seen], mask).view_as(q)
 
     def end(self, place, h):
-        """Counts the new tokens as read. h: their final vectors (B, n, C), or those of `place.tail_idx` alone (B, m, C).
+        """Counts the new tokens as read. h: what the head multiplies (B, n, C), or of `place.tail_idx` alone (B, m, C).
 
         Returns the vector of each row's last token (B, C).
         """
@@ -1210,14 +1251,14 @@ class KVCache:
 class Place:
     """Where a run of new tokens stands in a cache, from `KVCache.begin`.
 
-    positions (B, n) int64; doc_start (B, n) or None; n_new (B,), the tokens of each row; tail_idx (B, m), which of them are
-    the last max_run; is_prefill: a long run on an empty cache, whose tokens see only each other; use_kernel: the Triton kernel
-    rotates, stores and attends.
+    positions (B, n) int64; doc_start (B, n) or None; n_new (B,), the tokens of each row; tail_idx (B, m), which of them
+    are the last max_run; is_prefill: a long run on an empty cache, whose tokens see only each other; use_kernel: the
+    Triton kernel rotates, stores and attends.
     """
 
     def __init__(self, cache, positions, doc_start, n_new=None, tail_idx=None, is_prefill=False, is_short=True):
-        self.cache, self.positions, self.doc_start, self.n_new, self.tail_idx = cache, positions, doc_start, n_new, tail_idx
-        self.is_prefill = is_prefill
+        self.cache, self.positions, self.doc_start = cache, positions, doc_start
+        self.n_new, self.tail_idx, self.is_prefill = n_new, tail_idx, is_prefill
         n_streams = 1 if cache.ring_stream is None else 2
         self.use_kernel = is_short and has_decode_kernel(cache.k, n_streams * positions.shape[1])
 
@@ -1242,7 +1283,7 @@ class Place:
 
     @functools.cached_property
     def _filled(self):
-        """The slots to read, of the ring and of the memory: on CPU what is filled, elsewhere all, so that nothing waits."""
+        """The slots to read, of ring and memory: on CPU what is filled, elsewhere all, so that nothing waits."""
         cache, R = self.cache, self.cache.ring_slots
         first, end = 0, cache.max_tokens + 1
         if self.positions.device.type == 'cpu':
@@ -1261,13 +1302,14 @@ class Place:
     @functools.cached_property
     def seen_by_x(self):
         """What queries of x see of x's keys, where x is alone: (slots, mask (B, n, slots))."""
-        in_ring = self.cache.ring_stream == 0
-        slots, keys = ((self._filled[0], self._key_positions[0]) if in_ring else (self._filled[1], self._key_positions[1]))
-        return slots, visible(self.positions, keys, self.doc_start, self.cache.windows[0])
+        part = 0 if self.cache.ring_stream == 0 else 1  # the ring or the memory
+        mask = visible(self.positions, self._key_positions[part], self.doc_start, self.cache.windows[0])
+        return self._filled[part], mask
 
     @functools.cached_property
     def seen_by_both(self):
-        """What queries of both streams see, x's first: (slots, mask (B, 2n, slots)), the ring's slots before the memory's."""
+        """What queries of both streams see, x's first: (slots, mask (B, 2n, slots)), the ring's slots before the
+        memory's."""
         (ring, memory), (in_ring, in_memory) = self._filled, self._key_positions
         x, rho = (in_ring, in_memory) if self.cache.ring_stream == 0 else (in_memory, in_ring)
         mask = two_stream_visible(self.positions, x, rho, self.cache.windows, self.doc_start)

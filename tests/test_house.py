@@ -1,0 +1,114 @@
+"""The house: who imports whom, and that every benchmark still runs."""
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
+COMMON = {'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative'}
+ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
+    'common.files': set(),
+    'common.settings': {'common.files'},
+    'common.machine': {'common.files'},
+    'data': {'data', 'common.files', 'common.settings'},
+    'common.runs': {'common.files', 'common.settings', 'data'},
+    'common.llama': {'common.runs', 'data'},
+    'common.decoding': {'common.files'},
+    'common.speculative': {'common.decoding'},
+    'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
+    'models': {'attn_kernels', 'scans'},
+    'scans': {'attn_kernels', 'scans.delta_rule'},
+    'attn_kernels': set(),
+}
+
+
+def modules():
+    """{name: path} of the repository's modules outside tests, bench and analysis."""
+    paths = [*ROOT.glob('*.py'), *(p for room in ('common', 'data', 'scans') for p in (ROOT / room).glob('*.py'))]
+    names = {p: '.'.join(p.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__') for p in paths}
+    return {name: path for path, name in names.items()}
+
+
+def imports(path, known):
+    """The repository's modules that a file imports, by name or through `import_scan`, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            full = {f'{node.module}.{alias.name}' for alias in node.names}
+            found |= {name if name in known else node.module for name in full}
+        elif isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'import_scan':
+            found.add(f'scans.{node.args[0].value}')
+    return found & known
+
+
+def room(module):
+    first = module.partition('.')[0]
+    if first in ('data', 'attn_kernels'):
+        return first
+    if first in SCRIPTS:
+        return 'scripts'
+    return 'models' if first.startswith('model_') else 'scans' if first == 'scans' else module
+
+
+def test_arrows_are_those_of_the_plan():
+    known = set(modules())
+    for module, path in modules().items():
+        for imported in imports(path, known):
+            allowed = ARROWS.get(room(module), set())
+            target = room(imported)
+            assert target in allowed or imported in allowed, f'{module} imports {imported}'
+            if room(module) == 'models':  # each has its own scan, if any
+                assert target == 'attn_kernels' or imported == f'scans.{module.removeprefix("model_")}', (module, imported)
+
+
+def test_no_circle_of_imports():
+    graph = {module: imports(path, set(modules())) for module, path in modules().items()}
+    done = set()
+
+    def visit(module, above):
+        assert module not in above, ' -> '.join([*above, module])
+        if module not in done:
+            for imported in graph[module]:
+                visit(imported, [*above, module])
+            done.add(module)
+    for module in graph:
+        visit(module, [])
+
+
+def test_config_holds_settings_files_alone():
+    assert (ROOT / 'config/__init__.py').read_text() == ''
+    for path in (ROOT / 'config').rglob('*.py'):
+        statements = {type(node) for node in ast.parse(path.read_text()).body}
+        assert statements <= {ast.Assign, ast.ImportFrom}, path
+
+
+def test_no_line_is_longer_than_120_characters():
+    for path in (p for p in ROOT.rglob('*.py') if not {'.venv', 'tests', 'config'} & set(p.relative_to(ROOT).parts)):
+        long = [i for i, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
+        assert not long, (path, long)
+
+
+BENCHES = sorted(p.stem for p in (ROOT / 'bench').glob('[a-z]*.py') if p.stem not in ('gpu', 'attention'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', BENCHES)
+def test_benchmarks_run_at_toy_size(name, monkeypatch, capsys):
+    before = sorted((p, p.stat().st_mtime_ns) for p in (ROOT / 'bench/results').iterdir())
+    importlib.import_module(f'bench.{name}').main(['--toy'])
+    assert capsys.readouterr().out
+    assert sorted((p, p.stat().st_mtime_ns) for p in (ROOT / 'bench/results').iterdir()) == before
+
+
+@pytest.mark.parametrize('name', ['gpu', 'attention'])
+def test_benchmarks_of_a_gpu_are_imported_and_say_so_without_one(name):
+    module = importlib.import_module(f'bench.{name}')
+    import torch
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match='no GPU'):
+            module.main([])

@@ -1,15 +1,17 @@
-"""The State-Prediction Separation Transformer and its relatives ("The State-Prediction Separation Hypothesis", arXiv 2607.01218).
+"""The State-Prediction Separation Transformer and its relatives.
 
-A standard Transformer's vectors both predict the next token and are the memory that later tokens read. Here every token x_i is
-followed by a learned <predict> token rho_i at the same position: one stream is the memory, the other makes the prediction. The
-weights are those of model_standard.py; only who sees whom differs (`METHODS`).
+"The State-Prediction Separation Hypothesis", arXiv 2607.01218.
 
-Read `METHODS`, `Block.forward`, then `Model._run_blocks`, which training, prefill and decoding share; `extend` is all of
-decoding. The pattern itself, eq. 5, is drawn at the top of attn_kernels.py, and how a cache stores both streams at `KVCache`.
+A standard Transformer's vectors both predict the next token and are the memory that later tokens read. Here every token
+x_i is followed by a learned <predict> token rho_i at the same position: one stream is the memory, the other makes the
+prediction. The weights are those of model_standard.py; only who sees whom differs (`METHODS`).
+
+Read `METHODS`, `Block.forward`, then `Model._run_blocks`, shared by training, prefill and decoding. `extend` is all of
+decoding. The pattern of eq. 5 is drawn at the top of attn_kernels.py; `KVCache` there says how both streams are stored.
 
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 3 C            n  positions of one `extend` call
-    S  streams that are at work: x (0, input) and rho (1, predict) are h[:, 0] and h[:, 1] of h (B, S, T, C), never interleaved
+    S  streams at work: x (0, input) and rho (1, predict) are h[:, 0] and h[:, 1] of h (B, S, T, C), never interleaved
     w  window of the stream that does not persist                               R  slots of its ring
 """
 from dataclasses import dataclass
@@ -19,10 +21,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (KVCache, attention, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate,
-                          stream_windows, two_stream_attention)
+from attn_kernels import (
+    KVCache,
+    attention,
+    document_starts,
+    linear_cross_entropy,
+    rms_norm,
+    rope_table,
+    rotate,
+    stream_windows,
+    two_stream_attention,
+)
 
-METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits the logits); the other stream is windowed
+METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits the logits); the other is windowed
     'sps': ('input', 'predict'),  # state in x, prediction in rho
     'two_x_memory': ('both', 'predict'),  # rho is kept too: twice the memory
     'delayed_state': ('predict', 'predict'),  # rho does both jobs, one step after the input
@@ -33,8 +44,8 @@ METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits
 @dataclass
 class Config:
     method: str = 'sps'  # sps, two_x_memory, delayed_state or reverse_sps
-    window: int | None = 64  # w: positions of the past that a query sees of the windowed stream; None: all (2x Memory needs None)
-    predict_layers: int | None = None  # beyond the paper: rho runs in the top so many layers only, below x sees x as ever; None: in all
+    window: int | None = 64  # w: past positions that a query sees of the windowed stream; None: all, as 2x Memory needs
+    predict_layers: int | None = None  # beyond the paper: rho runs in the top so many layers only; None: in all
     predict_input: str = 'predict'  # rho_i starts from e_predict; beyond the paper, 'token': from e_predict + e_{x_i}
     persistent_window: int | None = None  # for analysis (section 5): limits the persistent stream too; None: no limit
     n_layer: int = 12  # blocks, L
@@ -62,15 +73,19 @@ class Config:
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected 0 or more positions, or None for all')
         if self.method == 'two_x_memory' and self.window is not None:
-            raise ValueError(f'window = {self.window} with method = two_x_memory, where both streams persist: set window = None')
+            raise ValueError(f'window = {self.window} with method = two_x_memory, where both streams persist: '
+                             'set window = None')
         if self.predict_layers is not None and not 1 <= self.predict_layers <= self.n_layer:
-            raise ValueError(f'predict_layers = {self.predict_layers}: expected 1 to n_layer = {self.n_layer}, or None for all')
+            raise ValueError(f'predict_layers = {self.predict_layers}: expected 1 to n_layer = {self.n_layer}, '
+                             'or None for all')
         if self.n_ffn is not None and self.n_ffn < 1:
             raise ValueError(f'n_ffn = {self.n_ffn}: expected at least 1, or None for 3 n_embd')
         if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: n_embd / n_head must be an even whole number')
+            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
+                             'n_embd / n_head must be an even whole number')
         if self.n_ids >= self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer and <predict>')
+            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
+                             'and <predict>')
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
     @property
@@ -109,10 +124,10 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
     def forward(self, h, rotate, attend, streams, emits):
-        """h (B, S, T, C) of the streams at work, 'both', 'input' or 'predict' -> the same of the streams that `emits` names.
+        """h (B, S, T, C) of `streams`, those at work: 'both', 'input' or 'predict' -> the same of those in `emits`.
 
-        rotate(qk) turns queries and keys (B, S, T, 2H, D) to their positions; attend(layer, q, k, v, streams, emits) is the
-        attention: over a whole window in training, over a cache in decoding.
+        rotate(qk) turns queries and keys (B, S, T, 2H, D) to their positions. attend(layer, q, k, v, streams, emits) is
+        the attention: over the whole window in training, over a cache in decoding.
         """
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (3 * self.n_head, -1))  # eq. 7
         qk, v = qkv.tensor_split([2 * self.n_head], -2)
@@ -197,10 +212,10 @@ class Model(nn.Module):
         return logits
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows of up to max_tokens tokens; runs of up to max_run tokens have static shapes.
+        """An empty cache of batch_size rows of up to max_tokens tokens; runs of up to max_run have static shapes.
 
-        The stream that does not persist is in a ring; where both do, the ring is rho's and as long as the memory. Layers
-        without a rho stream leave its slots empty.
+        The stream that does not persist is in a ring; where both do, the ring is rho's and as long as the memory.
+        Layers without a rho stream leave its slots empty.
         """
         c, weight = self.config, self.embed.weight
         return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd, c.windows,
@@ -212,8 +227,8 @@ class Model(nn.Module):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
+        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have
+        static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
         c, place, n, piece = self.config, cache.begin(tokens, lengths), tokens.shape[1], cache.longest_run
         if c.persistent == 'input' and c.window == 0 and n > cache.max_run and not all_positions:
@@ -230,11 +245,11 @@ class Model(nn.Module):
         return self._logits(h if all_positions else last)
 
     def _read(self, tokens, cache, place, streams='both'):
-        """The final vectors (B, n, C) of tokens (B, n) at their place in the cache, which takes their keys and values."""
+        """The final vectors (B, n, C) of tokens (B, n); the cache takes their keys and values."""
         return self._run_blocks(tokens, place.rotate, lambda *args: cache.attend(place, *args), streams)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T: 6 a weight used (2 forward, 4 backward), and attention's pairs."""
+        """Matmul FLOPs of training one token in windows of T: 6 a weight (2 forward, 4 backward), and attention."""
         c = self.config
 
         def keys(window):  # of a stream that a query sees, its own position included: mean over the window's queries

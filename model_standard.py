@@ -1,9 +1,9 @@
 """The standard Transformer: the baseline of all four papers ("The State-Prediction Separation Hypothesis", appendix A).
 
-One stream of vectors, one per token, does two jobs: it predicts the next token, and it is the memory that later tokens read.
-Pre-normalised blocks of rotary causal attention and a SwiGLU feed-forward net, no biases, weight-tied output head.
+One stream of vectors, one per token, does two jobs: it predicts the next token, and it is the memory that later tokens
+read. Blocks are pre-normalised: rotary causal attention, then a SwiGLU feed-forward net. No biases, a weight-tied head.
 
-Read `Block.forward`, then `Model.final_hidden` for training; `extend` is all of decoding, and runs the same blocks over a cache.
+Read `Block.forward`, then `Model.final_hidden` for training. `extend` is all of decoding: the same blocks over a cache.
 
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 3 C            n  positions of one `extend` call
@@ -44,7 +44,8 @@ class Config:
         if self.n_ffn is not None and self.n_ffn < 1:
             raise ValueError(f'n_ffn = {self.n_ffn}: expected at least 1, or None for 3 n_embd')
         if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: n_embd / n_head must be an even whole number')
+            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
+                             'n_embd / n_head must be an even whole number')
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
         self.n_ffn = self.n_ffn or 3 * self.n_embd
@@ -68,8 +69,11 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
     def forward(self, h, rotate, attend):
-        """h (B, T, C) -> (B, T, C). rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v)
-        is the attention: over a whole window in training, over a cache in decoding."""
+        """h (B, T, C) -> (B, T, C).
+
+        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention: over
+        the whole window in training, over a cache in decoding.
+        """
         B, T, C = h.shape
         qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)  # eq. 7
         qk, v = qkv.tensor_split([2 * self.n_head], 2)
@@ -133,18 +137,19 @@ class Model(nn.Module):
         return logits
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows of up to max_tokens tokens; runs of up to max_run tokens have static shapes."""
+        """An empty cache of batch_size rows of up to max_tokens tokens; runs of up to max_run have static shapes."""
         c, weight = self.config, self.embed.weight
         return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd, [c.window],
-                       rope_theta=c.rope_theta, eos_id=c.eos_id, device=device or weight.device, dtype=dtype or weight.dtype)
+                       rope_theta=c.rope_theta, eos_id=c.eos_id, device=device or weight.device,
+                       dtype=dtype or weight.dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
+        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have
+        static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
         place = cache.begin(tokens, lengths)
         h = self._run_blocks(tokens, place.rotate, lambda layer, q, k, v: cache.attend(place, layer, q, k, v))
@@ -152,11 +157,11 @@ class Model(nn.Module):
         return self._logits(h if all_positions else last)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T: 6 a weight used (2 forward, 4 backward), and attention's pairs."""
+        """Matmul FLOPs of training one token in windows of T: 6 a weight (2 forward, 4 backward), and attention."""
         c = self.config
         keys = (T + 1) / 2  # mean over the window's queries
         if c.window is not None and c.window < T - 1:
             w = c.window + 1
             keys = w - w * (w - 1) / 2 / T
-        weights = sum(p.numel() for name, p in self.blocks.named_parameters() if p.dim() >= 2) + self.head.weight.numel()
+        weights = self.head.weight.numel() + sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2)
         return 6 * weights + 12 * c.n_layer * c.n_embd * keys

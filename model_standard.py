@@ -71,8 +71,8 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention: over
-        the whole window in training, over a cache in decoding.
+        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention, over
+        the whole window in training and over a cache in decoding.
         """
         B, T, C = h.shape
         qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)  # eq. 7

@@ -1,12 +1,14 @@
 """The Triton attention kernels on a GPU beside PyTorch's fused attention and compiled FlexAttention.
 
-    python -m bench.attention           time, useful TFLOP/s, memory and tiles by pattern and length; writes JSON and Markdown
+    python -m bench.attention           time, useful TFLOP/s, memory and tiles by pattern and length
     python -m bench.attention --tune    times tile sizes of each pass and proposes rows for `TILES` in attn_kernels.py
 
-Useful FLOPs are those of the pairs of query and key that the pattern needs: 4 D a pair forward, 10 D backward. FlexAttention gets
-the same pattern twice: with the streams one after the other, as here, and interleaved into a sequence of 2 T, as the official code
-of the SPS paper does. PyTorch's kernels know neither documents nor windows: they run the plain causal pattern.
+Useful FLOPs are those of the pairs of query and key that the pattern needs: 4 D a pair forward, 10 D backward.
+FlexAttention gets the same pattern twice: with the streams one after the other, as here, and interleaved into a
+sequence of 2 T, as the official code of the SPS paper does. PyTorch's kernels know neither documents nor windows: they
+run the plain causal pattern.
 """
+import functools
 import itertools
 import sys
 
@@ -37,7 +39,7 @@ def document_starts(B, T):
 
 
 def seen_keys(doc_start, windows, two_streams):
-    """First and last key of each stream that each query sees: {(asking stream, keys' stream): (first, last)}, tensors (B, T)."""
+    """The keys that each query sees: {(asking stream, keys' stream): (first, last)}, tensors (B, T)."""
     t = torch.arange(doc_start.shape[1], device=DEVICE).expand_as(doc_start)
     return {(asks, keys): (torch.maximum(doc_start, t - windows[keys]), t - int(asks < keys))
             for asks, keys in itertools.product(range(1 + two_streams), repeat=2)}
@@ -56,7 +58,7 @@ def tiles_visited(seen, T, positions, keys):
 
 
 def flex_sides(qkv, doc_start, windows, interleaved):
-    """Compiled FlexAttention over both streams in one sequence of 2 T, or over one of T, and the share of pairs in its blocks."""
+    """Compiled FlexAttention over both streams in one sequence of 2 T, or one of T, and the pairs in its blocks."""
     B, S, T, H, D = qkv[0].shape
     order = (lambda x: x.transpose(1, 2).flatten(1, 2)) if interleaved else (lambda x: x.flatten(1, 2))
     q, k, v = (order(x.detach()).transpose(1, 2).contiguous().requires_grad_() for x in qkv)
@@ -69,7 +71,9 @@ def flex_sides(qkv, doc_start, windows, interleaved):
 
     blocks = create_block_mask(mask, B, None, S * T, S * T, device=DEVICE)
     call = torch.compile(flex_attention)
-    visited = (blocks.kv_num_blocks.sum() + (0 if blocks.full_kv_num_blocks is None else blocks.full_kv_num_blocks.sum())).item()
+    visited = blocks.kv_num_blocks.sum().item()
+    if blocks.full_kv_num_blocks is not None:
+        visited += blocks.full_kv_num_blocks.sum().item()
     return (lambda: call(q, k, v, block_mask=blocks)), (q, k, v), visited * blocks.BLOCK_SIZE[0] * blocks.BLOCK_SIZE[1]
 
 
@@ -123,10 +127,13 @@ def compare(T, D, pattern, documents):
         forward, both = seconds[name, 'forward'], seconds[name, 'both']
         done = B * T * (T + 1) / 2 if visited is None else pairs
         rows.append({
-            'pattern': pattern, 'documents': documents, 'T': T, 'D': D, 'side': name, 'forward_ms': round(forward * 1e3, 3),
+            'pattern': pattern, 'documents': documents, 'T': T, 'D': D, 'side': name,
+            'forward_ms': round(forward * 1e3, 3),
             'backward_ms': round((both - forward) * 1e3, 3), 'both_ms': round(both * 1e3, 3),
-            'forward_tflops': round(4 * D * H * done / forward / 1e12, 1), 'both_tflops': round(14 * D * H * done / both / 1e12, 1),
-            'peak_mib': memory[name, 'both'], 'pairs_visited_over_needed': None if visited is None else round(visited / pairs, 3),
+            'forward_tflops': round(4 * D * H * done / forward / 1e12, 1),
+            'both_tflops': round(14 * D * H * done / both / 1e12, 1),
+            'peak_mib': memory[name, 'both'],
+            'pairs_visited_over_needed': None if visited is None else round(visited / pairs, 3),
             'time_over_ours': round(both / seconds['ours', 'both'], 3)})
     return rows
 
@@ -142,10 +149,12 @@ def decoding():
         rope = K.rope_table(torch.arange(S + 1, device=DEVICE), D, 10000.0)
         positions = torch.full((B, 1), S - 1, device=DEVICE)
         slots = torch.stack([ring + positions, ring - 1 - positions % max(ring, 1)], 1)[:, :streams].contiguous()
-        ring_positions = torch.arange(S - 2, S - 3 - R, -1, device=DEVICE).expand(B, R + 1).contiguous() if ring else None
-        step = lambda q=q, k=k, v=v, cache=cache, rope=rope, positions=positions, slots=slots, ring_positions=ring_positions, streams=streams: (
-            K.decode_attention(q, k, v, *cache, rope, positions, slots, None, [None, 64], ring_positions=ring_positions,
-                               queries='both' if streams == 2 else 'input', reads='both' if streams == 2 else 'memory'))
+        ring_positions = None
+        if ring:
+            ring_positions = torch.arange(S - 2, S - 3 - R, -1, device=DEVICE).expand(B, R + 1).contiguous()
+        step = functools.partial(
+            K.decode_attention, q, k, v, *cache, rope, positions, slots, None, [None, 64],
+            ring_positions=ring_positions, queries='both' if ring else 'input', reads='both' if ring else 'memory')
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -154,7 +163,8 @@ def decoding():
                 step()
         functions[name] = graph.replay
     seconds = alternate(functions, rounds=20, warmup=3)
-    return [{'pattern': 'decoding', 'T': S, 'D': D, 'batch': B, 'sps_over_standard': round(seconds['sps'] / seconds['standard'], 3)}]
+    return [{'pattern': 'decoding', 'T': S, 'D': D, 'batch': B,
+             'sps_over_standard': round(seconds['sps'] / seconds['standard'], 3)}]
 
 
 def tune():
@@ -168,8 +178,9 @@ def tune():
         doc_start = document_starts(4, 4096)
         calls = []
         for streams, windows in ((1, [EVERY, EVERY]), (2, [EVERY, WINDOW])):
-            qkv = [torch.randn(4, streams, 4096, 12, D, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-            calls.append((lambda qkv=qkv, windows=windows: K._kernel_attention(*qkv, doc_start, windows, 0), qkv))
+            shape = 4, streams, 4096, 12, D
+            qkv = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+            calls.append((functools.partial(K._kernel_attention, *qkv, doc_start, windows, 0), qkv))
         for kind in best:
             times = {}
             for candidate in candidates:
@@ -186,15 +197,16 @@ def tune():
         print(f'    ({arch!r}, {largest}, 16): {row},')
 
 
-def main():
+def main(argv=None):
     if not torch.cuda.is_available():
-        sys.exit('bench.attention: PyTorch sees no GPU here; python -m bench.attention_cpu measures the forms for a CPU')
-    if sys.argv[1:] == ['--tune']:
+        sys.exit('bench.attention: PyTorch sees no GPU here; bench.attention_cpu measures the forms for a CPU')
+    if (sys.argv[1:] if argv is None else argv) == ['--tune']:
         return tune()
     rows = decoding()
     for D, T in itertools.product((64, 128), LENGTHS):
         for pattern, documents in itertools.product(('causal', 'window', 'sps'), (False, True)):
-            if T == 4096 or (pattern != 'window' and D == 64):  # T = 4096 first of all; elsewhere what the length changes
+            # T = 4096 for every pattern; elsewhere what the length changes
+            if T == 4096 or (pattern != 'window' and D == 64):
                 rows += compare(T, D, pattern, documents)
                 torch.compiler.reset()
     write_results('attention', rows, markdown=True)

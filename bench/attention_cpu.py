@@ -1,11 +1,14 @@
-"""Attention in bf16 on CPU, forward and backward: blocks of dense products beside PyTorch's fused kernel, both skipping the same blocks.
+"""Attention in bf16 on CPU: blocks of dense products beside PyTorch's fused kernel, both skipping the same blocks.
 
 Decides `DENSE_T` in attn_kernels.py; in fp32 the fused kernel is the faster one. Also, for decoding, a cache in
 bf16 beside one in fp32, and its plain products beside the fused kernel.
 
-Two streams, window 64: tiles of dense products beside one library call with a boolean mask over the keys of both streams; tiles
-of 256 queries beside 128; probabilities kept for the backward beside computed again, which past `DENSE_T` saves memory.
+Two streams, window 64: tiles of dense products beside one library call with a boolean mask over the keys of both
+streams; tiles of 256 queries beside 128; probabilities kept for the backward beside computed again, which past
+`DENSE_T` saves memory.
 """
+import sys
+
 import torch
 import torch.nn.functional as F
 
@@ -52,23 +55,30 @@ def decoding(batch_size, dtype, fused=False, length=512):
     return lambda: attn_kernels.slot_attention(q, *cache, mask[:, 0])
 
 
-def main():
-    rows = []
-    for T in (256, 1024, 4096):
+def main(argv=None):
+    toy, rows = '--toy' in (sys.argv[1:] if argv is None else argv), []
+    for T in (32,) if toy else (256, 1024, 4096):
         for documents in (False, True):
-            seconds = alternate({name: training(T, documents, name == 'dense') for name in ('dense', 'fused')}, rounds=7)
-            rows.append({'pass': 'training', 'T': T, 'documents': documents, 'dense_over_fused_speed': round(seconds['fused'] / seconds['dense'], 2)})
-    forms = {'one_call': dict(one_call=True), 'tiles_of_128': dict(tile=128), 'tiles_of_256': {}, 'computed_again': dict(keep=False)}
+            seconds = alternate({name: training(T, documents, name == 'dense') for name in ('dense', 'fused')},
+                                rounds=1 if toy else 7)
+            rows.append({'pass': 'training', 'T': T, 'documents': documents,
+                         'dense_over_fused_speed': round(seconds['fused'] / seconds['dense'], 2)})
+    forms = {'one_call': dict(one_call=True), 'tiles_of_128': dict(tile=128), 'tiles_of_256': {},
+             'computed_again': dict(keep=False)}
     for dtype in (torch.bfloat16, torch.float32):
-        for T in (256, 1024, 2048):
+        for T in (32,) if toy else (256, 1024, 2048):
             for documents in (False, True):
-                seconds = alternate({name: two_streams(T, documents, dtype, **form) for name, form in forms.items()}, rounds=3)
+                seconds = alternate({name: two_streams(T, documents, dtype, **form) for name, form in forms.items()},
+                                    rounds=1 if toy else 3)
                 rows.append({'pass': 'two streams, training', 'dtype': str(dtype)[6:], 'T': T, 'documents': documents}
-                            | {f'{name}_over_one_call_speed': round(seconds['one_call'] / seconds[name], 2) for name in forms if name != 'one_call'})
+                            | {f'{name}_over_one_call_speed': round(seconds['one_call'] / seconds[name], 2)
+                               for name in forms if name != 'one_call'})
     for batch_size in (1, 8, 16):
         sides = {'bfloat16': (torch.bfloat16,), 'float32': (torch.float32,), 'fused': (torch.bfloat16, True)}
-        seconds = alternate({name: decoding(batch_size, *side) for name, side in sides.items()}, rounds=50)
-        rows.append({'pass': 'decoding', 'batch': batch_size, 'bf16_over_fp32_cache_speed': round(seconds['float32'] / seconds['bfloat16'], 2),
+        functions = {name: decoding(batch_size, *side) for name, side in sides.items()}
+        seconds = alternate(functions, rounds=1 if toy else 50)
+        rows.append({'pass': 'decoding', 'batch': batch_size,
+                     'bf16_over_fp32_cache_speed': round(seconds['float32'] / seconds['bfloat16'], 2),
                      'bf16_products_over_fused_speed': round(seconds['fused'] / seconds['bfloat16'], 2)})
     write_results('attention', rows)
 

@@ -1,7 +1,7 @@
 """All that needs a GPU, in order of need, within a time limit: python bench/gpu.py [--limit=540] [--out=FOLDER]
 
-Each step gets the time that is left; a step that fails or runs out of time does not stop the ones after it. With --out, the
-figures and the output are also copied there.
+Each step gets the time that is left; a step that fails or runs out of time does not stop the ones after it. With --out,
+the figures and the output are also copied there.
 """
 import shutil
 import subprocess
@@ -15,8 +15,10 @@ STEPS = {
     'tests': ['-m', 'pytest', '-q', 'tests', '-k', 'cuda'],
     'attention': ['-m', 'bench.attention'],
     'training': ['train.py', 'config/quickstart.py', '--max_tokens=500_000', '--out_dir=out/gpu_check', '--overwrite'],
-    'drafting': ['train.py', 'config/quickstart_nextlat.py', '--max_tokens=500_000', '--out_dir=out/gpu_nextlat', '--overwrite'],
-    'speculative': ['eval.py', 'out/gpu_nextlat', '--speculative', '--n_prompts=16', '--prompt_tokens=64', '--new_tokens=128'],
+    'drafting': ['train.py', 'config/quickstart_nextlat.py', '--max_tokens=500_000', '--out_dir=out/gpu_nextlat',
+                 '--overwrite'],
+    'speculative': ['eval.py', 'out/gpu_nextlat', '--speculative', '--n_prompts=16', '--prompt_tokens=64',
+                    '--new_tokens=128'],
     'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
     'gpn': ['-m', 'bench.gpn'],
     'scales': ['-m', 'bench.train_step', 'scales'],
@@ -28,11 +30,12 @@ STEPS = {
 }
 
 
-def main():
+def main(argv=None):
     import torch
     if not torch.cuda.is_available():
-        sys.exit('gpu.py: PyTorch sees no GPU here; without one, run the benchmarks one by one: python -m bench.train_step')
-    options = dict(arg.removeprefix('--').split('=', 1) for arg in sys.argv[1:])
+        sys.exit('gpu.py: PyTorch sees no GPU here; without one, run the benchmarks one by one: '
+                 'python -m bench.train_step')
+    options = dict(arg.removeprefix('--').split('=', 1) for arg in (sys.argv[1:] if argv is None else argv))
     end = time.time() + float(options.pop('limit', 540))
     out = options.pop('out', None)
     if options:
@@ -45,7 +48,8 @@ def main():
         else:
             start = time.time()
             try:
-                done = subprocess.run([sys.executable, *args], cwd=ROOT, timeout=left, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                done = subprocess.run([sys.executable, *args], cwd=ROOT, timeout=left, text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                 text, status = done.stdout[-6000:], f'exit status {done.returncode}'
             except subprocess.TimeoutExpired as error:
                 text, status = (error.stdout or b'').decode(errors='replace')[-6000:], 'out of time'

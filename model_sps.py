@@ -3,16 +3,17 @@
 "The State-Prediction Separation Hypothesis", arXiv 2607.01218.
 
 A standard Transformer's vectors both predict the next token and are the memory that later tokens read. Here every token
-x_i is followed by a learned <predict> token rho_i at the same position: one stream is the memory, the other makes the
-prediction. The weights are those of model_standard.py; only who sees whom differs (`METHODS`).
+x_i is followed by a learned <predict> token rho_i at the same position. In SPS itself the stream of x is the memory and
+that of rho makes the prediction. The weights are those of model_standard.py; only who sees whom differs (`METHODS`).
 
 Read `METHODS`, `Block.forward`, then `Model._run_blocks`, shared by training, prefill and decoding. `extend` is all of
 decoding. The pattern of eq. 5 is drawn at the top of attn_kernels.py; `KVCache` there says how both streams are stored.
 
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 3 C            n  positions of one `extend` call
-    S  streams at work: x (0, input) and rho (1, predict) are h[:, 0] and h[:, 1] of h (B, S, T, C), never interleaved
-    w  window of the stream that does not persist                               R  slots of its ring
+    S  streams at work: x (0, input) and rho (1, predict) are h[:, 0] and h[:, 1] of h (B, S, T, C). The paper
+       interleaves them; kept apart they see the same keys with less work
+    w  window of the stream that does not persist
 """
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ from attn_kernels import (
     two_stream_attention,
 )
 
-METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits the logits); the other is windowed
+METHODS = {  # sections 4 and 5: (the stream that persists, the stream that emits the logits); the other is windowed
     'sps': ('input', 'predict'),  # state in x, prediction in rho
     'two_x_memory': ('both', 'predict'),  # rho is kept too: twice the memory
     'delayed_state': ('predict', 'predict'),  # rho does both jobs, one step after the input
@@ -45,7 +46,7 @@ METHODS = {  # section 4 and 5: (the stream that persists, the stream that emits
 class Config:
     method: str = 'sps'  # sps, two_x_memory, delayed_state or reverse_sps
     window: int | None = 64  # w: past positions that a query sees of the windowed stream; None: all, as 2x Memory needs
-    predict_layers: int | None = None  # beyond the paper: rho runs in the top so many layers only; None: in all
+    predict_layers: int | None = None  # beyond the paper: rho in the top n layers only, x alone below; None: in all
     predict_input: str = 'predict'  # rho_i starts from e_predict; beyond the paper, 'token': from e_predict + e_{x_i}
     persistent_window: int | None = None  # for analysis (section 5): limits the persistent stream too; None: no limit
     n_layer: int = 12  # blocks, L
@@ -126,8 +127,8 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend, streams, emits):
         """h (B, S, T, C) of `streams`, those at work: 'both', 'input' or 'predict' -> the same of those in `emits`.
 
-        rotate(qk) turns queries and keys (B, S, T, 2H, D) to their positions. attend(layer, q, k, v, streams, emits) is
-        the attention: over the whole window in training, over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, S, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v, streams,
+        emits) is the attention: over the whole window in training, over a cache in decoding.
         """
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (3 * self.n_head, -1))  # eq. 7
         qk, v = qkv.tensor_split([2 * self.n_head], -2)
@@ -158,7 +159,7 @@ class Model(nn.Module):
     def _run_blocks(self, idx, rotate, attend, streams='both'):
         """idx (B, T) -> the final normalised vectors (B, T, C) of the stream that emits the logits.
 
-        With streams 'input' or 'predict' only that stream runs and comes out. rotate and attend as in `Block.forward`.
+        With streams 'input' or 'predict' only that stream is computed. rotate and attend as in `Block.forward`.
         """
         c = self.config
         x = self.embed(idx)
@@ -192,7 +193,7 @@ class Model(nn.Module):
         return self._run_blocks(idx, lambda qk: rotate(qk, cos, sin), attend)
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token (eq. 4).
+        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token (eq. 4).
 
         With documents on, positions whose input is eos do not count: what follows them is another document.
         """
@@ -212,9 +213,9 @@ class Model(nn.Module):
         return logits
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; runs of up to max_run have static shapes.
+        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes.
 
-        The stream that does not persist is in a ring; where both do, the ring is rho's and as long as the memory.
+        The stream that does not persist is in a ring; where both do (2x Memory), it is rho's and as long as the memory.
         Layers without a rho stream leave its slots empty.
         """
         c, weight = self.config, self.embed.weight
@@ -227,7 +228,7 @@ class Model(nn.Module):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have
+        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have
         static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
         c, place, n, piece = self.config, cache.begin(tokens, lengths), tokens.shape[1], cache.longest_run
@@ -249,7 +250,7 @@ class Model(nn.Module):
         return self._run_blocks(tokens, place.rotate, lambda *args: cache.attend(place, *args), streams)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T: 6 a weight (2 forward, 4 backward), and attention."""
+        """Matmul FLOPs of training one token in windows of T: weights (2 forward, 4 backward), and attention."""
         c = self.config
 
         def keys(window):  # of a stream that a query sees, its own position included: mean over the window's queries
@@ -261,6 +262,7 @@ class Model(nn.Module):
         emits = 'rho' if c.emits == 'predict' else 'x'
         two_streams = c.n_layer - c.first_predict_layer - 1  # layers, besides the last
         block = sum(p.numel() for p in self.blocks[0].parameters() if p.dim() >= 2)
-        used = block * (c.first_predict_layer + 2 * two_streams + 1) + 2 * c.n_embd ** 2 + self.head.weight.numel()
+        used = block * (c.first_predict_layer + 2 * two_streams + 1) + self.head.weight.numel()
+        used += 2 * c.n_embd ** 2  # in the last layer, keys and values of the stream that does not emit
         pairs = c.first_predict_layer * x_keys + two_streams * sum(pairs.values()) + pairs[emits]
         return 6 * used + 12 * c.n_embd * pairs

@@ -7,7 +7,7 @@ Read `Block.forward`, then `Model.final_hidden` for training. `extend` is all of
 
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 3 C            n  positions of one `extend` call
-    h  a token's vector, x its id
+    h  a token's vector
 """
 from dataclasses import dataclass
 
@@ -71,8 +71,8 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention, over
-        the whole window in training and over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v) is the
+        attention, over the whole window in training and over a cache in decoding.
         """
         B, T, C = h.shape
         qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)  # eq. 7
@@ -117,7 +117,7 @@ class Model(nn.Module):
                                 lambda layer, q, k, v: attention(q, k, v, doc_start, c.window))
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token.
+        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
 
         With documents on, positions whose input is eos do not count: what follows them is another document.
         """
@@ -137,7 +137,7 @@ class Model(nn.Module):
         return logits
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; runs of up to max_run have static shapes."""
+        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
         c, weight = self.config, self.embed.weight
         return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd, [c.window],
                        rope_theta=c.rope_theta, eos_id=c.eos_id, device=device or weight.device,
@@ -148,7 +148,7 @@ class Model(nn.Module):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run have
+        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have
         static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
         place = cache.begin(tokens, lengths)
@@ -157,7 +157,7 @@ class Model(nn.Module):
         return self._logits(h if all_positions else last)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T: 6 a weight (2 forward, 4 backward), and attention."""
+        """Matmul FLOPs of training one token in windows of T: weights (2 forward, 4 backward), and attention."""
         c = self.config
         keys = (T + 1) / 2  # mean over the window's queries
         if c.window is not None and c.window < T - 1:

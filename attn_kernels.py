@@ -1282,10 +1282,11 @@ class Place:
 # for them only where both are shown, on the spot, to be one function: an edited equation, an override, a hook, a swapped
 # module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed about the source of either.
 
-# The largest relative difference that is rounding; an equation that is wrong by one part in a thousand gives 1e-4 and more.
-# Weights may be such that rounding grows from step to step: where there is more, it may be four times what rounding does to
-# the equations themselves.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 0.05}
+# The largest relative difference that is rounding. In fp32 GPN's forms are mostly 2e-6 apart, and an edit of one part in a
+# thousand gives 1e-4 and more. Where both agree in float64 and rounding grows from step to step, fp32 may be AMPLIFIED times
+# as far off as the equations themselves are in fp32: gradients that nearly cancel were up to 30.
+TOLERANCE = {torch.float32: 5e-5, torch.float64: 1e-9, torch.bfloat16: 0.05}
+AMPLIFIED = {torch.float32: 40, torch.bfloat16: 5}
 
 
 def import_scan(name):
@@ -1385,71 +1386,88 @@ def _compare_forms(model, with_scan, for_the_check):
     """What `choose_scan` reports of the equations and, with_scan, of how far the fast form is from them.
 
     Two windows of a few tokens, with a document's end where the model has documents; weights moved off their values by noise,
-    because many are zero at first and hide what comes before them; in training mode, with the settings for_the_check. On a
-    GPU under autocast in fp32 first, which shows more, then in bf16, which is what will run.
+    because many are zero at first and hide what comes before them; in training mode, with the settings for_the_check.
     """
-    config, device, report = model.config, next(model.parameters()).device, {}
-    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    dtypes = [wide, torch.bfloat16] if device.type == 'cuda' and torch.is_autocast_enabled('cuda') else [wide]
+    config, device = model.config, next(model.parameters()).device
     settings, modes = {key: getattr(config, key) for key in for_the_check}, {m: m.training for m in model.modules()}
     precision, generators = torch.get_float32_matmul_precision(), [device] if device.type == 'cuda' else []
-
-    def run(form, weights):
-        return functional_call(_Form(model, form), weights, (weights, idx))
-
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(generators):
-        weights, idx = _noisy_weights_and_tokens(model, device)
         try:
             for key, value in for_the_check.items():
                 setattr(config, key, value)
             model.train()
             torch.set_float32_matmul_precision('highest')
-            exact = None  # the equations in more digits
-            for dtype in dtypes:
-                with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                    loop = run('loop', weights)
-                    report['unused'] = [name for name, x in loop.items() if x is None]
-                    if not with_scan:
-                        return report
-                    try:
-                        difference, where = _difference(loop, run('fast', weights))
-                    except Exception as error:  # a swapped module may not have what the fast form reads
-                        difference, where = math.inf, f'{type(error).__name__}: {error}'
-                tolerance = TOLERANCE[dtype]
-                if tolerance < difference < math.inf and dtype != torch.float64:
-                    exact = exact or run('loop', {name: _in_float64(w) for name, w in weights.items()})
-                    tolerance = max(tolerance, 4 * _difference(exact, loop)[0])
-                report |= {'scan': 'fast' if difference <= tolerance else 'loop', 'difference': difference, 'where': where}
-                if report['scan'] == 'loop':
+            for seed in range(3):  # rounding may put an input of a ReLU on its other side: hardly in three draws
+                report = _compare_once(model, with_scan, *_noisy_weights_and_tokens(model, device, seed))
+                if report['scan'] == 'fast' or not report['rounding']:
                     break
-                exact = loop
         finally:
             torch.set_float32_matmul_precision(precision)
             for key, value in settings.items():
                 setattr(config, key, value)
             for module, mode in modes.items():
                 module.training = mode
+    del report['rounding']
     return report
+
+
+def _compare_once(model, with_scan, weights, idx):
+    """`_compare_forms` for one draw of weights and tokens; besides, 'rounding': both forms agree in float64.
+
+    On a GPU under autocast in fp32 first, which shows more, then in bf16, which is what will run.
+    """
+    device, report = idx.device.type, {'scan': 'loop', 'rounding': False}
+    wide, exact = next(iter(weights.values())).dtype, None  # exact: the equations in more digits
+    autocast = device == 'cuda' and torch.is_autocast_enabled('cuda')
+
+    def run(form, weights):
+        return functional_call(_Form(model, form), weights, (weights, idx))
+
+    for dtype in [wide, torch.bfloat16] if autocast else [wide]:
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loop = run('loop', weights)
+            report['unused'] = [name for name, x in loop.items() if x is None]
+            if not with_scan:
+                return report
+            try:
+                report['difference'], report['where'] = _difference(loop, run('fast', weights))
+            except Exception as error:  # a swapped module may not have what the fast form reads
+                return report | {'difference': math.inf, 'where': f'{type(error).__name__}: {error}'}
+        if not report['difference'] <= TOLERANCE[dtype]:
+            if dtype == torch.float64:
+                return report
+            if dtype != torch.bfloat16:
+                digits = {name: _in_float64(w) for name, w in weights.items()}
+                exact = run('loop', digits)
+                difference, where = _difference(exact, run('fast', digits))
+                if not difference <= TOLERANCE[torch.float64]:  # two functions, then, not one and its rounding
+                    return report | {'difference': difference, 'where': where}
+                report['rounding'] = True
+            if not report['difference'] <= AMPLIFIED[dtype] * _difference(exact, loop)[0]:
+                return report
+        exact = loop
+    return report | {'scan': 'fast'}
 
 
 def _in_float64(w):
     return w.detach().double().requires_grad_(w.requires_grad) if w.is_floating_point() else w
 
 
-def _noisy_weights_and_tokens(model, device):
-    """Seeded: values for the check by 'model.' and a parameter's or buffer's name, and ids (2, T)."""
-    params, generator = dict(model.named_parameters()), torch.Generator(device).manual_seed(0)
+def _noisy_weights_and_tokens(model, device, seed):
+    """Values for the check by 'model.' and a parameter's or buffer's name, parameters first, and ids (2, T)."""
+    params, generator = dict(model.named_parameters()), torch.Generator(device).manual_seed(seed)
     T = 12 if sum(p.numel() for p in params.values()) < 20_000_000 else 8
     idx = torch.randint(0, model.config.n_ids, (2, T), generator=generator, device=device)
     if model.config.eos_id is not None:
         idx[0, T // 2 - 1] = model.config.eos_id
-    weights = {f'model.{name}': x.clone() for name, x in model.named_buffers()}  # which training mode may change
+    weights = {}
     for name, p in params.items():
         wide = torch.promote_types(p.dtype, torch.float32)
         scale = 0.3 if p.dim() < 2 else 0.5 * p.shape[-1] ** -0.5
         noise = torch.randn(p.shape, generator=generator, device=device, dtype=wide)
         weights[f'model.{name}'] = noise.mul_(scale).add_(p.detach()).requires_grad_(p.requires_grad)
-    return weights, idx
+    buffers = {f'model.{name}': x.clone() for name, x in model.named_buffers()}  # training mode may change them
+    return weights | buffers, idx
 
 
 def _difference(loop, fast):

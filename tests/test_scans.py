@@ -287,7 +287,7 @@ def train(values, dtype, steps):
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses = []
     for _ in range(steps):
-        idx = torch.randint(0, model.config.n_ids, (2, 48))
+        idx = torch.randint(0, model.config.n_ids, (2, 30))
         optimizer.zero_grad()
         loss = model(idx, idx.roll(-1, 1))['loss']
         loss.backward()
@@ -295,7 +295,7 @@ def train(values, dtype, steps):
         gradients = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
     with torch.no_grad():
-        logits = model.eval().extend(idx, model.new_cache(2, 48, 3), all_positions=True)
+        logits = model.eval().extend(idx, model.new_cache(2, 30, 3), all_positions=True)
     return losses, gradients, logits, model.scan_report['scan']
 '''
 QUICK = dict(n_layer=1, n_head=4, n_embd=256, d_emb=128, d_k=32, d_v=64, vocab_size=320, n_ids=257)  # config/gpn_quick.py

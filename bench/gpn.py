@@ -122,7 +122,7 @@ def memory_of_the_scan(B, T, shape, toy):
 
 
 def peak_growth_mb(B, T, form, shape, toy):
-    """MB that a process of its own grows by at most in training steps, after one on few tokens; toy: in this process."""
+    """MB that a process of its own (toy: this one) grows by at most in training steps, after one on few tokens."""
     if toy:
         return _peak_growth_mb(B, T, form, shape)
     with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:

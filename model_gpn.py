@@ -1,21 +1,21 @@
 """The Grounded Prediction Network ("A Single-Layer Model Can Do Language Modeling", arXiv 2605.10643).
 
-One state vector is all the working context there is. Each token grounds it (a gate lets through what was predicted, the token is
-added), a feed-forward net and a read from one matrix memory then predict the next state, which is decoded into the next token and
-carried on. The memory is written once a token, by the gated delta rule: the key is the last grounded state, the value this one.
+One state vector is all the working context there is. Each token grounds it (a gate lets through what was predicted, the
+token is added), a feed-forward net and a read from one matrix memory then predict the next state, which is decoded into
+the next token and carried on. The memory is written once a token, by the gated delta rule: the key is the last grounded
+state, the value this one.
 
-Read `Write`, `Layer` and `Model.step`, which are the paper's equations, and `Model.loop`, which repeats them over a window. The
-rest is the same arithmetic made fast: `step` on weights whose norms are folded in, `scan` over a window, and its gradient
-`scan_backward`, where only the state's gradient goes back through time.
+Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over a
+window. They train, evaluate and decode by themselves. scans/gpn.py has the same function in a faster form, and
+`Model.choose_scan` takes it where both are shown to agree: after an edit of an equation they do not, and the equations
+run. `extend` and `Cache` are decoding.
 
     B  batch      T  positions      C  width of the state, n_embd (d in the paper)    E  width of the embedding, d_emb
     L  layers     F  feed-forward width, n_ffn       H  memory heads                  V  vocabulary rows, padded
     K  d_k, rows of a head's memory: its keys        D  d_v, its columns: its values  M  the memory (B, H, K, D)
     s  predicted state s^p (B, C)                    g  grounded state s^g (B, C)     x_t  token t
-
-What training holds, in numbers, for R = T / S segments of S = segment_len steps: states L T B C, products T B W with
-W = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), M at segment starts R B H K D; and in the backward (S + 1) B H K D for M
-in one segment and a few times S B W for what its steps need. M at every step, T B H K D, is never there.
+    u  what a token adds to the state (B, C)         n  positions of one `extend` call
+    carry_mask  1 where state and memory go on, 0 where a document starts             active  rows that take this step
 """
 import math
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import linear_cross_entropy, rms_norm
-from scans.gpn import Sizes, Weights, scan, steps
+from attn_kernels import choose_scan, import_scan, linear_cross_entropy, rms_norm
+
+fast = import_scan('gpn')  # None where the folder scans/ has been removed
 
 
 @dataclass
@@ -37,14 +39,15 @@ class Config:
     d_k: int = 128  # size of a memory head's keys, K
     d_v: int = 256  # size of a memory head's values, D
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd in whole 128s (official code)
-    bptt_len: int | None = None  # the gradient goes back through so many steps at most, cut at multiples; None: the whole window
-    segment_len: int = 32  # steps between saved memories: the backward recomputes M in segments; fewer or more only change memory and time
+    bptt_len: int | None = None  # the gradient goes back through so many steps at most, cut at multiples; None: all
+    segment_len: int = 32  # steps that the backward recomputes at once: fewer or more only change memory and time
+    scan: str = 'auto'  # loop: the equations as they read; fast: scans/gpn.py; auto: fast where both are shown to agree
     decoder_bias: bool = False  # a learned bias of the decoded vector (section 7.2)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
-    init_std: float = 0.02  # standard deviation of the initial embedding and memory output; the others: 1 / sqrt(inputs)
+    init_std: float = 0.02  # standard deviation of the initial embedding and memory output; others: 1 / sqrt(inputs)
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
-    eos_id: int | None = None  # the id that ends a document: state and memory start anew after it; None: never, as in the paper
+    eos_id: int | None = None  # the id that ends a document: state and memory start anew; None: never, as in the paper
 
     def __post_init__(self):
         for name in ('n_layer', 'n_embd', 'd_emb', 'd_k', 'd_v', 'segment_len', 'norm_eps', 'init_std'):
@@ -55,6 +58,8 @@ class Config:
         for name in ('n_ffn', 'bptt_len'):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected at least 1, or None')
+        if self.scan not in ('auto', 'loop', 'fast'):
+            raise ValueError(f"scan = {self.scan!r}: expected 'auto', 'loop' or 'fast'")
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
         self.n_ffn = self.n_ffn or max(1, round(8 / 3 * self.n_embd / 128)) * 128
@@ -62,71 +67,82 @@ class Config:
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
+        """x (..., C), a state in fp32 at least -> (..., C) in the weights' dtype, which products are in."""
+        return rms_norm(x, self.weight, self.eps).to(self.weight.dtype)
 
 
-def l2_norm(x):
+def l2_normalize(x):
     """x (..., K) over its length; 1e-12 under the root is the official code's."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
 
 
-# ---- the paper's equations ----
+def read(memory, x):
+    """M^T x of each head: memory (B, H, K, D), x (B, H, K) -> (B, H, D). A sum, not a product, which autocast would
+    make bf16."""
+    return (memory * x.unsqueeze(-1)).sum(-2)
+
 
 class Write(nn.Module):
-    """Writes the transition from the last grounded state to this one into the memory: the gated delta rule, eq. 8 to 10."""
+    """Writes the transition from the last grounded state to this one: the gated delta rule, eq. 8 to 10."""
 
     def __init__(self, config):
         super().__init__()
-        c, self.shape = config, (config.n_head, -1)
+        c, self.n_head = config, config.n_head
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
         self.key = nn.Linear(c.n_embd, c.n_head * c.d_k)
         self.value = nn.Linear(c.n_embd, c.n_head * c.d_v, bias=False)
         self.beta = nn.Linear(c.n_embd, c.n_head, bias=False)
         self.decay = nn.Linear(c.n_embd, c.n_head, bias=False)
-        self.log_rate = nn.Parameter(torch.empty(c.n_head).uniform_(0, 16).clamp(min=1e-8).log())  # A in eq. 9; as Gated DeltaNet
+        rate = torch.empty(c.n_head).uniform_(0, 16).clamp(min=1e-8)
+        self.log_rate = nn.Parameter(rate.log())  # A in eq. 9; initial values as Gated DeltaNet
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus gives dt, as Gated DeltaNet
 
     def log_decay(self, g):
-        """gamma (..., H) of normalised grounded states, eq. 9."""
-        return -self.log_rate.exp() * F.softplus(self.decay(g) + self.dt_bias)
+        """gamma (..., H) of grounded states g (..., C), eq. 9."""
+        return -self.log_rate.exp() * F.softplus(self.decay(self.norm(g)) + self.dt_bias)
 
     def forward(self, last, g, memory):
         """Grounded states of the last token and of this one (B, C), M (B, H, K, D) -> M of this token."""
-        g = self.norm(g)
-        k = l2_norm(F.relu(self.key(self.norm(last))).unflatten(-1, self.shape))  # eq. 8
-        v = self.value(g).unflatten(-1, self.shape)
-        beta = torch.sigmoid(self.beta(g))[..., None, None]
-        decay = self.log_decay(g).exp()[..., None, None]
-        error = v - torch.einsum('bhkd,bhk->bhd', memory, k)
-        return decay * memory + beta * torch.einsum('bhk,bhd->bhkd', k, error)  # eq. 10
+        def heads(x):  # (B, H size) -> (B, H, size), in the memory's dtype
+            return x.to(memory.dtype).unflatten(-1, (self.n_head, -1))
+
+        n = self.norm(g)
+        k = l2_normalize(F.relu(heads(self.key(self.norm(last)))))  # eq. 8
+        v = heads(self.value(n))
+        beta = torch.sigmoid(heads(self.beta(n)))  # (B, H, 1)
+        decay = heads(self.log_decay(g)).exp()
+        error = v - read(memory, k)
+        return decay.unsqueeze(-1) * memory + k.unsqueeze(-1) * (beta * error).unsqueeze(-2)  # eq. 10
 
 
 class Layer(nn.Module):
-    """Predicts the next state, as the sum of what the gate keeps, the feed-forward net and the memory's answer."""
+    """Predicts the next state: the sum of what the gate carries over, the feed-forward net and a read from the
+    memory."""
 
     def __init__(self, config):
         super().__init__()
-        c, self.shape = config, (config.n_head, -1)
-        norm = lambda width=c.n_embd: RMSNorm(width, c.norm_eps)
-        self.gate_norm, self.gate = norm(), nn.Linear(c.n_embd, c.n_embd)
-        self.ffn_norm, self.gate_up = norm(), nn.Linear(c.n_embd, 2 * c.n_ffn, bias=False)
-        self.ffn_out = nn.Linear(c.n_ffn, c.n_embd, bias=False)
+        c, self.n_head, C = config, config.n_head, config.n_embd
+        self.gate_norm, self.gate = RMSNorm(C, c.norm_eps), nn.Linear(C, C)
+        self.ffn_norm, self.gate_up = RMSNorm(C, c.norm_eps), nn.Linear(C, 2 * c.n_ffn, bias=False)
+        self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
         if c.n_head:
-            self.read_norm, self.query = norm(), nn.Linear(c.n_embd, c.n_head * c.d_k)
-            self.read_gate = nn.Linear(c.n_embd, c.n_head * c.d_v, bias=False)
-            self.answer_norm, self.read_out = norm(c.n_head * c.d_v), nn.Linear(c.n_head * c.d_v, c.n_embd, bias=False)
+            self.read_norm, self.query = RMSNorm(C, c.norm_eps), nn.Linear(C, c.n_head * c.d_k)
+            self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)
+            self.answer_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
+            self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)
 
     def forward(self, x, memory):
-        """x (B, C), the grounded state or the layer before, and M (B, H, K, D) -> (B, C); eq. 7, without a memory eq. 5."""
+        """x (B, C), the grounded state or the layer before, and M (B, H, K, D) -> (B, C); eq. 7, without a memory eq.
+        5."""
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
         y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(gate) * up)
-        if memory is None:
+        if self.n_head == 0:
             return y
         n = self.read_norm(x)
-        q = l2_norm(F.relu(self.query(n)).unflatten(-1, self.shape))
-        answer = torch.einsum('bhkd,bhk->bhd', memory, q).flatten(1)
-        return y + self.read_out(F.silu(self.read_gate(n)) * self.answer_norm(answer))  # eq. 11; the norm is over all heads
+        q = l2_normalize(F.relu(self.query(n).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
+        memory_read = self.answer_norm(read(memory, q).flatten(1))  # the norm is over all heads
+        return y + self.read_out(F.silu(self.read_gate(n)) * memory_read)  # eq. 11
 
 
 class Model(nn.Module):
@@ -138,96 +154,105 @@ class Model(nn.Module):
         self.ground_norm, self.ground_gate = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)
         self.write = Write(c) if c.n_head else None
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.n_layer))
-        self.norm, self.decode = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.d_emb, bias=c.decoder_bias)
+        self.norm = RMSNorm(c.n_embd, c.norm_eps)
+        self.decode = nn.Linear(c.n_embd, c.d_emb, bias=c.decoder_bias)
         self.head = nn.Linear(c.d_emb, c.vocab_size, bias=False)
         self.head.weight = self.embed.weight
+        self.scan_report = None  # what `choose_scan` found
         for name, p in self.named_parameters():  # as the official code
             if name.endswith(('.bias', 'ground_gate.weight', '.gate.weight', 'ffn_out.weight')):
                 nn.init.zeros_(p)
             elif p.dim() == 2:
-                nn.init.normal_(p, std=c.init_std if name.startswith('embed') or name.endswith('read_out.weight') else p.shape[1] ** -0.5)
+                small = name.startswith('embed') or name.endswith('read_out.weight')
+                nn.init.normal_(p, std=c.init_std if small else p.shape[1] ** -0.5)
 
-    def step(self, u, s, g, memory, heads_off=None):
-        """One token: u (B, C) from `_fused`; s, g, memory of the token before, zeros at first, memory None without -> s, g, memory.
+    # ---- the paper's equations ----
 
-        heads_off: a list of memory heads that stay empty, to see what they are for.
-        """
+    def ground_input(self, idx):
+        """What each token adds to the state, W_fuse rms(emb(x_t)) in eq. 4. idx (B, n) -> u (B, n, C)."""
+        return self.fuse(self.embed_norm(self.embed(idx)))
+
+    def step(self, u, s, g, memory):
+        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> s, g, M of this
+        one."""
         last, g = g, torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u  # eq. 4
-        if memory is not None:
+        if self.write is not None:
             memory = self.write(last, g, memory)
-            if heads_off:
-                memory[:, heads_off] = 0
         s = g
         for layer in self.layers:
             s = layer(s, memory)
         return s, g, memory
 
-    def loop(self, idx):
-        """The predicted states (B, T, C) of windows idx (B, T), step by step: what the scan is, and what it must equal."""
-        c, (B, T) = self.config, idx.shape
-        u, states = self._fused(idx), []
-        s = g = u.new_zeros(B, c.n_embd)
-        memory = u.new_zeros(B, c.n_head, c.d_k, c.d_v) if c.n_head else None
-        for t in range(T):
-            if t and c.bptt_len and t % c.bptt_len == 0:
-                s, g, memory = (x if x is None else x.detach() for x in (s, g, memory))
-            if t and c.eos_id is not None:
-                go_on = (idx[:, t - 1] != c.eos_id)[:, None]
-                s, g = s * go_on, g * go_on
-                memory = memory if memory is None else memory * go_on[:, :, None, None]
-            s, g, memory = self.step(u[:, t], s, g, memory)
-            states.append(s)
-        return torch.stack(states, 1)
+    def head_input(self, s):
+        """Predicted states (..., C) -> the vectors (..., E) that the head compares with every token's embedding; eq.
+        6."""
+        return self.decode(self.norm(s))
 
-    def _fused(self, idx):
-        """What each token adds to the state, W_fuse emb(x_t) in eq. 4. idx (B, n) -> (B, n, C)."""
-        return self.fuse(self.embed_norm(self.embed(idx)))
+    def first_state(self, batch_size, device=None):
+        """s, g and M before a document's first token: zeros, in fp32 at least."""
+        c, weight = self.config, self.fuse.weight
+        wide = dict(device=device or weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
+        s = torch.zeros(batch_size, c.n_embd, **wide)
+        return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
 
-    def _decoded(self, s):
-        """States (..., C) -> the vectors (..., E) that the head compares with every token's embedding; eq. 6."""
-        return self.decode(self.norm(s.to(self.norm.weight.dtype)))
+    @torch.compiler.disable  # a compiler would unroll all T steps: it gets `step` alone
+    def loop(self, u, carry_mask=None, compiled=False):
+        """`step` over windows: u (B, T, C), carry_mask (B, T, 1) or None -> the predicted states (B, T, C).
 
-    # ---- the same, fast ----
-
-    def _folded(self):
-        """The weights of `step` and `scan`, the norms' weights in them, as a flat list that `Weights` reads: the ground gate's
-        (weight, bias); of each layer one product in (weight, bias) and one out; with a memory the decay rates (H,) and the key
-        (H, K) that a zero state gives. Columns of a product in: gate | query | key, value, beta, decay of the write | silu'd | up.
+        For the backward only the states and the M at the start of each segment are held; its steps are taken a second
+        time.
         """
-        root = self.config.n_embd ** 0.5  # `unit` is RMSNorm but for this
-        fold = lambda linear, norm: linear.weight * (norm.weight * root)
-        folded, write = [fold(self.ground_gate, self.ground_norm), self.ground_gate.bias], self.write
-        for i, layer in enumerate(self.layers):
-            gate, up = fold(layer.gate_up, layer.ffn_norm).chunk(2)
-            weights, biases, out = [fold(layer.gate, layer.gate_norm)], [layer.gate.bias], layer.ffn_out.weight
-            if write is not None:
-                weights.append(fold(layer.query, layer.read_norm))
-                biases.append(layer.query.bias)
-                gate = torch.cat([gate, fold(layer.read_gate, layer.read_norm)])
-                answer_norm = layer.answer_norm.weight * len(layer.answer_norm.weight) ** 0.5
-                out = torch.cat([out, layer.read_out.weight * answer_norm], 1)
-            if write is not None and i == 0:
-                weights += [fold(linear, write.norm) for linear in (write.key, write.value, write.beta, write.decay)]
-                biases += [write.key.bias, write.dt_bias.new_zeros(write.value.out_features + write.beta.out_features), write.dt_bias]
-            biases.append(up.new_zeros(len(gate) + len(up)))
-            folded += [torch.cat([*weights, gate, up]), torch.cat(biases), out]
-        if write is not None:
-            folded += [write.log_rate.exp(), l2_norm(F.relu(write.key.bias).unflatten(-1, write.shape))]
-        return folded
+        step = torch.compile(self.step) if compiled else self.step
+        state, states = self.first_state(len(u), u.device), []
+        with torch.autocast('cpu', enabled=False):  # on CPU bf16 would be slower here, and less exact
+            for start in range(0, u.shape[1], self.config.segment_len):
+                part, *state = checkpoint(self._segment, step, start, u, carry_mask, *state, use_reentrant=False)
+                states.append(part)
+        return torch.cat(states, 1)
+
+    def _segment(self, step, start, u, carry_mask, *state):
+        """The steps of `loop` from `start` on, segment_len of them at most -> their states (B, S, C), then the last s,
+        g, M."""
+        c, states = self.config, []
+        for t in range(start, min(start + c.segment_len, u.shape[1])):
+            if c.bptt_len and t % c.bptt_len == 0:
+                state = [x.detach() for x in state]
+            if carry_mask is not None:
+                state = start_documents(state, carry_mask[:, t])
+            state = step(u[:, t], *state)
+            states.append(state[0])
+        return torch.stack(states, 1), *state
+
+    # ---- training ----
+
+    @torch.compiler.disable
+    def choose_scan(self):
+        """Decides whether the equations run or their fast form in scans/gpn.py, and notes why in `scan_report`.
+
+        It happens at the first use, and again on another type of device. Call it after a change of a module.
+        """
+        for_the_check = dict(segment_len=4) | (dict(bptt_len=5) if self.config.bptt_len else {})
+        self.scan_report = choose_scan(self, fast, **for_the_check)
+
+    def _uses_fast_form(self):
+        if self.scan_report is None or self.scan_report['device'] != self.fuse.weight.device.type:
+            self.choose_scan()
+        return self.scan_report['scan'] == 'fast'
 
     def states(self, idx):
-        """The predicted states (B, T, C) of windows idx (B, T), in fp32 at least: `loop`, by the scan."""
-        c, u = self.config, self._fused(idx)
-        dtype = torch.get_autocast_dtype('cuda') if u.is_cuda and torch.is_autocast_enabled('cuda') else self.fuse.weight.dtype
-        u = u.to(torch.promote_types(u.dtype, torch.float32)).transpose(0, 1).contiguous()
-        keep = None
-        if c.eos_id is not None:
-            keep = F.pad((idx[:, :-1] != c.eos_id).T, (0, 0, 1, 0), value=True).to(u.dtype).unsqueeze(-1)
-        return scan(u, keep, self._folded(), Sizes.of(c), c.norm_eps, dtype, c.segment_len, c.bptt_len or idx.shape[1]).transpose(0, 1)
+        """The predicted states (B, T, C) of windows idx (B, T), in fp32 at least, in the form that `choose_scan`
+        chose."""
+        u, carry_mask = self.ground_input(idx), None
+        u = u.to(torch.promote_types(u.dtype, torch.float32))
+        if self.config.eos_id is not None:
+            carry_mask = F.pad(idx[:, :-1] != self.config.eos_id, (1, 0), value=True).to(u.dtype).unsqueeze(-1)
+        if self._uses_fast_form():
+            return fast.scan_window(self, u, carry_mask)
+        return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
 
-    def _window(self, idx):
-        """What the head takes, for whole windows. idx (B, T) -> (B, T, E)."""
-        return self._decoded(self.states(idx))
+    def final_hidden(self, idx):
+        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, E)."""
+        return self.head_input(self.states(idx))
 
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token.
@@ -236,121 +261,166 @@ class Model(nn.Module):
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
-        h = self._window(idx)
+        h = self.final_hidden(idx)
         loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
     def logits(self, idx):
         """Next-token logits at every position. idx (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._logits(self._window(idx))
+        return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows. It has the same size for any max_tokens, and keeps state and memory in fp32.
+    # ---- decoding ----
 
-        The weights are made ready for decoding here: a cache made before they change goes on with the old ones.
+    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+        """An empty cache for batch_size rows. It has the same size for any max_tokens, and keeps state and memory in
+        fp32.
+
+        The fast form makes its weights ready here: a cache made before they change goes on with the old ones.
         """
-        return Cache(self, batch_size, max_tokens, max_run, device or self.fuse.weight.device, dtype or self.fuse.weight.dtype)
+        weight = self.fuse.weight
+        device, dtype = device or weight.device, dtype or weight.dtype
+        decoder = fast.Decoder(self, device) if self._uses_fast_form() else LoopDecoder(self, device)
+        return Cache(self.config, decoder, batch_size, max_tokens, max_run, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a speculative run are this one call. Shapes are static for a given n, and nothing
-        waits for the device.
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Prefill,
+        decoding and the verification of a speculative run are this one call. Shapes are static for a given n, and
+        nothing waits for the device.
         """
-        n, rows = tokens.shape[1], torch.arange(len(tokens), device=tokens.device)[:, None]
-        run = torch.full_like(cache.lengths, n) if lengths is None else lengths
-        u = self._fused(tokens).to(cache.s.dtype)
-        keep = torch.ones_like(u[..., :1])
-        if self.config.eos_id is not None:
-            ends = tokens == self.config.eos_id
-            keep = 1 - torch.cat([cache.ended[:, None], ends[:, :-1]], 1).to(u.dtype).unsqueeze(-1)
-            cache.ended.copy_(ends[rows[:, 0], run - 1])
-        positions, m = torch.arange(n, device=tokens.device), min(n, cache.max_run)
-        first = (run - cache.max_run).clamp(min=0)  # the tokens before it cannot be rolled back
-        early = cache.advance(u[:, :n - m], keep[:, :n - m], positions[:n - m] < first[:, None])
-        cache.snapshot(run - first)
-        last = first[:, None] + positions[:m]
-        cache.u[:, :m], cache.keep[:, :m] = u[rows, last.clamp(max=n - 1)], keep[rows, last.clamp(max=n - 1)]
-        late = cache.advance(cache.u[:, :m], cache.keep[:, :m], positions[:m] < (run - first)[:, None])
-        h_last = self._decoded(late)
-        cache.lengths += run
-        cache.hidden[:, :m] = h_last
+        n = tokens.shape[1]
+        n_new = torch.full_like(cache.lengths, n) if lengths is None else lengths
+        early, tail, tail_start = cache.read(tokens, self.ground_input(tokens), n_new)
+        h = self.head_input(tail)
+        cache.hidden[:, :h.shape[1]] = h
         if not all_positions:
-            return self._logits(h_last[rows[:, 0], run - first - 1])
-        h = h_last
-        if n > m:
-            h = self._decoded(torch.cat([early, late], 1))
-            h = h[rows, torch.where(positions < first[:, None], positions, n - m + positions - first[:, None]).clamp(max=n - 1)]
+            return self._logits(h[cache.batch_idx[:, 0], n_new - tail_start - 1])
+        if early.shape[1]:  # [early | tail] -> positions: a row's tail starts at tail_start
+            position = torch.arange(n, device=tokens.device)
+            in_tail = early.shape[1] + position - tail_start[:, None]
+            place = torch.where(position < tail_start[:, None], position, in_tail).clamp(max=n - 1)
+            h = self.head_input(torch.cat([early, tail], 1))[cache.batch_idx, place]
         return self._logits(h)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token: 6 a weight used (2 forward, 4 backward), and the memory's products: the write's
-        error and update, 3 times that in the backward, once more to recompute, and a read of each layer, 2 times in the backward."""
+        """Matmul FLOPs of training one token: 6 a weight used (2 forward, 4 backward), and the memory's products: the
+        write's error and update, 3 times that in the backward, once more to recompute, and a read of each layer, 2
+        times in the backward."""
         c = self.config
-        modules = [self.fuse, self.ground_gate, self.decode, self.head, *self.layers.modules(), *(self.write.modules() if self.write else ())]
+        modules = [self.fuse, self.ground_gate, self.decode, self.head, *self.layers.modules()]
+        if self.write is not None:
+            modules += self.write.modules()
         weights = sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
         return 6 * weights + c.n_head * c.d_k * c.d_v * (4 * 5 + 6 * c.n_layer)
 
 
-class Cache:
-    """State, next key and memory of each row, of one size for any number of tokens, and what a rollback needs: a snapshot of them
-    from before the last run's last max_run tokens, and these tokens, to be taken again as far as they are kept."""
+def start_documents(state, carry_mask):
+    """s, g, M as tensors (B, ...), zeros in rows where carry_mask (B, 1) is 0."""
+    return [x * carry_mask.view(-1, *[1] * (x.dim() - 1)) for x in state]
 
-    def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
-        self.max_tokens, self.max_run, c = max_tokens, max_run, model.config
-        self.n_layer, self.segment_len = c.n_layer, c.segment_len
-        with torch.no_grad():
-            self.weights = Weights([w.to(device, copy=True) for w in model._folded()], Sizes.of(c), c.norm_eps, model.fuse.weight.dtype)
-        wide = dict(device=device, dtype=torch.promote_types(model.fuse.weight.dtype, torch.float32))
-        self.s = torch.zeros(batch_size, c.n_embd, **wide)
-        self.k = self.weights.first_key.expand(batch_size, -1, -1).to(**wide).clone()
-        self.memory = torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
+
+def choose_rows(mask, a, b):
+    """Tensors (B, ...): rows of those in a where mask (B,), else of those in b."""
+    return [torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, y) for x, y in zip(a, b)]
+
+
+class LoopDecoder:
+    """Decoding by `Model.step`: what goes from token to token is s, g, M. scans.gpn.Decoder is the same on folded
+    weights."""
+
+    def __init__(self, model, device):
+        self.model, self.device = model, device
+
+    def first_state(self, batch_size):
+        return self.model.first_state(batch_size, self.device)
+
+    def steps(self, state, u, carry_mask, active):
+        """The next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), the new
+        state."""
+        states = [u[:, :0]]
+        for t in range(u.shape[1]):
+            new = self.model.step(u[:, t], *start_documents(state, carry_mask[:, t]))
+            state = choose_rows(active[:, t], new, state)
+            states.append(state[0].unsqueeze(1))
+        return torch.cat(states, 1), state
+
+
+class Cache:
+    """State and memory of each row, of one size for any number of tokens, and what a rollback needs.
+
+        a row's new tokens   [ early | tail, the last max_run ]      rollback(n): back to the snapshot,
+                                     ^ snapshot of the state                      and the tail's first tokens once more
+    """
+
+    def __init__(self, config, decoder, batch_size, max_tokens, max_run, device, dtype):
+        self.max_tokens, self.max_run, self.eos_id, self.decoder = max_tokens, max_run, config.eos_id, decoder
+        self.state = [x.clone() for x in decoder.first_state(batch_size)]
+        self.snapshot = [x.clone() for x in self.state]  # before the tail
+        wide = dict(device=device, dtype=self.state[0].dtype)
+        self.tail_u = torch.zeros(batch_size, max_run, config.n_embd, **wide)
+        self.tail_carry = torch.ones(batch_size, max_run, 1, **wide)
+        self.tail_len = torch.zeros(batch_size, device=device, dtype=torch.int64)
         self.ended = torch.zeros(batch_size, device=device, dtype=torch.bool)  # the row's last token ended a document
-        self.before = [x.clone() for x in (self.s, self.k, self.memory)]  # the snapshot
-        self.u = torch.zeros(batch_size, max_run, c.n_embd, **wide)  # of the tokens since then
-        self.keep = torch.ones(batch_size, max_run, 1, **wide)  # 0 where one of them starts a document
-        self.since = torch.zeros(batch_size, device=device, dtype=torch.int64)  # how many they are
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(batch_size, max_run, c.d_emb, device=device, dtype=dtype)  # last run, before the head
+        self.hidden = torch.zeros(batch_size, max_run, config.d_emb, device=device, dtype=dtype)  # of the last run
+        self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
 
     @property
     def nbytes(self):
-        return sum(x.nbytes for x in (self.s, self.k, self.memory, self.ended, *self.before, self.u, self.keep, self.since,
-                                      self.lengths, self.hidden))
+        """Bytes of all tensors."""
+        return sum(x.nbytes for value in vars(self).values() for x in (value if isinstance(value, list) else [value])
+                   if isinstance(x, torch.Tensor))
 
-    def advance(self, u, keep, active):
-        """n tokens, u (B, n, C) and keep (B, n, 1), where active (B, n). Returns the states after them (B, n, C)."""
-        states = [u[:, :0]]
-        for a in range(0, u.shape[1], self.segment_len):
-            part = [x[:, a:a + self.segment_len].transpose(0, 1) for x in (u, keep, active.unsqueeze(-1))]
-            s, k, _, rows = steps(self.weights, self.s, self.k, self.memory, *part)
-            self.s.copy_(s)
-            self.k.copy_(k)
-            states.append(rows[self.n_layer - 1].transpose(0, 1))
-        return torch.cat(states, 1)
+    def advance(self, u, carry_mask, active):
+        """Takes n tokens where active (B, n): u (B, n, C), carry_mask (B, n, 1) -> the states after them (B, n, C)."""
+        with torch.autocast('cpu', enabled=False):
+            states, new = self.decoder.steps(self.state, u, carry_mask, active)
+        for own, x in zip(self.state, new):
+            own.copy_(x)  # the same tensors each time, as a CUDA graph needs
+        return states
 
-    def snapshot(self, since):
-        for x, now in zip(self.before, (self.s, self.k, self.memory)):
-            x.copy_(now)
-        self.since.copy_(since)
+    def read(self, tokens, u, n_new):
+        """Takes n_new (B,) of tokens (B, n), u (B, n, C) -> states (B, n - m, C) of the early ones, (B, m, C) of the
+        tail, m = min(n, max_run), and where each row's tail starts (B,). Beyond a row's tokens the states mean
+        nothing."""
+        n, m = tokens.shape[1], min(tokens.shape[1], self.max_run)
+        u, position = u.to(self.tail_u.dtype), torch.arange(n, device=u.device)
+        carry_mask = torch.ones_like(u[..., :1])
+        if self.eos_id is not None:
+            ends = tokens == self.eos_id
+            carry_mask = 1 - torch.cat([self.ended[:, None], ends[:, :-1]], 1).to(u.dtype).unsqueeze(-1)
+            self.ended.copy_(ends[self.batch_idx[:, 0], n_new - 1])
+        tail_start = (n_new - self.max_run).clamp(min=0)
+        early = self.advance(u[:, :n - m], carry_mask[:, :n - m], position[:n - m] < tail_start[:, None])
+        for saved, x in zip(self.snapshot, self.state):
+            saved.copy_(x)
+        self.tail_len.copy_(n_new - tail_start)
+        tail_idx = (tail_start[:, None] + position[:m]).clamp(max=n - 1)
+        self.tail_u[:, :m], self.tail_carry[:, :m] = u[self.batch_idx, tail_idx], carry_mask[self.batch_idx, tail_idx]
+        tail = self.advance(self.tail_u[:, :m], self.tail_carry[:, :m], position[:m] < self.tail_len[:, None])
+        self.lengths += n_new
+        return early, tail, tail_start
 
     @torch.no_grad()
     def rollback(self, n):
         """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
-        self.since -= n
+        self.tail_len -= n
         self.lengths -= n
-        back, rows = torch.zeros_like(self.since) + n > 0, torch.arange(len(self.since), device=self.since.device)
-        for x, old in zip((self.s, self.k, self.memory), self.before):
-            x.copy_(torch.where(back.view(-1, *[1] * (x.dim() - 1)), old, x))
-        starts = self.keep[rows, self.since.clamp(max=self.max_run - 1), 0] == 0  # the first token that is forgotten
-        self.ended.copy_(torch.where(back, starts, self.ended))
-        longest = int((self.since * back).max()) if self.since.device.type == 'cpu' else self.max_run - 1
-        positions = torch.arange(longest, device=self.since.device)
-        self.advance(self.u[:, :longest], self.keep[:, :longest], back[:, None] & (positions < self.since[:, None]))
+        goes_back = torch.zeros_like(self.tail_len) + n > 0
+        for own, x in zip(self.state, choose_rows(goes_back, self.snapshot, self.state)):
+            own.copy_(x)
+        first_forgotten = self.tail_len.clamp(max=self.max_run - 1)
+        starts_document = self.tail_carry[self.batch_idx[:, 0], first_forgotten, 0] == 0
+        self.ended.copy_(torch.where(goes_back, starts_document, self.ended))
+        longest = self.max_run - 1
+        if self.tail_len.device.type == 'cpu':  # on a GPU to look at a length would mean to wait
+            longest = int((self.tail_len * goes_back).max())
+        again = torch.arange(longest, device=self.tail_len.device) < self.tail_len[:, None]
+        self.advance(self.tail_u[:, :longest], self.tail_carry[:, :longest], again & goes_back[:, None])

@@ -1,13 +1,15 @@
-"""What a GPN's state and memory hold, from a trained run (GPN paper, section 7), and whether it matters (which the paper left open).
+"""What a GPN's state and memory hold, from a trained run (GPN paper, section 7), and whether it matters (which the
+paper left open).
 
     python -m analysis.gpn_state RUN --out=NAME
 
-Writes NAME.csv (every number: part, name, x, value) and NAME.png, and prints a summary: the geometry of the predicted states, their
-mean direction read as tokens, how long state and memory heads remember; then validation perplexity with the mean direction taken out
-of the decoded, or of the carried state, and with the memory's slow or fast heads emptied.
+Writes NAME.csv (every number: part, name, x, value) and NAME.png, and prints a summary: the geometry of the predicted
+states, their mean direction read as tokens, how long state and memory heads remember; then validation perplexity with
+the mean direction taken out of the decoded, or of the carried state, and with the memory's slow or fast heads emptied.
 """
 import csv
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
@@ -20,6 +22,7 @@ from common.runs import load_run
 from common.settings import check_ranges, load_settings
 from data import open_data
 from data.tokenizers import load_tokenizer
+from model_gpn import start_documents
 
 
 @dataclass
@@ -33,28 +36,40 @@ class Settings:
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
 
 
+@contextmanager
+def empty_heads(model, heads):
+    """Memory heads that stay empty, whatever is written to them."""
+    hook = None
+    if heads:
+        index = torch.tensor(heads, device=model.fuse.weight.device)
+        hook = model.write.register_forward_hook(lambda module, inputs, memory: memory.index_fill(1, index, 0))
+    try:
+        yield
+    finally:
+        if hook:
+            hook.remove()
+
+
 @torch.no_grad()
 def walk(model, idx, without=None, carried=False, heads_off=()):
     """Runs windows idx (B, T) -> predicted states (B, T, C) and the memory's log decays (B, T, H), H = 0 without one.
 
-    without (C,): a direction taken out of the states, of those that are carried on too if carried; heads_off: heads kept empty.
+    without (C,): a direction taken out of the states, of those that are carried on too if carried; heads_off: memory
+    heads that stay empty.
     """
     c, (B, T) = model.config, idx.shape
-    u, states, decays = model._fused(idx), [], []
-    s = g = u.new_zeros(B, c.n_embd)
-    memory = u.new_zeros(B, c.n_head, c.d_k, c.d_v) if c.n_head else None
-    for t in range(T):
-        if t and c.eos_id is not None:
-            go_on = (idx[:, t - 1] != c.eos_id)[:, None]
-            s, g, memory = s * go_on, g * go_on, memory if memory is None else memory * go_on[..., None, None]
-        predicted, g, memory = model.step(u[:, t], s, g, memory, list(heads_off))
-        s = predicted
-        if without is not None:
-            predicted = predicted - (predicted @ without).unsqueeze(-1) * without
-            s = predicted if carried else s
-        states.append(predicted)
-        if memory is not None:
-            decays.append(model.write.log_decay(model.write.norm(g)))
+    u, states, decays = model.ground_input(idx), [], []
+    state = model.first_state(B, u.device)
+    with empty_heads(model, list(heads_off)):
+        for t in range(T):
+            if t and c.eos_id is not None:
+                state = start_documents(state, (idx[:, t - 1] != c.eos_id).unsqueeze(-1))
+            s, g, memory = model.step(u[:, t], *state)
+            predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without
+            state = predicted if carried else s, g, memory
+            states.append(predicted)
+            if c.n_head:
+                decays.append(model.write.log_decay(g))
     return torch.stack(states, 1), torch.stack(decays, 1) if decays else u.new_zeros(B, T, 0)
 
 
@@ -67,10 +82,19 @@ def geometry(x):
     share = variance.cumsum(0) / variance.sum()
     correlation = (centred.T @ centred / (len(x) - 1)) / (deviation[:, None] * deviation).clamp(min=1e-12)
     off = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)].abs()
-    numbers = {'magnitude': norms.mean(), 'magnitude deviation': norms.std(), 'mean magnitude': x.mean(0).norm(), 'deviation min': deviation.min(),
-               'deviation max': deviation.max(), 'dead dimensions': (deviation < 1e-3 * deviation.median()).sum(), 'correlation mean': off.mean(),
-               'correlation max': off.max(), 'components 90%': (share < 0.9).sum() + 1, 'components 99%': (share < 0.99).sum() + 1,
-               'stable rank': variance.sum() / variance[0], 'participation ratio': variance.sum() ** 2 / variance.square().sum()}
+    numbers = {
+        'magnitude': norms.mean(),
+        'magnitude deviation': norms.std(),
+        'mean magnitude': x.mean(0).norm(),
+        'deviation min': deviation.min(),
+        'deviation max': deviation.max(),
+        'dead dimensions': (deviation < 1e-3 * deviation.median()).sum(),
+        'correlation mean': off.mean(),
+        'correlation max': off.max(),
+        'components 90%': (share < 0.9).sum() + 1,
+        'components 99%': (share < 0.99).sum() + 1,
+        'stable rank': variance.sum() / variance[0],
+        'participation ratio': variance.sum() ** 2 / variance.square().sum()}
     return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share
 
 
@@ -83,13 +107,15 @@ def rank_correlation(a, b):
 
 
 def cosines(states, lags):
-    """Mean cosine of states (B, T, C) with those k later, as they are and with each window's mean taken out: two of (lags,)."""
+    """Mean cosine of states (B, T, C) with those k later, as they are and with each window's mean taken out: two of
+    (lags,)."""
     return [torch.stack([F.cosine_similarity(x[:, :x.shape[1] - k], x[:, k:], dim=-1).mean() for k in lags])
             for x in (states, states - states.mean(1, keepdim=True))]
 
 
 def retention(log_decay, lags):
-    """What is left after k steps of what a head held: mean over places of the product of decays. (B, T, H) -> (H, lags)."""
+    """What is left after k steps of what a head held: mean over places of the product of decays. (B, T, H) -> (H,
+    lags)."""
     total = F.pad(log_decay.double().cumsum(1), (0, 0, 1, 0))
     return torch.stack([(total[:, k:] - total[:, :total.shape[1] - k]).exp().mean((0, 1)) for k in lags], 1)
 
@@ -119,7 +145,7 @@ def perplexity(model, batches, **edits):
     total = count = 0
     for idx, targets in batches:
         targets = targets if model.config.eos_id is None else targets.masked_fill(idx == model.config.eos_id, -1)
-        logits = model.head(model._decoded(walk(model, idx, **edits)[0]))
+        logits = model.head(model.head_input(walk(model, idx, **edits)[0]))
         total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum').double()
         count += (targets >= 0).sum()
     return float((total / count).exp())
@@ -137,20 +163,22 @@ def measure(model, batches, unigram, show):
     rows += [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
 
     mean = states.mean((0, 1))
-    read = lambda s: model._logits(model._decoded(s))[:n_ids]
-    embedding = model.embed.weight[:n_ids].mean(0)
-    tops = [[show(i) for i in scores[:n_ids].topk(min(10, n_ids)).indices.tolist()] for scores in (read(mean), model.head(embedding))]
+    mean_logits, embedding = model.head(model.head_input(mean))[:n_ids], model.embed.weight[:n_ids].mean(0)
+    tops = [[show(i) for i in scores.topk(min(10, n_ids)).indices.tolist()]
+            for scores in (mean_logits, model.head(embedding)[:n_ids])]
     directions = F.normalize(torch.stack([s.mean((0, 1)) for s, _ in walked]), dim=-1)
     pairs = (directions @ directions.T)[~torch.eye(len(directions), dtype=torch.bool, device=mean.device)]
     rows += [('mean direction', 'tokens', i, token) for i, token in enumerate(tops[0])]
-    rows += [('mean direction', 'rank correlation with the unigram', '', rank_correlation(read(mean), unigram[:n_ids])),
-             ('mean direction', 'tokens shared with the mean embedding', '', len(set(tops[0]) & set(tops[1]))),
-             ('mean direction', 'cosine with the mean embedding', '', float(F.cosine_similarity(model._decoded(mean), embedding, 0)))]
+    numbers = {'rank correlation with the unigram': rank_correlation(mean_logits, unigram[:n_ids]),
+               'tokens shared with the mean embedding': len(set(tops[0]) & set(tops[1])),
+               'cosine with the mean embedding': float(F.cosine_similarity(model.head_input(mean), embedding, 0))}
     if len(pairs):
-        rows += [('mean direction', 'cosine between batches', '', float(pairs.mean()))]
+        numbers['cosine between batches'] = float(pairs.mean())
+    rows += [('mean direction', name, '', v) for name, v in numbers.items()]
     steps = [t for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
     running = states.cumsum(1).mean(0)
-    rows += [('running mean', 'cosine with the mean', t, float(F.cosine_similarity(running[t - 1], mean, 0))) for t in steps]
+    for t in steps:
+        rows.append(('running mean', 'cosine with the mean', t, float(F.cosine_similarity(running[t - 1], mean, 0))))
 
     lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if k < T})
     for name, values in zip(('raw', 'centred'), cosines(states, lags)):
@@ -174,8 +202,10 @@ def plot(rows, path):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout='constrained')
-    panels = [('deviation', 'deviation of each dimension, sorted', 'linear'), ('variance', 'variance of the first components', 'linear'),
-              ('running mean', "the running mean's cosine with the mean", 'log'), ('cosine', 'cosine of states against lag', 'log'),
+    panels = [('deviation', 'deviation of each dimension, sorted', 'linear'),
+              ('variance', 'variance of the first components', 'linear'),
+              ('running mean', "the running mean's cosine with the mean", 'log'),
+              ('cosine', 'cosine of states against lag', 'log'),
               ('retention', 'retention of each memory head against lag', 'log')]
     for ax, (part, title, scale) in zip(axes.flat, panels):
         for name in dict.fromkeys(r[1] for r in rows if r[0] == part):
@@ -202,10 +232,14 @@ def main():
         if record['model'] != 'gpn':
             raise UserError(f'{runs[0]} is a run of model_{record["model"]}: expected one of model_gpn')
         data, T = open_data(s.data or record['settings']['data']), s.block_size or record['settings']['block_size']
-        if data.n_windows('val', T) < s.batches * s.batch_size:
-            raise UserError(f'{data.folder} has {data.n_windows("val", T)} validation windows of {T} tokens, {s.batches} batches of {s.batch_size} '
-                            'are asked for: lower batches, batch_size or block_size')
-        batches = [[x.to(device) for x in data.val_batch(range(i * s.batch_size, (i + 1) * s.batch_size), T)] for i in range(s.batches)]
+        n_windows = data.n_windows('val', T)
+        if n_windows < s.batches * s.batch_size:
+            raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, {s.batches} batches of '
+                            f'{s.batch_size} are asked for: lower batches, batch_size or block_size')
+        batches = []
+        for i in range(s.batches):
+            windows = range(i * s.batch_size, (i + 1) * s.batch_size)
+            batches.append([x.to(device) for x in data.val_batch(windows, T)])
         counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens']))
         unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
         tokenizer = load_tokenizer(record['data']['tokenizer'])
@@ -215,7 +249,8 @@ def main():
         plot(rows, f'{s.out}.png')
         for part, name, x, value in rows:
             if part in ('geometry', 'mean direction', 'half-life', 'perplexity'):
-                print(f'{part}: {name}{"" if x == "" else f" {x}"} {value if isinstance(value, str) else f"{value:.4g}"}')
+                shown = value if isinstance(value, str) else f'{value:.4g}'
+                print(f'{part}: {name}{"" if x == "" else f" {x}"} {shown}')
         print(f'written to {s.out}.png and {s.out}.csv')
 
 

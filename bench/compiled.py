@@ -27,7 +27,8 @@ TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', t
 KERNELS = {(module, name): getattr(module, name) for module, names in (
     (K, ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel', '_combine_kernel')),
     (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')),
-    (scan, ('_gate_kernel', '_gate_gradient_kernel', '_glu_kernel', '_glu_gradient_kernel', '_heads_kernel', '_heads_gradient_kernel')))
+    (scan, ('_gated_add_norm_kernel', '_gated_add_norm_backward_kernel', '_glu_kernel', '_glu_backward_kernel',
+            '_memory_inputs_kernel', '_memory_inputs_backward_kernel')))
     for name in names}
 PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
     'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0), 'two streams, rho asks': (1, 2, 1)}
@@ -129,29 +130,36 @@ def build(variant):
     return rows
 
 
-def build_gpn(documents, C, n_ffn, H, K_, D, dtype):
+def build_gpn(documents, C, n_ffn, H, d_k, d_v, dtype):
+    """Rows of the kernels of GPN's step, forward and backward, at these sizes."""
     B, S, rows = 2, 32, []
-    described = {'pattern': 'gpn', 'documents': documents, 'run': S, 'head': f'{K_} x {D}', 'dtype': TYPES[dtype]}
+    described = {'pattern': 'gpn', 'documents': documents, 'run': S, 'head': f'{d_k} x {d_v}', 'dtype': TYPES[dtype]}
     for (module, name), kernel in KERNELS.items():
         setattr(module, name, Recorder(kernel, rows, described))
     K.KERNELS_ON_CPU = True  # and on the tensors here, which are nowhere
-    empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device='meta')
-    x, z = empty(B, C), empty(B, C + H * (2 * K_ + D + 2) + 2 * n_ffn + H * D, dtype=dtype)
-    opening, memory_in, glu_in = z.split([C, H * (2 * K_ + D + 2), 2 * n_ffn + H * D], -1)
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device='meta')
+
+    widths = [C, H * (2 * d_k + d_v + 2), 2 * n_ffn + H * d_v]
+    x = empty(B, C)
+    gate_in, memory_in, glu_in = empty(B, sum(widths), dtype=dtype).split(widths, -1)
     for add in (x, x.to(dtype)):
-        scan.gate(opening, x, add, 1e-3, dtype)
-    scan.gate_gradient(x.to(dtype), x, x[:, :1], x, x)
-    for answer in (empty(B, H * D), None):
-        part = glu_in if answer is not None else glu_in[:, :2 * n_ffn]
-        y = scan.glu(part, answer, 1e-3, dtype)
-        scan.glu_gradient(y, part, answer, 1e-3, part, y)
-    memory, k, v, scalars, keep = empty(B, H, K_, D), empty(S, B, H, K_), empty(S, B, H, D), empty(S, B, H), empty(S, B, 1) if documents else None
+        scan.gated_add_norm(gate_in, x, add, 1e-3, dtype)
+    scan.gated_add_norm_backward(x.to(dtype), x, x[:, :1], x, x)
+    for memory_read in (empty(B, H * d_v), None):
+        part = glu_in if memory_read is not None else glu_in[:, :2 * n_ffn]
+        y = scan.glu(part, memory_read, 1e-3, dtype)
+        scan.glu_backward(y, part, memory_read, 1e-3, part, y)
+    memory, k, v, scalars = empty(B, H, d_k, d_v), empty(S, B, H, d_k), empty(S, B, H, d_v), empty(S, B, H)
+    carry_mask = empty(S, B, 1) if documents else None
+    first = carry_mask if carry_mask is None else carry_mask[0]
     for rate in (empty(H), None):
-        scan.heads(memory_in if rate is not None else memory_in[:, :H * K_], rate, H, K_, 1e-6)
-        scan.heads_gradient(memory_in, rate, 1e-6, memory_in, k[0], k[0], v[0], scalars[0], scalars[0])
-    delta_rule.delta_step(memory, k[0], v[0], scalars[0], scalars[0], k[0], keep if keep is None else keep[0])
-    delta_rule.delta_replay(memory, k, v, scalars, scalars, keep)
-    delta_rule.delta_step_backward(memory, memory, k[0], v[0], scalars[0], scalars[0], k[0], v[0], keep if keep is None else keep[0])
+        scan.memory_inputs(memory_in if rate is not None else memory_in[:, :H * d_k], rate, H, d_k, 1e-6)
+        scan.memory_inputs_backward(memory_in, rate, 1e-6, memory_in, k[0], k[0], v[0], scalars[0], scalars[0])
+    delta_rule.delta_step(memory, k[0], v[0], scalars[0], scalars[0], k[0], first)
+    delta_rule.delta_replay(memory, k, v, scalars, scalars, carry_mask)
+    delta_rule.delta_step_backward(memory, memory, k[0], v[0], scalars[0], scalars[0], k[0], v[0], first)
     return rows
 
 

@@ -1,128 +1,194 @@
-"""A training step of GPN, forward and backward: the scan beside the plain loop with autograd, and beside a jitted JAX lax.scan.
+"""A training step of GPN, forward and backward: the scan beside the loop, and beside a jitted JAX lax.scan.
 
-    python -m bench.gpn           on CPU: batch 8, T 256, width 256; on a GPU: the paper's 129M, with the bandwidth it would take at best
+    python -m bench.gpn           on CPU: batch 8, T 256, width 256, and config/gpn_quick.py
+                                  on a GPU: the paper's 129M, with the bandwidth it would take at best
     python -m bench.gpn --jax     JAX too, which it installs (pip install jax) if it is not there
+    python -m bench.gpn --toy     everything at a size of seconds, and no results written
 
-'eager' is the scan in PyTorch's operators, 'compiled' with its steps in C (scans/gpn.c). 'jax' has the embedding and the head outside
-the lax.scan, 'jax as the authors' in it. All sides in fp32, in one process, with train.py's allocator settings; JAX takes all cores unless
-the process is bound to some (taskset).
+'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c). 'plain' is autograd through every
+step; 'loop' is what scan = 'loop' gives, which takes the steps of a segment again in the backward. 'jax' has the
+embedding and the head outside the lax.scan, 'jax as the authors' in it. All sides in fp32, in one process, with
+train.py's allocator settings; JAX takes all cores unless the process is bound to some (taskset). Memory is measured in
+a process for each side.
 """
+import functools
 import importlib.util
-import resource
+import multiprocessing
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-import attn_kernels
 import model_gpn
 import train
-from bench import alternate, write_results
-from common import machine
-from scans import gpn as scan
+from attn_kernels import import_scan
+from bench import alternate, resident, write_results
+from common import machine, settings
 
+scan = import_scan('gpn')
 SHAPE = dict(n_embd=256, d_emb=128, n_head=4, d_k=32, d_v=64, n_ffn=683, vocab_size=1000, n_ids=1000)
+TOY = dict(n_embd=32, d_emb=16, n_head=2, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=64)
 BANDWIDTH = {'H100': 3.35e12, 'H200': 4.8e12}  # bytes/s, the vendor's data sheets
 
 
-def make_step(model, states, tokens):
-    """A function that takes loss and gradients once, by `states(idx)` -> (B, T, C), and returns the loss."""
-    def step():
-        model.zero_grad()
-        h = model._decoded(states(tokens[0]))
-        loss = attn_kernels.linear_cross_entropy(h.flatten(0, 1), model.head.weight, tokens[1].flatten())
-        loss.backward()
-        return loss.item()
-    return step
-
-
-def compiled(states, on):
-    def run(idx):
-        scan.COMPILE = on
-        return states(idx)
-    return run
-
-
-def without_graphs(step):
-    def run():
-        scan.GRAPHS = False
-        loss = step()
-        scan.GRAPHS = True
-        return loss
-    return run
-
-
-def make_model(B, T, **values):
+def make_model(B, T, form='fast', **values):
+    """A model in one of its forms and tokens (2, B, T), inputs and targets."""
     torch.manual_seed(0)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    model = model_gpn.Model(model_gpn.Config(**values)).to(device)
+    model = model_gpn.Model(model_gpn.Config(scan=form, **values)).to(device)
     for p in model.parameters():  # no zeros, so that no gradient is
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.03)
     return model, torch.randint(0, model.config.n_ids, (2, B, T), device=device)
 
 
-def on_cpu(with_jax):
-    if not scan.GPNInC.serves(torch.device('cpu'), torch.float32):
+def training_step(model, tokens):
+    """Loss and gradients once; the loss."""
+    model.zero_grad()
+    loss = model(*tokens)['loss']
+    loss.backward()
+    return loss.item()
+
+
+class PlainLoop(model_gpn.Model):
+    """Autograd through every step: what the loop does without segments that are taken again."""
+
+    def loop(self, u, carry_mask=None, compiled=False):
+        state, states = self.first_state(len(u), u.device), []
+        for t in range(u.shape[1]):
+            state = self.step(u[:, t], *state)
+            states.append(state[0])
+        return torch.stack(states, 1)
+
+
+def with_switch(name, on, step):
+    """step() with scans.gpn's USE_C or USE_GRAPHS set."""
+    def run():
+        before = getattr(scan, name)
+        setattr(scan, name, on)
+        loss = step()
+        setattr(scan, name, before)
+        return loss
+    return run
+
+
+def sides_on_cpu(B, T, with_jax, **values):
+    """{side: function that takes a training step and returns its loss}."""
+    fast, tokens = make_model(B, T, **values)
+    loop, plain = (make_model(B, T, 'loop', **values)[0] for _ in range(2))
+    plain.__class__ = PlainLoop
+    step = functools.partial(training_step, fast, tokens)
+    sides = {'plain': functools.partial(training_step, plain, tokens),
+             'loop': functools.partial(training_step, loop, tokens),
+             'operators': with_switch('USE_C', False, step), 'c': with_switch('USE_C', True, step)}
+    if with_jax:
+        sides |= {'jax': jax_step(fast, tokens, False), 'jax as the authors': jax_step(fast, tokens, True)}
+    return sides
+
+
+def on_cpu(with_jax, toy):
+    if not scan.StepsInC.serves(torch.device('cpu'), torch.float32):
         sys.exit('bench.gpn: no C compiler (cc, or CC in the environment) to build the steps with: install one')
     machine.start_processes(train.Settings())
-    rows = [{'what': 'memory at T 2048', **memory(T=2048)}]
+    B, T, shape = (2, 16, TOY) if toy else (8, 256, SHAPE)
+    rows = [memory_of_the_scan(B, 32 if toy else 2048, shape, toy), loop_as_users_get_it(B, T, toy)]
     for n_layer in (1, 2):
-        model, tokens = make_model(8, 256, n_layer=n_layer, **SHAPE)
-        sides = {'loop': model.loop, 'eager': compiled(model.states, False), 'compiled': compiled(model.states, True)}
-        steps = {name: make_step(model, states, tokens) for name, states in sides.items()}
-        if with_jax and n_layer == 1:
-            steps |= {'jax': jax_step(model, tokens, False), 'jax as the authors': jax_step(model, tokens, True)}
-        losses = [step() for step in steps.values()]
+        sides = sides_on_cpu(B, T, with_jax and n_layer == 1, n_layer=n_layer, **shape)
+        losses = [step() for step in sides.values()]
         assert max(losses) - min(losses) < 1e-4, losses
-        seconds = alternate(steps, rounds=7)
-        for rival in [name for name in seconds if name not in ('eager', 'compiled')]:
-            rows.append({'what': f'{rival} over the scan', 'n_layer': n_layer, 'loss': round(losses[0], 5)}
-                        | {name: round(seconds[rival] / seconds[name], 2) for name in ('eager', 'compiled')}
-                        | {f'{name}_ms': round(1e3 * seconds[name], 1) for name in ('eager', 'compiled', rival)})
-    write_results('gpn', rows)
+        seconds = alternate(sides, rounds=1 if toy else 7, warmup=0 if toy else 2)
+        for rival in [name for name in seconds if name not in ('operators', 'c')]:
+            row = {'what': f'{rival} over the scan', 'n_layer': n_layer, 'loss': round(losses[0], 5)}
+            row |= {name: round(seconds[rival] / seconds[name], 2) for name in ('operators', 'c')}
+            rows.append(row | {f'{name}_ms': round(1e3 * seconds[name], 1) for name in ('operators', 'c', rival)})
+    return rows
 
 
-def memory(T):
-    """MB that the scan keeps for the backward, that the process grew by in a step, and that M at every step would be."""
-    model, tokens = make_model(8, T, **SHAPE)
-    c, step = model.config, make_step(model, model.states, tokens)
-    make_step(model, model.states, tokens[:, :, :64])()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step()
-    kept = scan._scan_outputs(torch.empty(T, 8, c.n_embd, device='meta'), scan.Sizes.of(c), torch.float32, c.segment_len, T, True)
-    return {'kept_mb': round(sum(x.nbytes for x in kept) / 1e6, 1),
-            'peak_growth_mb': round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3, 1),
-            'memory_at_every_step_mb': round(4 * T * 8 * c.n_head * c.d_k * c.d_v / 1e6, 1)}
+def memory_of_the_scan(B, T, shape, toy):
+    """MB that the scan holds for the backward, that a process grows by in a step, and that M at every step would be."""
+    model, _ = make_model(B, 1, **shape)
+    c, held = model.config, {}
+
+    def pack(x):
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        scan.scan_window(model, torch.zeros(B, T, c.n_embd, requires_grad=True))
+    return {'what': f'memory at T {T}', 'held_mb': round(sum(held.values()) / 1e6, 1),
+            'peak_growth_mb': peak_growth_mb(B, T, 'fast', shape, toy),
+            'memory_at_every_step_mb': round(4 * T * B * c.n_head * c.d_k * c.d_v / 1e6, 1)}
 
 
-def on_gpu():
+def peak_growth_mb(B, T, form, shape, toy):
+    """MB that a process of its own (toy: this one) grows by at most in training steps, after one on few tokens."""
+    if toy:
+        return _peak_growth_mb(B, T, form, shape)
+    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+        return pool.submit(_peak_growth_mb, B, T, form, shape).result()
+
+
+def _peak_growth_mb(B, T, form, shape):
+    machine.start_processes(train.Settings())
+    model, tokens = make_model(B, T, form, **shape)
+    training_step(model, tokens[:, :, :8])
+    before = resident()['held']
+    for _ in range(2):
+        training_step(model, tokens)
+    return round((resident()['peak'] - before) / 1e6, 1)
+
+
+def loop_as_users_get_it(B, T, toy):
+    """scan = 'loop' over scan = 'fast' at config/gpn_quick.py's shape: time of a step and peak memory."""
+    values = settings.read_config_file('config/gpn_quick.py')
+    shape = {name: values[name] for name in ('n_layer', 'n_head', 'n_embd', 'd_emb', 'd_k', 'd_v')}
+    shape |= dict(vocab_size=320, n_ids=257)  # bytes
+    if toy:
+        shape = TOY
+    else:
+        B, T = values['batch_size'], values['block_size']
+    models = {form: make_model(B, T, form, **shape) for form in ('loop', 'fast')}
+    sides = {form: functools.partial(training_step, *pair) for form, pair in models.items()}
+    seconds = alternate(sides, rounds=1 if toy else 7, warmup=0 if toy else 2)
+    row = {'what': "scan = 'loop' over 'fast' at config/gpn_quick.py"}
+    row['times'] = round(seconds['loop'] / seconds['fast'], 2)
+    for form in sides:
+        row[f'{form}_ms'] = round(1e3 * seconds[form], 1)
+        row[f'{form}_peak_growth_mb'] = peak_growth_mb(B, T, form, shape, toy)
+    return row
+
+
+def on_gpu(toy):
     rows = []
-    for B, T, with_loop in ((4, 256, True), (128, 2048, False)):
+    for B, T, with_loop in ((2, 16, True),) if toy else ((4, 256, True), (128, 2048, False)):
         torch.cuda.reset_peak_memory_stats()
-        model, tokens = make_model(B, T)
+        values = TOY if toy else {}
+        fast = make_model(B, T, **values)
         with torch.autocast('cuda', torch.bfloat16):
-            steps = {'scan': make_step(model, model.states, tokens)}
-            steps['without graphs'] = without_graphs(steps['scan'])
+            step = functools.partial(training_step, *fast)
+            sides = {'scan': step, 'without graphs': with_switch('USE_GRAPHS', False, step)}
             if with_loop:
-                steps['loop'] = make_step(model, model.loop, tokens)
-            steps['scan']()
+                sides['loop'] = functools.partial(training_step, *make_model(B, T, 'loop', **values))
+            sides['scan']()
             peak = torch.cuda.max_memory_allocated()  # before the other sides run
-            seconds = alternate(steps, rounds=3, warmup=1)
-        c, bandwidth = model.config, next((x for name, x in BANDWIDTH.items() if name in torch.cuda.get_device_name()), 3.35e12)
-        moved = 2 * sum(w.numel() for w in model._folded()) + 4 * B * c.n_head * c.d_k * c.d_v  # weights and M, once
+            seconds = alternate(sides, rounds=3, warmup=1)
+        c, name = fast[0].config, torch.cuda.get_device_name()
+        bandwidth = next((x for gpu, x in BANDWIDTH.items() if gpu in name), 3.35e12)
+        moved = 2 * sum(w.numel() for w in scan.fold(fast[0])) + 4 * B * c.n_head * c.d_k * c.d_v  # weights and M, once
         rows.append({'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']),
                      'of_bandwidth_bound': round(2 * T * moved / bandwidth / seconds['scan'], 3),
                      'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
                      'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
                      'peak_gb': round(peak / 1e9, 1)})
-    write_results('gpn', rows)
+    return rows
 
 
 def jax_step(model, tokens, official):
     """The same loss and gradients by JAX, jitted: lax.scan over the paper's equations, weights as in `model`.
 
-    official: embedding, head and loss in each step of the scan, as the authors have them; else before and after it, for all at once.
+    official: embedding, head and loss in each step of the scan, as the authors have them; else before and after it, for
+    all at once.
     """
     if importlib.util.find_spec('jax') is None:
         subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', 'jax'], check=True)
@@ -133,11 +199,18 @@ def jax_step(model, tokens, official):
     weights = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
 
     def loss(w):
-        rms = lambda x, name: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + c.norm_eps) * w[name + '.weight']
-        linear = lambda x, name: x @ w[name + '.weight'].T + w.get(name + '.bias', 0)
-        unit = lambda x: (x := jax.nn.relu(x).reshape(-1, H, c.d_k)) * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-12)
+        def rms(x, name):
+            return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + c.norm_eps) * w[name + '.weight']
 
-        embed = lambda idx: linear(rms(w['embed.weight'][idx], 'embed_norm'), 'fuse')
+        def linear(x, name):
+            return x @ w[name + '.weight'].T + w.get(name + '.bias', 0)
+
+        def unit(x):
+            x = jax.nn.relu(x).reshape(-1, H, c.d_k)
+            return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-12)
+
+        def embed(idx):
+            return linear(rms(w['embed.weight'][idx], 'embed_norm'), 'fuse')
 
         def nll(s, targets):
             logits = linear(rms(s, 'norm'), 'decode') @ w['embed.weight'].T
@@ -150,16 +223,18 @@ def jax_step(model, tokens, official):
             n = rms(g, 'write.norm')
             k, v = unit(linear(rms(last, 'write.norm'), 'write.key')), linear(n, 'write.value').reshape(-1, H, c.d_v)
             beta = sigmoid(linear(n, 'write.beta'))[..., None, None]
-            decay = jnp.exp(-jnp.exp(w['write.log_rate']) * jax.nn.softplus(linear(n, 'write.decay') + w['write.dt_bias']))[..., None, None]
+            rate = jax.nn.softplus(linear(n, 'write.decay') + w['write.dt_bias'])
+            decay = jnp.exp(-jnp.exp(w['write.log_rate']) * rate)[..., None, None]
             M = decay * M + beta * jnp.einsum('bhk,bhd->bhkd', k, v - jnp.einsum('bhkd,bhk->bhd', M, k))
             s = g
             for i in range(c.n_layer):
                 name = f'layers.{i}.'
                 gate, up = jnp.split(linear(rms(s, name + 'ffn_norm'), name + 'gate_up'), 2, -1)
                 n = rms(s, name + 'read_norm')
-                answer = jnp.einsum('bhkd,bhk->bhd', M, unit(linear(n, name + 'query'))).reshape(len(s), -1)
-                s = (sigmoid(linear(rms(s, name + 'gate_norm'), name + 'gate')) * s + linear(silu(gate) * up, name + 'ffn_out')
-                     + linear(silu(linear(n, name + 'read_gate')) * rms(answer, name + 'answer_norm'), name + 'read_out'))
+                read = jnp.einsum('bhkd,bhk->bhd', M, unit(linear(n, name + 'query'))).reshape(len(s), -1)
+                gated_read = silu(linear(n, name + 'read_gate')) * rms(read, name + 'answer_norm')
+                s = (sigmoid(linear(rms(s, name + 'gate_norm'), name + 'gate')) * s
+                     + linear(silu(gate) * up, name + 'ffn_out') + linear(gated_read, name + 'read_out'))
             return (s, g, M), nll(s, inputs[1]) if official else s
 
         B, inputs = idx.shape[1], (idx, targets) if official else embed(idx)
@@ -171,7 +246,20 @@ def jax_step(model, tokens, official):
     return lambda: float(jax.block_until_ready(run(weights))[0])
 
 
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if not set(argv) <= {'--jax', '--toy'}:
+        sys.exit('python -m bench.gpn [--jax] [--toy]')
+    if scan is None:
+        sys.exit('bench.gpn: there is no folder scans/ here, and so nothing to compare')
+    toy = '--toy' in argv
+    rows = on_gpu(toy) if torch.cuda.is_available() else on_cpu('--jax' in argv, toy)
+    if toy:
+        print(*rows, sep='\n')
+    else:
+        write_results('gpn', rows)
+    return rows
+
+
 if __name__ == '__main__':
-    if sys.argv[1:] not in ([], ['--jax']):
-        sys.exit('python -m bench.gpn [--jax]')
-    on_gpu() if torch.cuda.is_available() else on_cpu('--jax' in sys.argv)
+    main()

@@ -20,6 +20,7 @@ import attn_kernels  # noqa: E402
 from data import write_data  # noqa: E402
 from data.tokenizers import load_tokenizer
 
+attn_kernels.import_scan('gpn')  # and its kernels
 os.environ.pop('TRITON_INTERPRET', None)
 attn_kernels.KERNELS_ON_CPU = False
 

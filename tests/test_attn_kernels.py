@@ -1,11 +1,8 @@
 """Every fast form in attn_kernels.py against its reference in float64: values and gradients."""
 import pytest
 import torch
-import torch.nn.functional as F
 
 import attn_kernels as K
-from scans import delta_rule
-from scans import gpn as scan
 
 
 def documents(kind, B, T):
@@ -162,90 +159,3 @@ def test_weighted_linear_cross_entropy_equals_reference(device):
     targets = torch.randint(-1, 320, (600,), device=device)
     want = gradients(lambda h, w: K.linear_cross_entropy_reference(h, w, targets, row_weights.double()), hidden.double(), weight.double())
     assert_close(gradients(lambda h, w: K.linear_cross_entropy(h, w, targets, 300 * 320, row_weights), hidden, weight), want, 2e-5)
-
-
-def delta_rule_equals_its_reference(S, B, H, K_, D, keep, device):
-    """Writes and reads of S steps, and their gradients, beside autograd through the definition in float64."""
-    torch.manual_seed(0)
-    k, q = (F.normalize(torch.randn(S, B, H, K_, device=device).relu(), dim=-1) for _ in range(2))
-    v, to_read = torch.randn(2, S, B, H, D, device=device)
-    log_decay, beta, memory, to_memory = -torch.rand(S, B, H, device=device), torch.rand(S, B, H, device=device), *torch.randn(2, B, H, K_, D, device=device)
-    keep = (torch.rand(S, B, 1, device=device) > 0.3).float() if keep else None
-    at = lambda t: None if keep is None else keep[t]
-
-    exact = [x.double().requires_grad_() for x in (q, k, v, beta, log_decay, memory)]
-    m, reads = exact[5], []
-    for t in range(S):
-        m, read = delta_rule.delta_step_reference(m, *(x[t] for x in exact[1:3]), exact[4][t].exp(), exact[3][t], exact[0][t], None if keep is None else keep[t].double())
-        reads.append(read)
-    (torch.stack(reads) * to_read).sum().add((m * to_memory).sum()).backward()
-
-    decay, now = log_decay.exp(), memory.clone()
-    got = [delta_rule.delta_step(now, k[t], v[t], decay[t], beta[t], q[t], at(t)) for t in range(S)]
-    memories = delta_rule.delta_replay(memory, k, v, decay, beta, keep)
-    assert_close([torch.stack(got), now, memories[-1]], [torch.stack(reads), m, m], 1e-5)
-    grad, grads = to_memory.clone(), []
-    for t in reversed(range(S)):
-        grads.append(delta_rule.delta_step_backward(grad, memories[t], k[t], v[t], decay[t], beta[t], q[t], to_read[t], at(t)))
-    assert_close([torch.stack(x[::-1]) for x in zip(*grads)] + [grad], [x.grad for x in exact], 1e-5)
-
-
-@pytest.mark.parametrize('shape', [(5, 2, 3, 8, 12), (3, 1, 1, 1, 1)])
-@pytest.mark.parametrize('keep', [False, True])
-def test_delta_rule_equals_its_reference(shape, keep):
-    delta_rule_equals_its_reference(*shape, keep, 'cpu')
-
-
-def gpn_pieces_equal_their_definitions(answers, N, C, H, K_, D, dtype, device, tolerance):
-    """`gate`, `glu` and `heads` with their gradients, beside the definitions in float64 and autograd; z are columns of a wider tensor."""
-    torch.manual_seed(0)
-    random = lambda *shape: torch.randn(shape, device=device, dtype=torch.float64).to(dtype)
-    columns = lambda width: random(N, width + 7)[:, 3:width + 3]
-    unit = lambda x, eps: x / (x.square().sum(-1, keepdim=True) + eps ** 2).sqrt()
-    wide = torch.promote_types(dtype, torch.float32)
-
-    def expect(definition, inputs, cotangents):
-        inputs = [x.double().clone().requires_grad_() for x in inputs]
-        outputs = definition(*inputs)
-        return outputs, torch.autograd.grad(outputs, inputs, [x.double() for x in cotangents])
-
-    z, x, add, d, dn = columns(C), random(N, C).to(wide), columns(C), random(N, C).to(wide), random(N, C)
-    want = expect(lambda z, x, add: [y := torch.sigmoid(z) * x + add, unit(y, 0.3)], [z, x, add], [d, d])[0]
-    assert_close(scan.gate(z, x, add, 0.3, dtype), want, tolerance)
-    opened, (n, length) = torch.sigmoid(z.to(wide)), scan.unit(x, 0.3)
-    want = expect(lambda x: [unit(x, 0.3), opened.double() * x], [x], [dn, d])[1]
-    assert_close([scan.gate_gradient(dn, n, 1 / length, d, opened)], want, tolerance)
-
-    n = H * D if answers else 0
-    z, answer, dy, out, y = columns(2 * C + n), random(N, n) if answers else None, random(N, C + n), columns(2 * C + n), random(N, C + n)
-    both = expect(lambda z, *a: [F.silu(z[:, :C + n]) * torch.cat([z[:, C + n:], *(unit(x, 0.3) for x in a)], 1)],
-                  [z] + [answer] * answers, [dy])
-    assert_close([scan.glu(z, answer, 0.3, dtype)], both[0], tolerance)
-    grads = [out, scan.glu_gradient(dy, z, answer, 0.3, out, y)]
-    assert_close([y, *grads[:1 + answers]], [*both[0], *both[1]], tolerance)
-
-    rate, z, out = random(H).to(wide).exp(), columns(H * (2 * K_ + D + 2)), columns(H * (2 * K_ + D + 2))
-    cotangents = [random(N, H, *shape).to(wide) for shape in ((K_,), (K_,), (D,), (), ())]
-
-    def definition(z, rate):
-        q, k, v, beta, decay = z.split([H * K_, H * K_, H * D, H, H], 1)
-        q, k = (unit(x.relu().unflatten(1, (H, K_)), 0.3) for x in (q, k))
-        return [q, k, v.unflatten(1, (H, D)), -rate * F.softplus(decay), torch.sigmoid(beta)]
-
-    (q, k, v, log, beta), (dz, drate) = expect(definition, [z, rate], cotangents)
-    assert_close(scan.heads(z, rate, H, K_, 0.3), [q, k, v, log.exp(), beta], tolerance)
-    dq, dk, dv, dlog, dbeta = cotangents
-    assert_close([scan.heads_gradient(z, rate, 0.3, out, dq, dk, dv, dbeta, dlog).sum(0), out], [drate, dz], tolerance)
-    z, out = z[:, :H * K_], out[:, :H * K_]
-    assert_close(scan.heads(z, None, H, K_, 0.3)[:1], [q], tolerance)
-    scan.heads_gradient(z, None, 0.3, out, dq)
-    assert_close([out], [dz[:, :H * K_]], tolerance)
-
-
-GPN_PIECES = [(True, 3, 20, 2, 8, 12), (False, 1, 1, 1, 1, 1), (True, 5, 70, 3, 33, 130)]
-
-
-@pytest.mark.parametrize('shape', GPN_PIECES)
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_gpn_pieces_equal_their_definitions(shape, dtype, tolerance):
-    gpn_pieces_equal_their_definitions(*shape, dtype, 'cpu', tolerance)

@@ -7,16 +7,8 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from test_attn_kernels import (
-    GPN_PIECES,
-    assert_close,
-    delta_rule_equals_its_reference,
-    documents,
-    gpn_pieces_equal_their_definitions,
-    gradients,
-)
-from test_gpn import decoding_is_the_loop
-from test_models import decode_in_pieces, make, some_tokens
+from test_attn_kernels import assert_close, documents, gradients
+from test_models import decode_in_pieces
 
 import attn_kernels as K
 from bench import make_model
@@ -111,35 +103,6 @@ def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_de
     decode_in_pieces(variant, 0, kernels_device, T=18, max_run=max_run)
 
 
-@pytest.mark.parametrize('shape', [(3, 2, 2, 8, 12), (2, 1, 1, 1, 1), (3, 1, 2, 33, 70)])
-@pytest.mark.parametrize('keep', [False, True])
-def test_delta_kernels_equal_the_reference(shape, keep, kernels_device):
-    delta_rule_equals_its_reference(*shape, keep, kernels_device)
-
-
-@pytest.mark.parametrize('shape', GPN_PIECES)
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_gpn_pieces_on_kernels(shape, dtype, tolerance, kernels_device):
-    gpn_pieces_equal_their_definitions(*shape, dtype, kernels_device, tolerance)
-
-
-@pytest.mark.parametrize('variant', ['gpn', 'gpn, one layer, documents', 'gpn, no memory'])
-def test_gpn_on_its_kernels_equals_the_loop(variant, kernels_device):
-    model, idx = make(variant, kernels_device), some_tokens(2, 9).to(kernels_device)
-
-    def states_and_gradients(states):
-        states = states(idx)
-        weights = [p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))]
-        return states, *torch.autograd.grad(states.square().sum(), weights)
-
-    got = states_and_gradients(model.states)
-    assert_close(got, states_and_gradients(model.double().loop), 1e-4)
-
-
-def test_gpn_decodes_on_its_kernels(kernels_device):
-    decoding_is_the_loop(kernels_device, torch.float32, 1e-3)
-
-
 def test_operators_keep_pytorchs_rules(kernels_device):
     fast, _, (q, k, v) = make_case('sps', 3, 'edges', 17, 16, torch.float32, kernels_device)
     doc_start = K.document_starts(documents('edges', 2, 17), 9).to(kernels_device)
@@ -147,13 +110,10 @@ def test_operators_keep_pytorchs_rules(kernels_device):
     torch.library.opcheck(K._attention_op, (*args, doc_start, [17, 3], 0), test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
 
 
-@pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps', 'gpn'])
+@pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps'])
 def test_models_compile_to_one_graph(name, kernels_device):
-    if name == 'gpn':
-        model, T = make('gpn, one layer, documents', kernels_device), 9
-    else:
-        model, T = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device), 40
-    idx = torch.randint(0, 60, (2, T), device=kernels_device)
+    model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)
+    idx = torch.randint(0, 60, (2, 40), device=kernels_device)
     want = model(idx, idx)['loss']
     got = torch.compile(model, backend='aot_eager', fullgraph=True)(idx, idx)['loss']
     torch.testing.assert_close(got, want)

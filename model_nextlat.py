@@ -1,9 +1,9 @@
 """NextLat ("Next-Latent Prediction Transformers Learn Compact World Models"), with its baselines MTP and JTP.
 
 A Transformer whose final vector h_t is to be a belief state. Besides the next token it is trained so that a small
-network p_psi predicts the next vector h_{t+1} from h_t and the token x_{t+1}. The Transformer itself is unchanged. p_psi
-can be applied to its own result, so the model drafts tokens for itself without running the Transformer, as many as one
-likes.
+network p_psi predicts the next vector h_{t+1} from h_t and the token x_{t+1}. The Transformer itself is unchanged.
+p_psi can be applied to its own result, so the model drafts tokens for itself without running the Transformer, as many
+as one likes.
 
 One `objective` says what is trained beside the next token:
 
@@ -63,7 +63,7 @@ class Config:
     checkpoint_blocks: bool = False  # keep only each block's input for the backward: less memory, a third more compute
     vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 50257  # real token ids; rows from here on are padding
-    eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one endless document
+    eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
 
     def __post_init__(self):
         for name, choices in (('objective', ('ntp', 'nextlat', 'mtp', 'jtp')), ('token_loss', ('kl', 'ce'))):
@@ -107,8 +107,8 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention: over a
-        whole window in training, over a cache in decoding.
+        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention:
+        over a whole window in training, over a cache in decoding.
         """
         B, T, C = h.shape
         qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)
@@ -174,8 +174,8 @@ class Fetch(nn.Module):
 class Cache(KVCache):
     """`KVCache` and what `draft` goes on from.
 
-    MTP's further heads are layers like the others. They are filled, and run, only in a cache for runs of several tokens,
-    as plain decoding needs none.
+    MTP's further heads are layers like the others. They are filled, and run, only in a cache for runs of several
+    tokens, as plain decoding needs none.
     """
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
@@ -254,9 +254,9 @@ class Model(nn.Module):
         The loss is the nll and the other parts times their lambdas: 'next_hidden' and 'kl' (or 'ce') of nextlat,
         'further_tokens' of mtp and jtp. Each part is the mean over i = 1 ... d of a mean over positions.
 
-        With documents on, positions whose input is eos do not count: what follows them is another document. What position
-        s - i predicts for position s counts if both are in one document; on a prompt (target -1 at s) only its Smooth L1
-        does. Raises ValueError for a window that is not longer than the horizon.
+        With documents on, positions whose input is eos do not count: what follows them is another document. What
+        position s - i predicts for position s counts if both are in one document; on a prompt (target -1 at s) only
+        its Smooth L1 does. Raises ValueError for a window that is not longer than the horizon.
         """
         c, T = self.config, idx.shape[1]
         self._check_window(T)
@@ -292,7 +292,8 @@ class Model(nn.Module):
     def _mean_over_horizons(self, predictions, targets, weight):
         """Mean over i of the mean nats of targets[i] (B, T_i), -1 ignored, under softmax(predictions[i] weight^T).
 
-        All i go through the loss in one call: each position weighs 1 / (number of i times the counted positions of its i).
+        All i go through the loss in one call: each position weighs 1 / (number of i times the counted positions of
+        its i).
         """
         row_weights = []
         for target in targets:
@@ -393,9 +394,9 @@ class Model(nn.Module):
         """Drafts n tokens after token (B,), which comes after those in the cache.
 
         pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
-        (B, n, V) that they were drawn from. The Transformer does not run and the cache's tokens stay as they are. Called
-        again with the last drafted token, it goes on from there, until the next `extend`. Each row must have kept a token
-        of the last run. Raises ValueError for more than `longest_draft` or cache.max_run tokens.
+        (B, n, V) that they were drawn from. The Transformer does not run and the cache's tokens stay as they are.
+        Called again with the last drafted token, it goes on from there, until the next `extend`. Each row must have
+        kept a token of the last run. Raises ValueError for more than `longest_draft` or cache.max_run tokens.
         """
         longest = min(self.longest_draft, cache.max_run)
         if cache.drafted + n > longest:

@@ -407,16 +407,15 @@ class Model(nn.Module):
                 at = slice(t, t + 1)
                 z, keys, values = step(e[:, at], z, is_doc_start[:, at], cos[at], sin[at], mask[:, at], keys, values)
                 zs.append(z)
-            return torch.cat(zs, 1), keys, values
+            return torch.cat(zs, 1), z, keys, values
 
         none = e.new_zeros(B, c.n_head, n_keys, c.n_embd // c.n_head)
         z, keys, values = torch.zeros_like(e[:, :1]), [none] * c.n_layer, [none] * c.n_layer
         segments = []
         for start in range(0, T, c.segment_len):
             end = min(start + c.segment_len, T)
-            zs, keys, values = checkpoint(segment, start, end, z, keys, values, use_reentrant=False)
+            zs, z, keys, values = checkpoint(segment, start, end, z, keys, values, use_reentrant=False)
             segments.append(zs)
-            z = zs[:, -1:]
         return torch.cat(segments, 1)
 
     def _step_at(self, e, z, is_doc_start, cos, sin, mask, keys, values):

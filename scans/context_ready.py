@@ -105,6 +105,11 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        with torch.autocast(grad.device.type, enabled=False):
+            return Scan._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx, grad):
         _, (correct, branches), dropout = ctx.saved_tensors, ctx.tapes, ctx.dropout
         ctx.tapes = None  # the loss may live on
         grad = grad.transpose(0, 1).contiguous()

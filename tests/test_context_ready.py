@@ -616,12 +616,12 @@ def test_flops_count_the_unrolls():
 CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
 
 
-def test_drawn_unrolls_do_not_depend_on_micro_batches_and_processes(tiny_data, tmp_path):
-
+@pytest.mark.parametrize('more', [[], ['--bptt=True', '--scan=loop', '--segment_len=8']], ids=['unrolls', 'loop'])
+def test_losses_do_not_depend_on_micro_batches_and_processes(more, tiny_data, tmp_path):
     losses = []
-    args = [a for a in CONTEXT_READY if 'dropout' not in a]
-    for name, more, processes in (('one', [], 1), ('two', ['--micro_batch_size=1'], 2)):
-        result = train_tiny(tiny_data, tmp_path / name, *args, *more, steps=6, processes=processes)
+    args = [a for a in CONTEXT_READY if 'dropout' not in a] + more
+    for name, micro, processes in (('one', [], 1), ('two', ['--micro_batch_size=1'], 2)):
+        result = train_tiny(tiny_data, tmp_path / name, *args, *micro, steps=6, processes=processes)
         assert result.returncode == 0, result.stderr
         losses.append([r['loss'] for r in runs.read_log(tmp_path / name)])
     assert max(abs(a - b) for other in losses[1:] for a, b in zip(losses[0], other)) < 1e-4

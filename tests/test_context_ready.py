@@ -153,6 +153,19 @@ def test_unrolls_and_streaming_are_the_papers(variant, layout):
     assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # where prefill stops
 
 
+@pytest.mark.parametrize('variant', ['add', 'extra_ffn'])
+def test_a_roformer_is_one_unroll_without_a_correction(variant):
+    model, idx = make(variant=variant, K=1, eos_id=EOS, window=3).double(), tokens(T=8)
+    masks = torch.ones(5, 8, 3, 16).double()
+    e, row_start = model.embed.weight[idx], starts(model, idx)
+    z = torch.stack([block_output(model, list(e.unbind(1)), t, row_start, masks) for t in range(8)], 1)
+    if variant == 'extra_ffn':  # one more residual feed-forward net before the final norm
+        z = z + ffn(norm(z, model.extra.norm), model.extra.up, model.extra.down)
+    want = norm(z, model.norm) @ model.head.weight.T
+    assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-8
+    assert abs(model(idx, idx)['loss'] - nll(model, z, idx)) < 1e-8
+
+
 @pytest.mark.parametrize('scan', FORMS)
 @pytest.mark.parametrize('layout', LAYOUTS, ids=str)
 @pytest.mark.parametrize('variant', CORRECTIONS)
@@ -497,6 +510,16 @@ def test_what_comes_before_a_forgotten_run_is_still_there(prefill):
     cache.rollback(torch.tensor([2, 0, 4]))
     got, want = model.extend(idx[:, 10:11], cache)[[0, 2], :60], model.logits(idx)[[0, 2], 10, :60]
     assert (got - want).abs().max() < 1e-4
+
+
+def test_final_hidden_is_what_the_head_multiplies_and_what_a_cache_keeps():
+    model, idx = make(variant='concat', eos_id=EOS), tokens(T=20)
+    h = model.final_hidden(idx)
+    assert torch.allclose(model.head(h)[..., :60], model.logits(idx)[..., :60], atol=1e-5)
+    cache = model.new_cache(3, 20, max_run=4)
+    for t in range(0, 20, 4):
+        model.extend(idx[:, t:t + 4], cache)
+        assert torch.allclose(cache.hidden, h[:, t:t + 4], atol=1e-4)
 
 
 def test_padding_costs_no_unrolls():

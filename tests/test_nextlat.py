@@ -176,6 +176,7 @@ def test_drafts_are_what_the_training_loss_scores(case, documents):
     model.extend(idx[:, :6], cache, torch.tensor([4, 6, 5]))
     run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
     model.extend(run, cache, torch.tensor([3, 3, 2]))
+    model.draft(run[:, 0], cache, 2, lambda logits: (logits.argmax(-1), logits.softmax(-1)))  # forgotten by the rollback, too
     cache.rollback(torch.tensor([1, 0, 1]))
     held = [6, 9, 6]  # the tokens kept of each row; all within one document from here on
     assert cache.lengths.tolist() == held

@@ -248,8 +248,7 @@ class Model(nn.Module):
         return self.embed(idx), is_doc_start, lambda qk: rotate(qk, cos, sin), attend
 
     def states(self, idx):
-        """z of whole windows as training sees them: streamed with bptt, else after this step's unrolls. (B, T) -> (B,
-        T, C)."""
+        """z as training sees it: streamed with bptt, else after this step's unrolls. idx (B, T) -> z (B, T, C)."""
         if self.config.bptt:
             return self.stream(idx, compiled=torch.compiler.is_compiling())
         return self._unrolled_states(idx)
@@ -278,16 +277,15 @@ class Model(nn.Module):
         return self.step(e, z_before, is_doc_start, rotate, attend)
 
     def _checkpointed_unroll(self, *args):
-        """`_unroll`, computed again in the backward. A function of its own: a compiler sees no `checkpoint` outside
-        of one."""
+        """`_unroll`, computed again in the backward."""
+        # a function of its own, as a compiler sees no `checkpoint` outside of one
         return checkpoint(self._unroll, *args, use_reentrant=False)
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token after the last
-        unroll (section 3.2), or streamed.
+        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token.
 
-        With documents on, positions whose input is eos do not count. In training the unrolls are those that
-        `begin_step` drew.
+        Of the last unroll (section 3.2), which in training is the one that `begin_step` drew, or of streaming. With
+        documents on, positions whose input is eos do not count.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -299,13 +297,11 @@ class Model(nn.Module):
         return linear_cross_entropy(self.head_input(z).flatten(0, 1), self.head.weight, targets.flatten())
 
     def begin_step(self, rng):
-        """Draws the unrolls of the next training step from rng, a random.Random that all processes share (section
-        3.2)."""
+        """Draws the unrolls of the next training step (section 3.2). rng: a random.Random, equal on all processes."""
         self.unrolls = rng.randint(self.config.k_min or self.config.K, self.config.K)
 
     def unrolled(self, idx):
-        """Yields (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ... of whole windows idx (B, T), without
-        end."""
+        """Of whole windows idx (B, T), without end: (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ..."""
         e, is_doc_start, rotate, attend = self._prepare(idx)
         yield from self._unrolls(e, torch.zeros_like(e[:, :1]), is_doc_start, rotate, attend)
 
@@ -357,8 +353,10 @@ class Model(nn.Module):
 
     @torch.compiler.disable
     def stream(self, idx, compiled=False):
-        """Algorithm 1 over whole windows, by the form that `choose_scan` chose, without autocast. idx (B, T) -> z (B,
-        T, C)."""
+        """Algorithm 1 over whole windows, in the form that `choose_scan` chose. idx (B, T) -> z (B, T, C).
+
+        In the dtype of the weights: autocast does not reach it. compiled: as in `loop`.
+        """
         if self.scan_report is None or self.scan_report['device'] != idx.device.type:
             self.choose_scan()
         with torch.autocast(idx.device.type, enabled=False):
@@ -385,9 +383,8 @@ class Model(nn.Module):
     def loop(self, idx, compiled=False):
         """Algorithm 1 as it reads, one position after another. idx (B, T) -> z (B, T, C), differentiable.
 
-        The backward computes segment_len positions again at a time: what is kept for it is z, and keys and values
-        between segments. compiled: with the step compiled, which is one graph, as its shapes do not change with the
-        position.
+        The backward computes segment_len positions again at a time; it keeps only z, and keys and values between
+        segments. compiled: compiles the step, which is one graph, as its shapes do not depend on the position.
         """
         c, (B, T) = self.config, idx.shape
         doc_start = document_starts(idx, c.eos_id)
@@ -419,9 +416,11 @@ class Model(nn.Module):
         return torch.cat(segments, 1)
 
     def _step_at(self, e, z, is_doc_start, cos, sin, mask, keys, values):
-        """`step` at one position, after keys and values of the positions before: of each layer (B, H, n_keys, D), the
-        newest last. mask (B, 1, n_keys): which the position sees. Returns z (B, 1, C), and keys and values moved up
-        by one."""
+        """`step` at one position, after keys and values of those before: of each layer (B, H, n_keys, D), newest last.
+
+        mask (B, 1, n_keys): which of them the position sees, once its own are there. Returns z (B, 1, C), and keys and
+        values with its own at the end instead of the oldest.
+        """
         keys, values = list(keys), list(values)
 
         def attend(layer, q, k, v):
@@ -446,8 +445,10 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def logits(self, idx):
-        """Next-token logits at every position, as streaming gives them. idx (B, T) -> (B, T, V); -inf for padding
-        ids."""
+        """Next-token logits at every position, as streaming gives them. idx (B, T) -> (B, T, V).
+
+        -inf for ids that only pad the vocabulary.
+        """
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
@@ -499,8 +500,10 @@ class Model(nn.Module):
         return torch.cat(zs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T, over the mean number of unrolls: 6 a weight used (2
-        forward, 4 backward; 2 in unrolls without a backward), and attention's pairs."""
+        """Matmul FLOPs of training one token in windows of T, for the mean number of unrolls.
+
+        6 a weight used (2 forward, 4 backward), 2 in unrolls without a backward, and attention's pairs.
+        """
         c = self.config
         keys = (T + 1) / 2  # mean over the window's queries
         if c.window is not None and c.window < T - 1:

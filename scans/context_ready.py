@@ -56,6 +56,7 @@ def _parameters(model):
 
 
 def _scan(model, inputs, params):
+    """Every operator launched by Python."""
     e, cos, sin, doc_start, dropout = inputs
     return Scan.apply(model, e, doc_start, dropout, (cos, sin), *params)
 
@@ -133,7 +134,7 @@ class Scan(torch.autograd.Function):
 
 
 class _NormTape:
-    """LayerNorm over positions one after another. buffers (T, B, n)."""
+    """LayerNorm. x (T, B, n) takes its inputs. What comes after it is a product, whose weight `back` is given."""
 
     def __init__(self, norm, x):
         self.norm, self.x = norm, x
@@ -239,18 +240,19 @@ class _AttentionTape:
         return x.as_strided((len(x), 1, min(W, T - t)), (T * W, 1, W - 1), t * W + W - 1)
 
     def step(self, t, x):
-        (B, H, D), attn, first = self.shape, self.attn, max(0, t + 1 - self.W)
+        (B, H, D), attn = self.shape, self.attn
+        first_key = max(0, t + 1 - self.W)
         qkv = torch.addmm(attn.qkv.bias, self.norm.step(t, x), attn.qkv.weight.T).view(B, 3, H, D)
         qk = self._rotate(qkv[:, :2], t, 1)
         for kept, new in ((self.q, qk[:, 0]), (self.k, qk[:, 1]), (self.v, qkv[:, 2])):
             kept.view(B, H, -1, D)[:, :, t] = new
-        scores = self.q[:, t:t + 1] @ self.k[:, first:t + 1].transpose(1, 2)
+        scores = self.q[:, t:t + 1] @ self.k[:, first_key:t + 1].transpose(1, 2)
         if self.doc_start is not None:
-            before = torch.arange(first, t + 1, device=scores.device) < self.doc_start[:, t:t + 1]
+            before = torch.arange(first_key, t + 1, device=scores.device) < self.doc_start[:, t:t + 1]
             scores.view(B, H, -1).masked_fill_(before.unsqueeze(1), -math.inf)
         p = scores.softmax(-1)
-        self.p[:, t:t + 1, first - t - 1:] = p
-        torch.bmm(p, self.v[:, first:t + 1], out=self.mixed[t].view(B * H, 1, D))
+        self.p[:, t:t + 1, first_key - t - 1:] = p
+        torch.bmm(p, self.v[:, first_key:t + 1], out=self.mixed[t].view(B * H, 1, D))
         return torch.addmm(attn.out.bias, self.mixed[t], attn.out.weight.T)
 
     def start_back(self):
@@ -261,17 +263,19 @@ class _AttentionTape:
 
     def back(self, t, grad):
         (B, H, D), attn = self.shape, self.attn
-        first, later = max(0, t + 1 - self.W), slice(t, t + self.W)  # its first key; the queries that see it
+        first_key, queries = max(0, t + 1 - self.W), slice(t, t + self.W)  # that it sees; that see it
         self.grad[t] = grad
         grad_mixed = (grad @ attn.out.weight).view(B * H, 1, D)
         self.grad_mixed[:, t:t + 1] = grad_mixed
-        p = self.p[:, t:t + 1, first - t - 1:]
-        grad_scores = torch._softmax_backward_data(grad_mixed @ self.v[:, first:t + 1].transpose(1, 2), p, -1, p.dtype)
-        self.grad_scores[:, t:t + 1, first - t - 1:] = grad_scores
+        p = self.p[:, t:t + 1, first_key - t - 1:]
+        grad_p = grad_mixed @ self.v[:, first_key:t + 1].transpose(1, 2)
+        grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+        self.grad_scores[:, t:t + 1, first_key - t - 1:] = grad_scores
         out = self.grad_qkv[t].view(B, 3, H, D)
-        parts = grad_scores @ self.k[:, first:t + 1], self._of_key(self.grad_scores, t) @ self.q[:, later]
-        out[:, :2] = self._rotate(torch.cat([x.view(B, 1, H, D) for x in parts], 1), t, -1)
-        out[:, 2] = (self._of_key(self.p, t) @ self.grad_mixed[:, later]).view(B, H, D)
+        grad_q = grad_scores @ self.k[:, first_key:t + 1]
+        grad_k = self._of_key(self.grad_scores, t) @ self.q[:, queries]
+        out[:, :2] = self._rotate(torch.cat([x.view(B, 1, H, D) for x in (grad_q, grad_k)], 1), t, -1)
+        out[:, 2] = (self._of_key(self.p, t) @ self.grad_mixed[:, queries]).view(B, H, D)
         return self.norm.back(t, attn.qkv.weight, self.grad_qkv[t])
 
     def weight_gradients(self):
@@ -288,16 +292,18 @@ class _CorrectionTape:
             self.net = _NormTape(model.correction, torch.empty_like(e))
         else:
             self.net = _FFNTape(model.correction, e)
-        self.later = None  # 0 where a document starts, (T, B, 1)
+        self.z_mask = None  # 0 where a document starts, (T, B, 1)
         if doc_start is not None:
-            self.later = (doc_start != torch.arange(len(e), device=e.device)).T.unsqueeze(-1).to(e.dtype)
+            self.z_mask = (doc_start != torch.arange(len(e), device=e.device)).T.unsqueeze(-1).to(e.dtype)
 
     def step(self, t, z):
-        if self.later is not None:
-            z = z * self.later[t]
+        if self.z_mask is not None:
+            z = z * self.z_mask[t]
         if self.variant == 'concat':
             return self.net.step(t, torch.cat([z, self.e[t]], -1))
-        return self.net.step(t, z if self.variant in ('token_blind', 'block_head') else z + self.e[t])
+        if self.variant in ('token_blind', 'block_head'):
+            return self.net.step(t, z)
+        return self.net.step(t, z + self.e[t])
 
     def start_back(self):
         self.net.start_back()
@@ -314,7 +320,9 @@ class _CorrectionTape:
                 through_z, through_e = grad.chunk(2, -1)
             elif self.variant == 'token_blind':
                 through_e = None
-        return through_z if self.later is None else through_z * self.later[t], through_e
+        if self.z_mask is not None:
+            through_z = through_z * self.z_mask[t]
+        return through_z, through_e
 
     def weight_gradients(self):
         return self.net.weight_gradients()

@@ -290,13 +290,14 @@ def test_an_edit_of_the_equations_has_its_effect_and_says_so(edit, monkeypatch, 
 
 
 @needs_scan
-def test_an_edit_behind_weights_that_start_at_zero_is_seen(monkeypatch):
-    model, idx = make(bptt=True).train(), tokens()
-    for linear in (model.correction.down, *(block.ffn.down for block in model.blocks)):
-        torch.nn.init.zeros_(linear.weight)
-        torch.nn.init.zeros_(linear.bias)
-    monkeypatch.setattr(FFN, 'forward', relu_ffn)
-    model(idx, idx)
+def test_an_edit_that_does_nothing_at_the_first_weights_is_seen(monkeypatch):
+    """Biases start at 0, where their square has neither a value nor a gradient."""
+    plain, idx = Model(Config(**SMALL, bptt=True)).train(), tokens()
+    before = gradients(plain, plain(idx, idx)['loss'])
+    correct = Model.correct
+    monkeypatch.setattr(Model, 'correct', lambda self, *args: correct(self, *args) + self.correction.down.bias.square())
+    model = with_weights(Model(plain.config).train(), plain)
+    assert_same_gradients(gradients(model, model(idx, idx)['loss']), before, 1e-4)
     assert model.scan_report['scan'] == 'loop' and model.scan_report['difference'] > 1e-2
 
 

@@ -1153,8 +1153,9 @@ class KVCache:
             self.ring_positions = torch.full((batch_size, self.ring_slots + 1), nothing, device=device)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
-        # What the head multiplies, of the last run.
+        # What the head multiplies, of the last run, and which of it is each row's last token; -1: all are forgotten.
         self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)
+        self.last = torch.full((batch_size,), -1, device=device)
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, rope_theta)
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
 
@@ -1241,11 +1242,13 @@ class KVCache:
         tail = h if h.shape[1] == tail_idx.shape[1] else h[self.batch_idx, tail_idx]
         self.lengths += place.n_new
         self.hidden[:, :tail.shape[1]] = tail
-        return tail[self.batch_idx[:, 0], place.n_new - 1 - tail_idx[:, 0]]
+        self.last.copy_(place.n_new - 1 - tail_idx[:, 0])
+        return tail[self.batch_idx[:, 0], self.last]
 
     def rollback(self, n):
         """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
         self.lengths -= n
+        self.last -= n
 
 
 class Place:

@@ -1,41 +1,44 @@
 """The Context-Ready Transformer ("The Context-Ready Transformer", arXiv 2606.27538) and its baselines.
 
-A token does not enter the blocks as a raw embedding: a small network first adds a correction made from the block output of the
-position before, which already holds the context. Left to right that is a recurrent network, one pass per token (Algorithm 1). In
-training all positions run at once and the corrections are refined over K unrolls (eq. 5), each from scratch: the fixed point of
-the unrolls is what streaming computes. K = 1 is the plain Transformer, which can be converted later.
+A token does not enter the blocks as a raw embedding. A small network first adds a correction, made from the block
+output of the position before, which already holds the context. Left to right that is a recurrent network, one pass
+per token (Algorithm 1, streaming). In training all positions run at once and the corrections are refined over K
+unrolls (eq. 5), each from scratch; the fixed point of the unrolls is what streaming computes. K = 1 is the plain
+Transformer, which can be converted later.
 
-Read `_correction` and `_blocks` (eq. 1 to 3), then `stream_reference` (Algorithm 1) and `_window` (eq. 5). `extend` is all of
-decoding. `Scan` is exact backpropagation through time, with as few operators per position as we could. Linear layers and LayerNorms
-have biases, but for the head: the paper does not say.
+Read `step` (eq. 1 to 3) and what it calls, then `_unrolled_states` (eq. 5) and `loop` (Algorithm 1, to train by
+backpropagation through time). `extend` is all of decoding. scans/context_ready.py is `loop` with few operators per
+position and a gradient written by hand; it runs where `choose_scan` has shown that both are one function. Linear
+layers and LayerNorms have biases, but for the head: the paper does not say.
 
-    B  batch        T  positions          C  width, n_embd          V  vocabulary rows, padded
-    D  blocks, n_layer (in attention: head size)                    H  heads          K  unrolls
-    e  a token's embedding          z  the block output, h^(D) in eq. 3, before the final norm
-    correction^(k), z^(k)  after k unrolls, correction^(0) = 0; `first` marks a document's first token, before which z is 0
+    B  batch        T  positions        C  width, n_embd        V  vocabulary rows, padded        n  positions of a run
+    H  heads        K  unrolls          D  blocks, n_layer; in the shape of a head, its size C / H
+    e  a token's embedding              z  the block output, h^(D) in eq. 3, before the final norm
+    correction^(k), z^(k)  after k unrolls, with correction^(0) = 0
+    is_doc_start  marks a document's first token, before which z is 0
 """
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import attn_kernels
 from attn_kernels import (
+    KVCache,
     attention,
-    cached_attention,
-    decode_attention,
-    decodes,
     document_starts,
+    import_scan,
     linear_cross_entropy,
     rope_table,
     rotate,
     slot_attention,
-    visible,
 )
-from scans.context_ready import Scan
 
+fast = import_scan('context_ready')  # None without the folder scans/
 VARIANTS = ('add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn')
 
 
@@ -45,13 +48,15 @@ class Config:
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
     n_ffn: int | None = None  # inner width of the feed-forward nets; None: 4 n_embd
-    variant: str = 'add'  # what the correction is made of: add, concat, token_blind, tied, block_head; extra_ffn: Roformer-hFFN, a control without
+    variant: str = 'add'  # correction: add, concat, token_blind, tied, block_head; extra_ffn: Roformer-hFFN, a control
     K: int = 5  # unrolls of a training step, at most; 1: no correction, the plain Transformer (Roformer)
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly; None: always K
     last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only; None: through all
-    bptt: bool = False  # train on the streaming pass itself, by exact backpropagation through all positions, instead of unrolls
-    checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: memory of one unroll, a third more compute
-    prefill: str = 'parallel'  # long runs of `extend`, and `logits`: unroll all positions until nothing changes, or run them one by one: sequential
+    bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
+    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both agree (tried without dropout)
+    segment_len: int = 32  # positions that the loop's backward computes again at a time: fewer need less memory
+    checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
+    prefill: str = 'parallel'  # of long runs, and `logits`: unroll until nothing changes; sequential: token by token
     prefill_tol: float = 1e-6  # parallel prefill stops when no correction changes by this share of its size
     window: int | None = None  # positions of the past that a query sees besides its own; None: all
     dropout: float = 0.0  # on what enters the blocks and on their residual branches, fresh in every unroll
@@ -60,22 +65,26 @@ class Config:
     init_std: float = 0.02  # standard deviation of the initial weights
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
-    eos_id: int | None = None  # the id that ends a document: attention and corrections stop there; None, as in the paper: one endless document
+    eos_id: int | None = None  # the id that ends a document: attention and corrections stop there; None: one document
 
     def __post_init__(self):
         for name in ('n_layer', 'n_head', 'n_embd', 'rope_theta', 'norm_eps', 'init_std', 'prefill_tol'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
-        if self.variant not in VARIANTS or self.prefill not in ('parallel', 'sequential'):
-            raise ValueError(f'variant = {self.variant!r}, prefill = {self.prefill!r}: expected one of {", ".join(VARIANTS)}; parallel or sequential')
+        choices = {'variant': VARIANTS, 'prefill': ('parallel', 'sequential'), 'scan': ('loop', 'fast', 'auto')}
+        for name, expected in choices.items():
+            if getattr(self, name) not in expected:
+                raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(expected)}')
         if self.K < 1 or any(n is not None and not 1 <= n <= self.K for n in (self.k_min, self.last_unrolls)):
-            raise ValueError(f'K = {self.K}, k_min = {self.k_min}, last_unrolls = {self.last_unrolls}: expected K of at least 1, the others '
-                             'from 1 to K, or None for K')
+            raise ValueError(f'K = {self.K}, k_min = {self.k_min}, last_unrolls = {self.last_unrolls}: '
+                             'expected K of at least 1, the others from 1 to K, or None for K')
         if self.variant == 'extra_ffn' and self.K > 1:
             raise ValueError(f'variant = extra_ffn and K = {self.K}: Roformer-hFFN has nothing to unroll, use K = 1')
         if self.bptt and self.K == 1:
-            raise ValueError(f'bptt = True with K = 1 (variant = {self.variant!r}): without a correction nothing runs from position to position. '
-                             'Use K > 1, which builds the network')
+            raise ValueError(f'bptt = True with K = 1 (variant = {self.variant!r}): without a correction nothing runs '
+                             'from position to position. Use K > 1, which builds the network')
+        if self.segment_len < 1:
+            raise ValueError(f'segment_len = {self.segment_len}: expected at least 1 position')
         if self.n_ffn is not None and self.n_ffn < 1:
             raise ValueError(f'n_ffn = {self.n_ffn}: expected at least 1, or None for 4 n_embd')
         if not 0 <= self.dropout < 1:
@@ -83,7 +92,8 @@ class Config:
         if self.window is not None and self.window < 0:
             raise ValueError(f'window = {self.window}: expected 0 or more positions, or None for all')
         if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: n_embd / n_head must be an even whole number')
+            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
+                             'n_embd / n_head must be an even whole number')
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
         self.n_ffn = self.n_ffn or 4 * self.n_embd
@@ -105,63 +115,62 @@ class FFN(nn.Module):
 class Attention(nn.Module):
     """LayerNorm, rotary causal attention and its output projection: a residual branch."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         C = config.n_embd
-        self.n_head = config.n_head
+        self.layer, self.n_head = layer, config.n_head
         self.norm = nn.LayerNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, 3 * C)
         self.out = nn.Linear(C, C)
 
-    def forward(self, h, rope, attend):
-        """h (B, T, C) -> (B, T, C). attend(q, k, v) attends over this window or over a cache; rope None: it rotates too."""
+    def forward(self, h, rotate, attend):
+        """h (B, T, C) -> (B, T, C).
+
+        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention:
+        over a whole window in training, over a cache in decoding.
+        """
         B, T, C = h.shape
         qkv = self.qkv(self.norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.tensor_split([2 * self.n_head], 2)
-        q, k = (qk if rope is None else rotate(qk, *rope)).chunk(2, 2)
-        return self.out(attend(q, k, v).reshape(B, T, C))
+        q, k = rotate(qk).chunk(2, 2)
+        return self.out(attend(self.layer, q, k, v).reshape(B, T, C))
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
-        self.dropout = config.dropout
-        self.attn = Attention(config)
+        self.config = config
+        self.attn = Attention(config, layer)
         self.ffn = FFN(config.n_embd, config.n_ffn, config.n_embd, config.norm_eps)
 
-    def forward(self, h, rope, attend):
-        """A layer of eq. 3. h (B, T, C) -> (B, T, C)."""
-        h = h + F.dropout(self.attn(h, rope, attend), self.dropout, self.training)
-        return h + F.dropout(self.ffn(h), self.dropout, self.training)
+    def forward(self, h, rotate, attend):
+        """A layer of eq. 3. h (B, T, C) -> (B, T, C); rotate and attend as in `Attention.forward`."""
+        p = self.config.dropout
+        h = h + F.dropout(self.attn(h, rotate, attend), p, self.training)
+        return h + F.dropout(self.ffn(h), p, self.training)
 
 
-class Cache:
-    """Keys and values of up to max_tokens tokens a row, in static shapes, and z of the last few. Slot s of a row holds its token s.
-
-    One spare slot at the end takes what right-padding writes past the last real slot, and is never read. z of position p is in
-    row p % (max_run + 2): after the last run is forgotten, the z before it is still there.
-    """
+class Cache(KVCache):
+    """`KVCache` and z of the last run, as the next token's correction is made from the z before it."""
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype, z_dtype):
-        self.max_tokens, self.max_run = max_tokens, max_run
-        head_size = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, config.n_head, max_tokens + 1, head_size)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.z = torch.zeros(batch_size, max_run + 2 if config.K > 1 else 0, config.n_embd, device=device, dtype=z_dtype)
-        self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of the token in each slot
-        self.hidden = torch.zeros(batch_size, max_run, config.n_embd, device=device, dtype=dtype)  # last run, before the head
-        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, config.rope_theta)
+        c = config
+        super().__init__(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd,
+                         [c.window], rope_theta=c.rope_theta, eos_id=c.eos_id, device=device, dtype=dtype)
+        # z[:, 1 + i] belongs to hidden[:, i]; z[:, 0] to the token before: it is left when the whole run is forgotten
+        self.z = torch.zeros(batch_size, max_run + 1 if c.K > 1 else 0, c.n_embd, device=device, dtype=z_dtype)
         self.unrolls = None  # that the last parallel prefill took
 
-    @property
-    def nbytes(self):
-        return sum(t.nbytes for t in (self.k, self.v, self.z, self.lengths, self.doc_start, self.hidden, *self.rope))
+    def last_z(self):
+        """z of each row's last token (B, 1, C)."""
+        return self.z[self.batch_idx, 1 + self.last[:, None]]
 
-    def rollback(self, n):
-        """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
-        self.lengths -= n
+    def keep_z(self, place, z):
+        """Takes z (B, n, C) of a run; before `end`."""
+        z = torch.cat([self.last_z(), z.to(self.z.dtype)], 1)
+        if place.tail_idx.shape[1] < z.shape[1] - 1:  # a run longer than max_run
+            z = torch.cat([z[self.batch_idx, place.tail_idx[:, :1]], z[self.batch_idx, 1 + place.tail_idx]], 1)
+        self.z[:, :z.shape[1]] = z
 
 
 class Model(nn.Module):
@@ -170,7 +179,7 @@ class Model(nn.Module):
         self.config = c = config
         C = c.n_embd
         self.embed = nn.Embedding(c.vocab_size, C)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
         if c.variant == 'extra_ffn':
             self.extra = FFN(C, c.n_ffn, C, c.norm_eps)
         elif c.K > 1 and c.variant == 'block_head':
@@ -182,7 +191,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(C, c.norm_eps)
         self.head = nn.Linear(C, c.vocab_size, bias=False)
         self.unrolls = c.K  # of this training step
-        self._graphs = {}  # of the scan, on a GPU, by shape
+        self.scan_report = None  # of `choose_scan`: which form of streaming runs, and why
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 scale = (2 * c.n_layer) ** -0.5 if name.endswith('attn.out.weight') else 1.0
@@ -190,286 +199,331 @@ class Model(nn.Module):
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
-    @property
-    def sequential(self):
-        """Whether a short run of `extend` takes a pass per token, so that verifying a draft saves no time."""
-        return self.config.K > 1
+    # ---- eq. 1 to 4 ----
+
+    def correct(self, z, e, is_doc_start):
+        """Eq. 1: the correction (B, n, C) of tokens e (B, n, C), from z (B, n, C) of the position before each.
+
+        z counts as 0 where is_doc_start (B, n).
+        """
+        z = z.masked_fill(is_doc_start.unsqueeze(-1), 0)
+        if self.config.variant == 'concat':
+            return self.correction(torch.cat([z, e], -1))
+        if self.config.variant in ('token_blind', 'block_head'):
+            return self.correction(z)
+        return self.correction(z + e)
+
+    def _run_blocks(self, x, rotate, attend):
+        """Eq. 3: what enters (B, n, C) -> z (B, n, C). rotate and attend as in `Attention.forward`."""
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks:
+            x = block(x, rotate, attend)
+        return x
+
+    def step(self, e, z, is_doc_start, rotate, attend):
+        """Eq. 1 to 3: z of tokens e (B, n, C), from z (B, n, C) of the position before each.
+
+        Of one position that is a step of Algorithm 1; of all positions, with z^(k-1), it is an unroll (eq. 5).
+        """
+        return self._run_blocks(e + self.correct(z, e, is_doc_start), rotate, attend)
+
+    def head_input(self, z):
+        """Eq. 4: what the head multiplies. z (B, n, C) -> (B, n, C)."""
+        if self.config.variant == 'extra_ffn':
+            z = z + self.extra(z)
+        return self.norm(z)
+
+    # ---- whole windows ----
+
+    def _prepare(self, idx):
+        """Of windows idx (B, T): e (B, T, C), is_doc_start (B, T), rotate, attend."""
+        c = self.config
+        doc_start = document_starts(idx, c.eos_id)
+        position = torch.arange(idx.shape[1], device=idx.device)
+        is_doc_start = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
+        cos, sin = rope_table(position, c.n_embd // c.n_head, c.rope_theta)
+
+        def attend(layer, q, k, v):
+            return attention(q, k, v, doc_start, c.window)
+        return self.embed(idx), is_doc_start, lambda qk: rotate(qk, cos, sin), attend
+
+    def states(self, idx):
+        """z as training sees it: streamed with bptt, else after this step's unrolls. idx (B, T) -> z (B, T, C)."""
+        if self.config.bptt:
+            return self.stream(idx, compiled=torch.compiler.is_compiling())
+        return self._unrolled_states(idx)
+
+    @torch.compiler.disable(recursive=False)  # one unroll is compiled, for any K
+    def _unrolled_states(self, idx):
+        """z^(K) (B, T, C) of windows idx (B, T)."""
+        c = self.config
+        e, is_doc_start, rotate, attend = self._prepare(idx)
+        K = self.unrolls if self.training else c.K
+        unroll = self._checkpointed_unroll if c.checkpoint_unrolls and self.training else self._unroll
+        z = None
+        for k in range(K):
+            with_gradient = k >= K - (c.last_unrolls or K)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and with_gradient):
+                z = unroll(e, z, is_doc_start, rotate, attend)
+        if K == 1 < c.K:  # every process must have gradients of all weights
+            z = z + 0 * sum(p.sum() for p in self.correction.parameters())
+        return z
+
+    def _unroll(self, e, z, is_doc_start, rotate, attend):
+        """z^(k) from z^(k-1) (eq. 5), which is None for k = 1."""
+        if z is None:
+            return self._run_blocks(e, rotate, attend)
+        z_before = z.roll(1, 1)  # what the roll brings to position 0 is hidden: a document starts there
+        return self.step(e, z_before, is_doc_start, rotate, attend)
+
+    def _checkpointed_unroll(self, *args):
+        """`_unroll`, computed again in the backward."""
+        # a function of its own, as a compiler sees no `checkpoint` outside of one
+        return checkpoint(self._unroll, *args, use_reentrant=False)
+
+    def forward(self, idx, targets):
+        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token.
+
+        Of the last unroll (section 3.2), which in training is the one that `begin_step` drew, or of streaming. With
+        documents on, positions whose input is eos do not count.
+        """
+        if self.config.eos_id is not None:
+            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        loss = self.nll(self.states(idx), targets)
+        return {'loss': loss, 'nll': loss.detach()}
+
+    def nll(self, z, targets):
+        """Mean nats of targets (B, T), -1 ignored, given block outputs z (B, T, C)."""
+        return linear_cross_entropy(self.head_input(z).flatten(0, 1), self.head.weight, targets.flatten())
 
     def begin_step(self, rng):
-        """Draws the unrolls of the next training step from rng, a random.Random that is equal on all processes (section 3.2)."""
+        """Draws the unrolls of the next training step (section 3.2). rng: a random.Random, equal on all processes."""
         self.unrolls = rng.randint(self.config.k_min or self.config.K, self.config.K)
 
-    def adopt(self, tensors):
-        """Named weights of a K = 1 run with a new correction network beside them, whose last layer is 0: the same function.
+    def unrolled(self, idx):
+        """Of whole windows idx (B, T), without end: (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ..."""
+        e, is_doc_start, rotate, attend = self._prepare(idx)
+        yield from self._unrolls(e, torch.zeros_like(e[:, :1]), is_doc_start, rotate, attend)
 
-        Weights that have a correction already, or are for a model without one, come back as they are. Raises ValueError for
-        variants without a last layer of their own.
+    def _unrolls(self, e, z_before, is_doc_start, rotate, attend):
+        """Yields (z^(k), correction^(k)) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
+        correction = torch.zeros_like(e)
+        while True:
+            z = self._run_blocks(e + correction, rotate, attend)
+            correction = self.correct(torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), e, is_doc_start)
+            yield z, correction
+
+    def _fixed_point(self, e, z_before, is_doc_start, counts, rotate, attend):
+        """The unrolls' fixed point: z (B, n, C), and the number of unrolls.
+
+        Unrolls until no correction at a counted position (B, n) changes by more than prefill_tol, relatively; or
+        until only rounding changes them; or until all are exact (Lemma 1).
+        """
+        device = e.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.head.weight.dtype
+        rounding = 16 * torch.finfo(dtype).eps
+        last, last_change = torch.zeros_like(e), math.inf
+        for k, (z, correction) in enumerate(self._unrolls(e, z_before, is_doc_start, rotate, attend), 1):
+            changes = (correction - last).norm(dim=-1) / correction.norm(dim=-1).clamp(min=1e-30)
+            change = changes[counts].max().item()
+            at_rounding = last_change <= change < rounding
+            if k > e.shape[1] or change < self.config.prefill_tol or at_rounding:
+                return z, k
+            last, last_change = correction, change
+
+    def adopt(self, tensors):
+        """Named weights of a K = 1 run with a new correction network beside them, whose last layer is 0: the same
+        function.
+
+        Weights that have a correction already, or are for a model without one, come back as they are. Raises
+        ValueError for variants without a last layer of their own.
         """
         own = {name: p.detach() for name, p in self.named_parameters() if name.startswith('correction.')}
         if not own or any(name in tensors for name in own):
             return tensors
         if self.config.variant not in ('add', 'concat', 'token_blind'):
-            raise ValueError(f'a K = 1 run cannot be converted to variant = {self.config.variant!r}, which has no layer that could start at 0: '
-                             'use add, concat or token_blind')
-        return tensors | {name: torch.zeros_like(p) if name.startswith('correction.down') else p for name, p in own.items()}
+            raise ValueError(f'a K = 1 run cannot be converted to variant = {self.config.variant!r}, which has no '
+                             'layer that could start at 0: use add, concat or token_blind')
+        for name, p in own.items():
+            if name.startswith('correction.down'):
+                own[name] = torch.zeros_like(p)
+        return tensors | own
 
-    # ---- eq. 1 to 4 ----
+    # ---- streaming whole windows, to train by backpropagation through time ----
 
-    def _correction(self, z, e, first):
-        """Eq. 1. e (B, n, C); z (B, n, C) of the position before each, 0 where `first` (B, n). Returns (B, n, C)."""
-        z = z.masked_fill(first.unsqueeze(-1), 0)
-        if self.config.variant == 'concat':
-            return self.correction(torch.cat([z, e], -1))
-        return self.correction(z if self.config.variant in ('token_blind', 'block_head') else z + e)
+    @torch.compiler.disable
+    def stream(self, idx, compiled=False):
+        """Algorithm 1 over whole windows, in the form that `choose_scan` chose. idx (B, T) -> z (B, T, C).
 
-    def _blocks(self, x, rope, attend):
-        """Eq. 3: what enters (eq. 2) -> z, both (B, n, C). attend(layer, q, k, v) is the attention of a layer."""
-        x = F.dropout(x, self.config.dropout, self.training)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, rope, lambda q, k, v, layer=layer: attend(layer, q, k, v))
-        return x
+        In the dtype of the weights: autocast does not reach it. compiled: as in `loop`.
+        """
+        if self.scan_report is None or self.scan_report['device'] != idx.device.type:
+            self.choose_scan()
+        with torch.autocast(idx.device.type, enabled=False):
+            if self.scan_report['scan'] == 'fast':
+                return fast.stream(self, idx)
+            return self.loop(idx, compiled)
 
-    def _final(self, z):
-        """What the head reads (eq. 4). z (B, n, C) -> (B, n, C)."""
-        return self.norm(z + self.extra(z) if self.config.variant == 'extra_ffn' else z)
+    def choose_scan(self):
+        """Decides whether `stream` runs `loop` or its fast form, and returns why: see `attn_kernels.choose_scan`.
 
-    # ---- whole windows ----
-
-    def _start(self, idx):
-        """Of windows idx (B, T): e (B, T, C), first (B, T), rope, attend."""
-        c = self.config
-        doc_start = document_starts(idx, c.eos_id)
-        position = torch.arange(idx.shape[1], device=idx.device)
-        first = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
-        rope = rope_table(position, c.n_embd // c.n_head, c.rope_theta)
-        return self.embed(idx), first, rope, lambda layer, q, k, v: attention(q, k, v, doc_start, c.window)
-
-    def _unroll(self, e, z, first, rope, attend):
-        """z^(k) from z^(k-1) (eq. 5), which is None for k = 1."""
-        x = e if z is None else e + self._correction(z.roll(1, 1), e, first)  # `first` hides what the roll brings to position 0
-        return self._blocks(x, rope, attend)
-
-    def _forgotten_unroll(self, *args):
-        """`_unroll`, computed again in the backward. A function of its own, as a compiler does not see a `checkpoint` outside of one."""
-        return checkpoint(self._unroll, *args, use_reentrant=False)
-
-    @torch.compiler.disable(recursive=False)  # one unroll is compiled, for any K
-    def _window(self, idx):
-        """z of whole windows as training sees them: after this step's unrolls, or streamed. idx (B, T) -> (B, T, C)."""
+        The first forward does so, and the first on a device of another type. Call it again after an edit of a living
+        model, as a swapped module. Only bptt has a fast form.
+        """
         c = self.config
         if c.bptt:
-            return self.stream(idx)
-        e, first, rope, attend = self._start(idx)
-        K, z = self.unrolls if self.training else c.K, None
-        for k in range(K):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and k >= K - (c.last_unrolls or K)):
-                unroll = self._forgotten_unroll if c.checkpoint_unrolls and self.training else self._unroll
-                z = unroll(e, z, first, rope, attend)
-        if K == 1 < c.K:  # every process must have gradients of all weights
-            z = z + 0 * sum(p.sum() for p in self.correction.parameters())
-        return z
+            window = None if c.window is None else min(c.window, 5)
+            self.scan_report = attn_kernels.choose_scan(self, fast, dropout=0.0, segment_len=4, window=window)
+        else:
+            self.scan_report = {'scan': 'loop', 'difference': None, 'where': None, 'unused': [], 'seconds': 0.0,
+                                'device': self.embed.weight.device.type}
+        return self.scan_report
 
-    def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token after the last unroll (section 3.2).
+    @torch.compiler.disable
+    def loop(self, idx, compiled=False):
+        """Algorithm 1 as it reads, one position after another. idx (B, T) -> z (B, T, C), differentiable.
 
-        With documents on, positions whose input is eos do not count. In training the unrolls are those that `begin_step` drew.
+        The backward computes segment_len positions again at a time; it keeps only z, and keys and values between
+        segments. compiled: compiles the step, which is one graph, as its shapes do not depend on the position.
         """
-        if self.config.eos_id is not None:
-            targets = targets.masked_fill(idx == self.config.eos_id, -1)
-        loss = self.nll(self._window(idx), targets)
-        return {'loss': loss, 'nll': loss.detach()}
+        c, (B, T) = self.config, idx.shape
+        doc_start = document_starts(idx, c.eos_id)
+        position = torch.arange(T, device=idx.device)
+        cos, sin = rope_table(position, c.n_embd // c.n_head, c.rope_theta)
+        n_keys = T if c.window is None else min(c.window + 1, T)  # that a query may see: its own is the last of them
+        key_pos = position[:, None] + torch.arange(1 - n_keys, 1, device=idx.device)  # (T, n_keys)
+        first_key = torch.zeros_like(idx) if doc_start is None else doc_start
+        mask = key_pos >= first_key.unsqueeze(-1)  # (B, T, n_keys)
+        is_doc_start = position == first_key
+        e = self.embed(idx)
+        step = torch.compile(self._step_at) if compiled else self._step_at
 
-    def nll(self, z, targets):
-        """Mean nats of targets (B, T), -1 ignored, given block outputs z (B, T, C)."""
-        return linear_cross_entropy(self._final(z).flatten(0, 1), self.head.weight, targets.flatten())
+        def segment(start, end, z, keys, values):
+            zs = []
+            for t in range(start, end):
+                at = slice(t, t + 1)
+                z, keys, values = step(e[:, at], z, is_doc_start[:, at], cos[at], sin[at], mask[:, at], keys, values)
+                zs.append(z)
+            return torch.cat(zs, 1), z, keys, values
 
-    def _unrolls(self, e, first, before, rope, attend):
-        """Yields (z^(k), correction^(k)) for k = 1, 2, ... (eq. 5), without end. before (B, 1, C): z of the position before e."""
-        correction = torch.zeros_like(e)
-        while True:
-            z = self._blocks(e + correction, rope, attend)
-            correction = self._correction(torch.cat([before.to(z.dtype), z[:, :-1]], 1), e, first)
-            yield z, correction
+        none = e.new_zeros(B, c.n_head, n_keys, c.n_embd // c.n_head)
+        z, keys, values = torch.zeros_like(e[:, :1]), [none] * c.n_layer, [none] * c.n_layer
+        segments = []
+        for start in range(0, T, c.segment_len):
+            end = min(start + c.segment_len, T)
+            zs, z, keys, values = checkpoint(segment, start, end, z, keys, values, use_reentrant=False)
+            segments.append(zs)
+        return torch.cat(segments, 1)
 
-    def _fixed_point(self, e, first, before, counts, rope, attend):
-        """Unrolls until no correction that `counts` (B, n) changes by prefill_tol of its size, or only rounding changes them, or all
-        are exact (Lemma 1). Returns z (B, n, C) and the number of unrolls."""
-        device = e.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.head.weight.dtype
-        rounding = 16 * torch.finfo(dtype).eps
-        last, last_change = torch.zeros_like(e), math.inf
-        for k, (z, correction) in enumerate(self._unrolls(e, first, before, rope, attend), 1):
-            change = ((correction - last).norm(dim=-1) / correction.norm(dim=-1).clamp(min=1e-30))[counts].max().item()
-            if k > e.shape[1] or change < self.config.prefill_tol or last_change <= change < rounding:
-                return z, k
-            last, last_change = correction, change
+    def _step_at(self, e, z, is_doc_start, cos, sin, mask, keys, values):
+        """`step` at one position, after keys and values of those before: of each layer (B, H, n_keys, D), newest last.
 
-    def unrolled(self, idx):
-        """Yields (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ... of whole windows idx (B, T), without end."""
-        e, first, rope, attend = self._start(idx)
-        yield from self._unrolls(e, first, torch.zeros_like(e[:, :1]), rope, attend)
+        mask (B, 1, n_keys): which of them the position sees, once its own are there. Returns z (B, 1, C), and keys and
+        values with its own at the end instead of the oldest.
+        """
+        keys, values = list(keys), list(values)
 
+        def attend(layer, q, k, v):
+            keys[layer] = torch.cat([keys[layer][:, :, 1:], k.transpose(1, 2)], 2)
+            values[layer] = torch.cat([values[layer][:, :, 1:], v.transpose(1, 2)], 2)
+            return slot_attention(q, keys[layer], values[layer], mask)
+        z = self.step(e, z, is_doc_start, lambda qk: rotate(qk, cos, sin), attend)
+        return z, keys, values
+
+    # ---- decoding ----
+
+    @property
+    def sequential(self):
+        """Whether a short run of `extend` takes a pass per token, so that verifying a draft saves no time."""
+        return self.config.K > 1
+
+    @torch.no_grad()
+    def final_hidden(self, idx):
+        """What the head multiplies, as streaming gives it: the unrolls' fixed point. idx (B, T) -> (B, T, C)."""
+        cache = self.new_cache(*idx.shape, device=idx.device)
+        return self.head_input(self._read(idx, cache, cache.begin(idx)))
+
+    @torch.no_grad()
     def logits(self, idx):
-        """Next-token logits at every position, as streaming gives them. idx (B, T) -> (B, T, V); -inf for ids that only pad."""
-        B, T = idx.shape
-        return self.extend(idx, self.new_cache(B, T, device=idx.device), all_positions=True)
+        """Next-token logits at every position, as streaming gives them. idx (B, T) -> (B, T, V).
+
+        -inf for ids that only pad the vocabulary.
+        """
+        return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
 
-    # ---- exact backpropagation through time ----
-
-    def stream_reference(self, idx):
-        """Algorithm 1 as it stands, one position after another. idx (B, T) -> z (B, T, C), differentiable."""
-        c, T = self.config, idx.shape[1]
-        e, first, (cos, sin), _ = self._start(idx)
-        position, doc_start = torch.arange(T, device=idx.device), document_starts(idx, c.eos_id)
-        past = [None] * c.n_layer  # keys and values of each layer, (B, H, w + 1, D)
-        zs, z = [], torch.zeros_like(e[:, :1])
-        for t in range(T):
-            now, seen = slice(t, t + 1), slice(0 if c.window is None else max(0, t - c.window), t + 1)
-            mask = visible(position[now], position[seen], None if doc_start is None else doc_start[:, now]).expand(len(idx), 1, -1)
-
-            def attend(layer, q, k, v):
-                new = k.transpose(1, 2), v.transpose(1, 2)
-                if t > 0:
-                    new = [torch.cat([old, x], 2)[:, :, seen.start - seen.stop:] for old, x in zip(past[layer], new)]
-                past[layer] = new
-                return slot_attention(q, *new, mask)
-
-            z = self._blocks(e[:, now] + self._correction(z, e[:, now], first[:, now]), (cos[now], sin[now]), attend)
-            zs.append(z)
-        return torch.cat(zs, 1)
-
-    @torch.compiler.disable
-    def stream(self, idx):
-        """`stream_reference` by `Scan`, in the dtype of the weights. idx (B, T) -> z (B, T, C).
-
-        In training on a GPU forward and backward are one CUDA graph each: run the backward before the next forward.
-        """
-        c, p = self.config, self.config.dropout if self.training else 0.0
-        e, first, rope, _ = self._start(idx)
-        B, T, C = e.shape
-        dropout = None
-        if p:
-            dropout = torch.empty(1 + 2 * c.n_layer, T, B, C, device=e.device, dtype=e.dtype).bernoulli_(1 - p).div_(1 - p)
-        doc_start = document_starts(idx, c.eos_id)
-        given = [x for x in (e, *rope, doc_start, dropout) if x is not None]  # a graph's inputs are tensors
-        params = self._scanned()
-
-        def scan(e, cos, sin, *rest):
-            rest = list(rest)
-            starts, factors = (None if x is None else rest.pop(0) for x in (doc_start, dropout))
-            return Scan.apply(self, e, starts, factors, (cos, sin), *rest)
-
-        with torch.autocast(e.device.type, enabled=False):
-            if not (e.is_cuda and torch.is_grad_enabled()):
-                return scan(*given, *params)
-            key = e.shape, dropout is None
-            if key not in self._graphs:
-                own = [x.detach().clone().requires_grad_() for x in (e, *params)]
-                self._graphs[key] = torch.cuda.make_graphed_callables(scan, (own[0], *given[1:], *own[1:]))
-            # the next replay overwrites the graph's gradients, which p.grad would take as they are: `p * 1` has them copied
-            return self._graphs[key](*given, *(p * 1 for p in params))
-
-    def _scanned(self):
-        """The parameters that `Scan` gives gradients."""
-        return list(dict.fromkeys([*self.blocks.parameters(), *self.correction.parameters()]))  # `tied` has some twice
-
-    # ---- decoding ----
-
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows of up to max_tokens tokens; runs of up to max_run tokens have static shapes."""
+        """An empty cache for batch_size rows of up to max_tokens tokens; runs of up to max_run have static shapes."""
         weight = self.embed.weight
-        return Cache(self.config, batch_size, max_tokens, max_run, device or weight.device, dtype or weight.dtype, weight.dtype)
+        device, dtype = device or weight.device, dtype or weight.dtype
+        return Cache(self.config, batch_size, max_tokens, max_run, device, dtype, weight.dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run are streamed
-        (Algorithm 1), have static shapes and never wait for the device; longer ones go as `prefill` says. Raises ValueError if a
-        row has no room left; in a run of n <= max_run on a GPU, keeping within max_tokens is the caller's part.
+        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run are
+        streamed, have static shapes and never wait for the device; longer ones go as `prefill` says. Raises
+        ValueError if a row has no room left (`KVCache.begin`).
         """
-        B, n = tokens.shape
-        if tokens.device.type == 'cpu' or n > cache.max_run:
-            longest = int((cache.lengths + (n if lengths is None else lengths)).max())
-            if longest > cache.max_tokens:
-                raise ValueError(f'a row of {longest} tokens does not fit a cache of max_tokens = {cache.max_tokens}')
-        c, rows = self.config, torch.arange(B, device=tokens.device)[:, None]
-        positions = cache.lengths[:, None] + torch.arange(n, device=tokens.device)
-        positions = positions.clamp(max=cache.max_tokens)  # padding past the end goes to the spare slot
-        doc_start = self._extend_documents(tokens, cache, rows, positions) if c.eos_id is not None else None
-        first = positions == (0 if doc_start is None else doc_start)
-        run = torch.full_like(cache.lengths, n) if lengths is None else lengths
-        last = lambda m: (run[:, None] - m).clamp(min=0) + torch.arange(min(n, m), device=tokens.device)  # of each row's tokens
-        e = self.embed(tokens)
+        place = cache.begin(tokens, lengths)
+        z = self._read(tokens, cache, place)
+        h = self.head_input(z)
+        if self.config.K > 1:
+            cache.keep_z(place, z)
+        last = cache.end(place, h)
+        return self._logits(h if all_positions else last)
+
+    def _read(self, tokens, cache, place):
+        """z (B, n, C) of tokens (B, n) at their place in the cache, which takes their keys and values."""
+        c, n, e = self.config, tokens.shape[1], self.embed(tokens)
         if c.K == 1:
-            z = self._blocks(e, *self._cached(cache, positions, doc_start, n > cache.max_run))
-        else:
-            kept, kept_z = last(cache.max_run + 1), cache.z.shape[1]
-            z = cache.z[rows, (cache.lengths[:, None] - 1) % kept_z]  # of the token before
-            if n > cache.max_run and c.prefill == 'parallel':
-                counts = torch.arange(n, device=tokens.device) < run[:, None]
-                z, cache.unrolls = self._fixed_point(e, first, z, counts, *self._cached(cache, positions, doc_start, True))
-            else:
-                steps = []
-                for now in (slice(t, t + 1) for t in range(n)):
-                    at = self._cached(cache, positions[:, now], None if doc_start is None else doc_start[:, now])
-                    z = self._blocks(e[:, now] + self._correction(z, e[:, now], first[:, now]), *at)
-                    steps.append(z)
-                z = torch.cat(steps, 1)
-            cache.z[rows, positions[rows, kept] % kept_z] = z[rows, kept].to(cache.z.dtype)
-        h, kept = self._final(z), last(cache.max_run)
-        cache.hidden[:, :kept.shape[1]] = h[rows, kept]
-        cache.lengths += run
-        return self._logits(h) if all_positions else self._logits(h[rows[:, 0], run - 1])
-
-    def _cached(self, cache, positions, doc_start, may_be_first=False):
-        """rope and attend of a run at positions (B, n): its keys and values go to the cache, and it attends to what is there."""
-        c, rows = self.config, torch.arange(len(positions), device=positions.device)[:, None]
-        alone = may_be_first and not cache.lengths.any()  # the cache is empty: these tokens see only each other
-        fused = not may_be_first and decodes(cache.k, positions.shape[1])
-
-        def attend(layer, q, k, v):
-            if fused:
-                q, k, v, slots = (x.unsqueeze(1) for x in (q, k, v, positions))
-                return decode_attention(q, k, v, cache.k[layer], cache.v[layer], cache.rope, positions, slots, doc_start,
-                                        [c.window, None], reads='memory').squeeze(1)
-            cache.k[layer, rows, :, positions] = k.to(cache.k.dtype)
-            cache.v[layer, rows, :, positions] = v.to(cache.v.dtype)
-            if alone:
-                return attention(q, k, v, doc_start, c.window)
-            return cached_attention(q, cache.k[layer], cache.v[layer], positions, doc_start, c.window)
-
-        return None if fused else tuple(table[positions] for table in cache.rope), attend
-
-    def _extend_documents(self, tokens, cache, rows, positions):
-        """Where each new token's document starts (B, n); the cache learns it for the slot after each of them."""
-        ends = tokens == self.config.eos_id
-        first = cache.doc_start[rows, cache.lengths[:, None]]
-        later = torch.where(ends[:, :-1], positions[:, 1:], 0)
-        doc_start = torch.cat([first, later], 1).cummax(1).values
-        cache.doc_start[rows, positions + 1] = torch.where(ends, positions + 1, doc_start)
-        return doc_start
+            return self._run_blocks(e, place.rotate, partial(cache.attend, place))
+        is_doc_start = place.positions == (0 if place.doc_start is None else place.doc_start)
+        z = cache.last_z()
+        if n > cache.max_run and c.prefill == 'parallel':
+            counts = torch.arange(n, device=tokens.device) < place.n_new[:, None]
+            attend = partial(cache.attend, place)
+            z, cache.unrolls = self._fixed_point(e, z, is_doc_start, counts, place.rotate, attend)
+            return z
+        zs = []
+        for t in range(n):  # Algorithm 1
+            at = slice(t, t + 1)
+            now = place[:, at]
+            z = self.step(e[:, at], z, is_doc_start[:, at], now.rotate, partial(cache.attend, now))
+            zs.append(z)
+        return torch.cat(zs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T, over the mean number of unrolls: 6 a weight used (2 forward, 4 backward;
-        2 in unrolls without a backward), and attention's pairs."""
+        """Matmul FLOPs of training one token in windows of T, for the mean number of unrolls.
+
+        6 a weight used (2 forward, 4 backward), 2 in unrolls without a backward, and attention's pairs.
+        """
         c = self.config
         keys = (T + 1) / 2  # mean over the window's queries
         if c.window is not None and c.window < T - 1:
             w = c.window + 1
             keys = w - w * (w - 1) / 2 / T
+
+        def n_weights(module):
+            return sum(p.numel() for p in module.parameters() if p.dim() >= 2)
+
+        def mean(values):
+            return sum(values) / len(values)
         depths = [1] if c.bptt else range(c.k_min or c.K, c.K + 1)
-        graded = [min(K, c.last_unrolls or K) for K in depths]  # unrolls with a backward
-        passes = sum(2 * K + 4 * n for K, n in zip(depths, graded)) / len(depths)
-        weights = lambda module: sum(p.numel() for p in module.parameters() if p.dim() >= 2)
-        blocks = weights(self.blocks) + 2 * c.n_layer * c.n_embd * keys + (weights(self.extra) if c.variant == 'extra_ffn' else 0)
-        flops = 6 * self.head.weight.numel() + passes * blocks
-        if c.K > 1:  # the first unroll has no correction
-            flops += weights(self.correction) * (6 if c.bptt else sum(2 * K - 2 + 4 * min(n, K - 1) for K, n in zip(depths, graded)) / len(depths))
+        with_backward = [min(K, c.last_unrolls or K) for K in depths]
+        blocks = n_weights(self.blocks) + 2 * c.n_layer * c.n_embd * keys
+        if c.variant == 'extra_ffn':
+            blocks += n_weights(self.extra)
+        flops = 6 * self.head.weight.numel() + blocks * mean([2 * K + 4 * n for K, n in zip(depths, with_backward)])
+        if c.bptt:
+            flops += 6 * n_weights(self.correction)
+        elif c.K > 1:  # the first unroll has no correction
+            passes = mean([2 * (K - 1) + 4 * min(n, K - 1) for K, n in zip(depths, with_backward)])
+            flops += passes * n_weights(self.correction)
         return flops

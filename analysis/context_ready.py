@@ -2,9 +2,10 @@
 
     python -m analysis.context_ready RUN RUN ... --out=NAME
 
-For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; the contraction estimate L
-at the K of training (of a bptt run: at K = 5); how many unrolls a parallel prefill took; multiply-adds per token and cache bytes per token.
-Writes NAME.csv and NAME.png, perplexity against K, and prints the table.
+For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; the
+contraction estimate L at the K of training (of a bptt run: at K = 5); how many unrolls a parallel prefill took;
+multiply-adds per token and cache bytes per token. Writes NAME.csv and NAME.png, perplexity against K, and prints the
+table.
 """
 import math
 import sys
@@ -33,7 +34,10 @@ class Settings:
 
 @torch.no_grad()
 def measure(model, idx, targets):
-    """One batch (B, T): {K or 'sequential': nats per token}, contraction at the places that still move (n,), unrolls of a parallel prefill."""
+    """One batch (B, T): nats per token, contraction, and the unrolls of a parallel prefill.
+
+    Nats are {K or 'sequential': nats}; contraction is (n,), of the n positions whose correction still moves.
+    """
     c, nll, corrections = model.config, {}, []
     if c.K == 1:
         nll = {1: model(idx, targets)['nll'].item()}
@@ -74,12 +78,17 @@ def analyse(run, s):
         contraction = max([contraction, *ratios.tolist()])
         unrolls.append(used)
     perplexity = {k: math.exp(v / counted) for k, v in totals.items()}
-    width, variant = c.n_embd, 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
+    width, variant = c.n_embd, c.variant
+    if c.K == 1 and c.variant != 'extra_ffn':
+        variant = 'roformer'
     network = {'concat': 12, 'block_head': 0, 'roformer': 0}.get(variant, 8)
-    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'T': T, 'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
+    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'T': T, 'K': 'bptt' if c.bptt else c.K,
+           'k_min': c.k_min}
     row |= {f'K={k}': round(perplexity[k], 3) if k in perplexity else '' for k in DEPTHS}
-    row |= {'sequential': round(perplexity['sequential'], 3), 'L': round(contraction, 2) if c.K > 1 else '', 'prefill_unrolls': max(unrolls),
-            'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,  # of 4 C wide FFNs, as the paper's
+    row |= {'sequential': round(perplexity['sequential'], 3),
+            'L': round(contraction, 2) if c.K > 1 else '', 'prefill_unrolls': max(unrolls),
+            # of feed-forward nets of width 4 C, as the paper's
+            'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,
             'cache_bytes_per_token': 2 * c.n_layer * width * model.embed.weight.itemsize}
     return row
 
@@ -93,16 +102,17 @@ def plot(rows, path):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
         line, = axes.plot(*zip(*points), marker='o', markersize=4, label=row['run'])
         axes.axhline(row['sequential'], color=line.get_color(), linestyle=':', linewidth=1)
-    axes.set(xlabel='unrolls K (dotted: sequential)', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS, xticklabels=DEPTHS)
+    axes.set(xlabel='unrolls K (dotted: sequential)', ylabel='validation perplexity', xscale='log', yscale='log',
+             xticks=DEPTHS, xticklabels=DEPTHS)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
 
 
-def main():
+def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:])
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')
         check_ranges(s, tokens=(1, math.inf), batch_size=(1, math.inf))

@@ -1,40 +1,89 @@
-"""Context-Ready: exact backpropagation through time beside the plain loop, and generation by the paper's table A13.
+"""Context-Ready: backpropagation through time by the fast form beside the loop, and generation by the paper's table
+A13.
 
-'bptt': forward and backward of model_context_ready's scan and of Algorithm 1 under autograd (`stream_reference`), same weights and tokens,
-fp32: the pointer-chasing shape of appendix B (C 256, 4 heads, window 38, batch 64, T 317) and smaller ones.
+    python -m bench.context_ready [--toy]        --toy: seconds, at sizes that tell nothing; writes nothing
 
-'generation': one sequence, random weights at the table's shapes; eager, on a GPU also as a CUDA graph. Ratios are to the Roformer that
-the paper compares with: of speed, and of the weights read per token, which decide on a machine that is bound by memory.
+'bptt': a training step by the equations as they read (`loop`, which computes segments again in the backward) and by
+the fast form in scans/, same weights and tokens, fp32: the pointer-chasing shape of appendix B (C 256, 4 heads,
+window 38, batch 64, T 317) and smaller ones. peak_mb: what the step takes beside weights and gradients, each measured
+in a process of its own.
+
+'generation': one sequence, random weights at the table's shapes; eager, on a GPU also as a CUDA graph. Ratios are to
+the Roformer that the paper compares with: of speed, and of the weights read per token, which decide on a machine that
+is bound by memory.
 """
+import multiprocessing
+import sys
+
 import torch
 
-from bench import alternate, write_results
+from bench import alternate, resident, write_results
 from common.decoding import generate, pack_weights, roomy_cache
-from model_context_ready import Config, Model
+from model_context_ready import Config, Model, fast
 from train import Settings, start_processes
 
 GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if GPU else 'cpu'
+SHAPES = [  # of 'bptt': C, batch, T, window
+    (256, 64, 317, 38),
+    (128, 64, 317, 38),
+    (64, 64, 65, 22),
+]
+TOY_SHAPES = [(16, 2, 13, 5)]
 PAIRS = [  # table A13: (Context-Ready, the Roformer beside it)
     ({'n_layer': 1, 'n_embd': 2048}, {'n_layer': 6, 'n_embd': 1088, 'K': 1}),
     ({'n_layer': 5, 'n_embd': 1120}, {'n_layer': 12, 'n_embd': 768, 'K': 1}),
 ]
+TOY_PAIRS = [({'n_layer': 1, 'n_embd': 32}, {'n_layer': 2, 'n_embd': 32, 'K': 1})]
 PROMPT, NEW = [[7] * 16], 2000 if GPU else 32
 
 
-def bptt():
-    rows = []
-    for C, batch_size, T, window in ((256, 64, 317, 38), (128, 64, 317, 38), (64, 64, 65, 22)):
-        torch.manual_seed(0)
-        model = Model(Config(n_layer=1, n_head=4, n_embd=C, window=window, vocab_size=128, n_ids=100, bptt=True)).to(DEVICE)
-        idx = torch.randint(0, 100, (batch_size, T), device=DEVICE)
+def bptt_step(shape):
+    """A function of 'loop' or 'fast' that makes forward and backward of a model of that shape."""
+    C, batch_size, T, window = shape
+    torch.manual_seed(0)
+    config = Config(n_layer=1, n_head=4, n_embd=C, window=window, vocab_size=128, n_ids=100, bptt=True)
+    model = Model(config).to(DEVICE).train()
+    idx = torch.randint(0, 100, (batch_size, T), device=DEVICE)
 
-        def step(stream):
-            model.zero_grad()
-            model.nll(stream(idx), idx).backward()
-        seconds = alternate({'loop': lambda: step(model.stream_reference), 'scan': lambda: step(model.stream)}, rounds=5, warmup=1)
-        rows.append({'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window, 'scan_ms': round(seconds['scan'] * 1e3),
-                     'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2)})
+    def step(form):
+        z = model.loop(idx) if form == 'loop' else fast.stream(model, idx)
+        model.zero_grad()
+        model.nll(z, idx).backward()
+    return step
+
+
+def measure_peak(shape, form, queue):
+    """Puts the bytes that a step takes at its peak into the queue."""
+    torch.set_num_threads(1)
+    step = bptt_step(shape)
+    before = resident()['held']
+    step(form)
+    queue.put(resident()['peak'] - before)
+
+
+def peak_mb(shape, form):
+    context = multiprocessing.get_context('spawn')
+    queue = context.Queue()
+    process = context.Process(target=measure_peak, args=(shape, form, queue))
+    process.start()
+    peak = queue.get(timeout=600)
+    process.join()
+    return round(peak / 2 ** 20)
+
+
+def bptt(shapes, rounds):
+    rows = []
+    if fast is None:  # there is no folder scans/
+        return rows
+    for shape in shapes:
+        step = bptt_step(shape)
+        seconds = alternate({'loop': lambda step=step: step('loop'), 'fast': lambda step=step: step('fast')}, rounds, 1)
+        C, batch_size, T, window = shape
+        rows.append({'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window,
+                     'scan_ms': round(seconds['fast'] * 1e3),
+                     'loop_over_scan': round(seconds['loop'] / seconds['fast'], 2),
+                     'scan_peak_mb': peak_mb(shape, 'fast'), 'loop_peak_mb': peak_mb(shape, 'loop')})
     return rows
 
 
@@ -48,27 +97,40 @@ def decode_eagerly(model, new):
     return token.item()
 
 
-def generation():
+def generation(pairs, new):
     rows = []
-    for pair in PAIRS:
+    for pair in pairs:
         models = []
         for values in pair:
             torch.manual_seed(0)
             models.append(pack_weights(Model(Config(n_head=16, **values)).eval().to(DEVICE, torch.bfloat16)))
-        read = [sum(p.numel() for p in model.parameters()) - model.embed.weight.numel() for model in models]  # of the embedding one row
-        modes = {'eager': lambda model: decode_eagerly(model, NEW)}
+        # of the embedding a token reads one row
+        read = [sum(p.numel() for p in model.parameters()) - model.embed.weight.numel() for model in models]
+        modes = {'eager': lambda model: decode_eagerly(model, new)}
         if GPU:
-            modes['CUDA graph'] = lambda model: generate(model, PROMPT, NEW, temperature=0)
+            modes['CUDA graph'] = lambda model: generate(model, PROMPT, new, temperature=0)
         for mode, decode in modes.items():
-            seconds = alternate({i: lambda model=model: decode(model) for i, model in enumerate(models)}, rounds=3, warmup=1)
+            sides = {i: lambda model=model, decode=decode: decode(model) for i, model in enumerate(models)}
+            seconds = alternate(sides, rounds=3, warmup=1)
             for i, (model, values) in enumerate(zip(models, pair)):
-                rows.append({'what': 'generation', 'mode': mode, 'D': values['n_layer'], 'C': values['n_embd'], 'correction': i == 0,
-                             'million_parameters': round(sum(p.numel() for p in model.parameters()) / 1e6), 'tokens_per_s': round(NEW / seconds[i], 1),
-                             'speed_over_roformer': round(seconds[1] / seconds[i], 2), 'weights_read_over_roformer': round(read[i] / read[1], 2),
+                n = sum(p.numel() for p in model.parameters())
+                rows.append({'what': 'generation', 'mode': mode, 'D': values['n_layer'], 'C': values['n_embd'],
+                             'correction': i == 0, 'million_parameters': round(n / 1e6),
+                             'tokens_per_s': round(new / seconds[i], 1),
+                             'speed_over_roformer': round(seconds[1] / seconds[i], 2),
+                             'weights_read_over_roformer': round(read[i] / read[1], 2),
                              'cache_bytes_per_token': 2 * 2 * values['n_layer'] * values['n_embd']})
     return rows
 
 
-if __name__ == '__main__':
+def main(argv):
     start_processes(Settings())
-    write_results('context_ready', bptt() + generation())
+    if '--toy' in argv:
+        for row in bptt(TOY_SHAPES, rounds=1) + generation(TOY_PAIRS, new=2):
+            print('  '.join(f'{k} {v}' for k, v in row.items()))
+    else:
+        write_results('context_ready', bptt(SHAPES, rounds=5) + generation(PAIRS, NEW))
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -1,63 +1,140 @@
-"""Context-Ready's Algorithm 1 over whole windows, and its exact gradient."""
+"""The fast form of model_context_ready's `loop`: Algorithm 1 over whole windows, and its exact gradient, by hand.
+
+    forward                                       backward
+
+    t = 0 ... T-1                                 t = T-1 ... 0
+      correction from z[t-1] and e[t]               g = gradient of z[t], from the loss and from position t + 1
+      each layer: x = x + branch(x)                 each layer, last first: g = g + branch's gradient of its input
+      z[t] = x                                      the correction: gradients of z[t-1] and of e[t]
+
+A position is a few small products and many small operators, so what counts is how few there are. Each residual branch
+has a tape. In the forward a tape writes down, position by position, what its branch reads: the inputs of its norm, of
+its GELU, its queries, keys, values and probabilities. In the backward it is read from the end, and takes down the
+gradient of each product's output beside it. Only the gradient of the state runs through time: every weight's gradient
+is one large product over all positions afterwards.
+
+    step(t, x)           the branch at position t (B, C); notes what it reads
+    start_back()         what can be computed for all positions at once
+    back(t, grad)        gradient of the branch's input at t from that of its output; notes both
+    weight_gradients()   [(parameter, gradient)]
+
+    T positions, B batch, C width, H heads, D head size, W keys that a query may see
+"""
 import math
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+
+from attn_kernels import document_starts, rope_table
+
+
+def stream(model, idx, graphs=True):
+    """Algorithm 1 over whole windows, in the dtype of the weights, differentiable. idx (B, T) -> z (B, T, C).
+
+    In training on a GPU forward and backward are one CUDA graph each, unless graphs is False: run the backward before
+    the next forward.
+    """
+    c = model.config
+    e, doc_start = model.embed(idx), document_starts(idx, c.eos_id)
+    B, T, C = e.shape
+    rope = rope_table(torch.arange(T, device=idx.device), C // c.n_head, c.rope_theta)
+    dropout = None  # factors: on what enters the blocks, then on the two branches of each block
+    p = c.dropout if model.training else 0.0
+    if p:
+        dropout = torch.empty(1 + 2 * c.n_layer, T, B, C, device=e.device, dtype=e.dtype).bernoulli_(1 - p).div_(1 - p)
+    params = _parameters(model)
+    # a graph reads the weights where they lay when it was recorded: none of those that functional_call lends for a call
+    records = graphs and e.is_cuda and torch.is_grad_enabled() and all(isinstance(p, nn.Parameter) for p in params)
+    scan = _recorded if records else _scan
+    return scan(model, (e, *rope, doc_start, dropout), params)
+
+
+def _parameters(model):
+    """The parameters that `Scan` gives gradients."""
+    return list(dict.fromkeys([*model.blocks.parameters(), *model.correction.parameters()]))  # `tied` has some twice
+
+
+def _scan(model, inputs, params):
+    """Every operator launched by Python."""
+    e, cos, sin, doc_start, dropout = inputs
+    return Scan.apply(model, e, doc_start, dropout, (cos, sin), *params)
+
+
+def _recorded(model, inputs, params):
+    """`_scan` by CUDA graphs of its forward and backward, one of each for every shape and place of the weights."""
+    graphs = vars(model).setdefault('scan_graphs', {})
+    is_given = [x is not None for x in inputs]
+    given = [x for x in inputs if x is not None]  # a graph's inputs are tensors
+
+    def scan(*tensors):
+        rest = iter(tensors)
+        return _scan(model, [next(rest) if there else None for there in is_given], list(rest))
+
+    key = inputs[0].shape, model.config.window, *is_given, *(p.data_ptr() for p in params)
+    if key not in graphs:
+        e, *others = given
+        e, *own = (x.detach().clone().requires_grad_() for x in (e, *params))
+        graphs[key] = torch.cuda.make_graphed_callables(scan, (e, *others, *own))
+    # the next replay overwrites the graph's gradients, which p.grad would take as they are: `p * 1` has them copied
+    return graphs[key](*given, *(p * 1 for p in params))
 
 
 class Scan(torch.autograd.Function):
-    """Algorithm 1 over whole windows, and its exact gradient.
-
-    The forward keeps what each position's layers read. The backward runs only the gradient of the state through time, from the
-    last position to the first, and notes it down; every weight's gradient is one large product over all positions afterwards.
-    e (B, T, C), doc_start (B, T) or None, dropout (1 + 2 D, T, B, C) factors or None -> z (B, T, C).
-    """
+    """e (B, T, C), doc_start (B, T) or None, dropout (1 + 2 n_layer, T, B, C) factors or None -> z (B, T, C)."""
 
     @staticmethod
     def forward(ctx, model, e, doc_start, dropout, rope, *params):
         c, T = model.config, e.shape[1]
         e = e.transpose(0, 1).contiguous()  # positions first, so that one of them is one block of memory
         correct = _CorrectionTape(model, e, doc_start)
-        layers = [tape for block in model.blocks for tape in (_AttentionTape(block.attn, e, rope, doc_start, c.window), _FFNTape(block.ffn, e))]
+        branches = []
+        for block in model.blocks:
+            branches += [_AttentionTape(block.attn, e, rope, doc_start, c.window), _FFNTape(block.ffn, e)]
         z = torch.empty_like(e)
         for t in range(T):
             x = e[t] + correct.step(t, z[t - 1] if t else torch.zeros_like(e[0]))
             if dropout is not None:
                 x *= dropout[0, t]
-            for i, tape in enumerate(layers):
+            for i, tape in enumerate(branches):
                 y = tape.step(t, x)
                 x = x + y if dropout is None else torch.addcmul(x, y, dropout[1 + i, t])
             z[t] = x
         ctx.save_for_backward(*params)  # so that a change of the weights in between is an error
-        ctx.tapes, ctx.dropout, ctx.params = (correct, layers), dropout, model._scanned()
+        ctx.tapes, ctx.dropout, ctx.params = (correct, branches), dropout, _parameters(model)
         return z.transpose(0, 1)
 
     @staticmethod
     def backward(ctx, grad):
-        _, (correct, layers), dropout = ctx.saved_tensors, ctx.tapes, ctx.dropout
+        with torch.autocast(grad.device.type, enabled=False):
+            return Scan._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx, grad):
+        _, (correct, branches), dropout = ctx.saved_tensors, ctx.tapes, ctx.dropout
         ctx.tapes = None  # the loss may live on
         grad = grad.transpose(0, 1).contiguous()
         grad_e = torch.empty_like(grad)
         through_z = torch.zeros_like(grad[0])  # from the position after
-        for tape in (correct, *layers):
+        for tape in (correct, *branches):
             tape.start_back()
         for t in reversed(range(len(grad))):
             g = grad[t] + through_z
-            for i, tape in reversed(list(enumerate(layers))):
+            for i, tape in reversed(list(enumerate(branches))):
                 g = g + tape.back(t, g if dropout is None else g * dropout[1 + i, t])
             if dropout is not None:
                 g = g * dropout[0, t]
             through_z, through_e = correct.back(t, g)
             grad_e[t] = g if through_e is None else g + through_e
         grads = {}
-        for tape in (correct, *layers):
+        for tape in (correct, *branches):
             for p, g in tape.weight_gradients():
                 grads[p] = grads[p] + g if p in grads else g  # `tied` uses some twice
         return None, grad_e.transpose(0, 1), None, None, None, *(grads[p] for p in ctx.params)
 
 
 class _NormTape:
-    """LayerNorm over positions one after another. buffers (T, B, n)."""
+    """LayerNorm. x (T, B, n) takes its inputs. What comes after it is a product, whose weight `back` is given."""
 
     def __init__(self, norm, x):
         self.norm, self.x = norm, x
@@ -78,13 +155,15 @@ class _NormTape:
 
     def _input_gradient(self, t):
         n = self.norm
-        return torch.ops.aten.native_layer_norm_backward(self.grad[t], self.x[t], n.normalized_shape, self.mean[t], self.rstd[t], n.weight, n.bias,
-                                                         [True, False, False])[0]
+        wanted = [True, False, False]
+        return torch.ops.aten.native_layer_norm_backward(self.grad[t], self.x[t], n.normalized_shape, self.mean[t],
+                                                         self.rstd[t], n.weight, n.bias, wanted)[0]
 
     def weight_gradients(self):
         n = self.norm
-        _, weight, bias = torch.ops.aten.native_layer_norm_backward(self.grad, self.x, n.normalized_shape, self.mean, self.rstd, n.weight, n.bias,
-                                                                    [False, True, True])
+        wanted = [False, True, True]
+        _, weight, bias = torch.ops.aten.native_layer_norm_backward(self.grad, self.x, n.normalized_shape, self.mean,
+                                                                    self.rstd, n.weight, n.bias, wanted)
         return [(n.weight, weight), (n.bias, bias)]
 
 
@@ -95,6 +174,8 @@ def _linear_gradients(linear, grad, x):
 
 
 class _FFNTape:
+    """LayerNorm, Linear, GELU, Linear."""
+
     def __init__(self, ffn, e):
         T, B, _ = e.shape
         self.ffn = ffn
@@ -109,11 +190,12 @@ class _FFNTape:
     def start_back(self):
         self.norm.start_back()
         self.grad_inner = torch.empty_like(self.inner)
-        self.grad = torch.empty(*self.inner.shape[:2], self.ffn.down.out_features, device=self.inner.device, dtype=self.inner.dtype)
+        self.grad = self.inner.new_empty(*self.inner.shape[:2], self.ffn.down.out_features)
 
     def back(self, t, grad):
         self.grad[t] = grad
-        torch.ops.aten.gelu_backward.grad_input(grad @ self.ffn.down.weight, self.inner[t], grad_input=self.grad_inner[t])
+        grad_gelu = grad @ self.ffn.down.weight
+        torch.ops.aten.gelu_backward.grad_input(grad_gelu, self.inner[t], grad_input=self.grad_inner[t])
         return self.norm.back(t, self.ffn.up.weight, self.grad_inner[t])
 
     def weight_gradients(self):
@@ -122,8 +204,17 @@ class _FFNTape:
 
 
 class _AttentionTape:
-    """Of queries, keys and values (B H, T, D) a window is a slice. Probabilities are (B H, T, W), the W = w + 1 keys that a query may
-    see aligned to the right: a query's are the end of a row, a key's a diagonal."""
+    """LayerNorm, rotary causal attention over a window, output projection.
+
+    Of queries, keys and values (B H, T, D) a window is a slice. Probabilities are (B H, T, W) of the W = w + 1 keys
+    that a query may see, its own in the last column. A query's are the end of a row, a key's a diagonal:
+
+        W = 3        column 0 1 2
+        query t = 0         . . 0          the number: which key. Key 1's probabilities are read
+              t = 1         . 0 1          downwards to the left
+              t = 2         0 1 2
+              t = 3         1 2 3
+    """
 
     def __init__(self, attn, e, rope, doc_start, window):
         T, B, C = e.shape
@@ -136,7 +227,8 @@ class _AttentionTape:
         self.mixed = e.new_empty(T, B, C)  # what the output projection reads
         cos, sin = (table.to(e.dtype).unsqueeze(1) for table in rope)  # (T, 1, 1, D / 2)
         cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        self.cos, self.sin = (torch.cat([table * (C // H) ** -0.5, table], 1) for table in (cos, sin))  # (T, 2, 1, D): of q, scaled, and of k
+        scale = (C // H) ** -0.5
+        self.cos, self.sin = (torch.cat([table * scale, table], 1) for table in (cos, sin))  # (T, 2, 1, D): of q, of k
 
     def _rotate(self, qk, t, direction):
         """qk (B, 2, H, D) turned by its angle, q scaled too; direction -1: the transposed map."""
@@ -148,37 +240,42 @@ class _AttentionTape:
         return x.as_strided((len(x), 1, min(W, T - t)), (T * W, 1, W - 1), t * W + W - 1)
 
     def step(self, t, x):
-        (B, H, D), attn, first = self.shape, self.attn, max(0, t + 1 - self.W)
+        (B, H, D), attn = self.shape, self.attn
+        first_key = max(0, t + 1 - self.W)
         qkv = torch.addmm(attn.qkv.bias, self.norm.step(t, x), attn.qkv.weight.T).view(B, 3, H, D)
         qk = self._rotate(qkv[:, :2], t, 1)
-        for x, new in ((self.q, qk[:, 0]), (self.k, qk[:, 1]), (self.v, qkv[:, 2])):
-            x.view(B, H, -1, D)[:, :, t] = new
-        scores = self.q[:, t:t + 1] @ self.k[:, first:t + 1].transpose(1, 2)
+        for kept, new in ((self.q, qk[:, 0]), (self.k, qk[:, 1]), (self.v, qkv[:, 2])):
+            kept.view(B, H, -1, D)[:, :, t] = new
+        scores = self.q[:, t:t + 1] @ self.k[:, first_key:t + 1].transpose(1, 2)
         if self.doc_start is not None:
-            before = torch.arange(first, t + 1, device=scores.device) < self.doc_start[:, t:t + 1]
+            before = torch.arange(first_key, t + 1, device=scores.device) < self.doc_start[:, t:t + 1]
             scores.view(B, H, -1).masked_fill_(before.unsqueeze(1), -math.inf)
         p = scores.softmax(-1)
-        self.p[:, t:t + 1, first - t - 1:] = p
-        torch.bmm(p, self.v[:, first:t + 1], out=self.mixed[t].view(B * H, 1, D))
+        self.p[:, t:t + 1, first_key - t - 1:] = p
+        torch.bmm(p, self.v[:, first_key:t + 1], out=self.mixed[t].view(B * H, 1, D))
         return torch.addmm(attn.out.bias, self.mixed[t], attn.out.weight.T)
 
     def start_back(self):
         self.norm.start_back()
-        self.grad, self.grad_scores, self.grad_mixed = torch.empty_like(self.mixed), torch.empty_like(self.p), torch.empty_like(self.q)
+        self.grad, self.grad_mixed = torch.empty_like(self.mixed), torch.empty_like(self.q)
+        self.grad_scores = torch.empty_like(self.p)
         self.grad_qkv = self.mixed.new_empty(*self.mixed.shape[:2], 3 * self.mixed.shape[2])
 
     def back(self, t, grad):
-        (B, H, D), attn, first, later = self.shape, self.attn, max(0, t + 1 - self.W), slice(t, t + self.W)
+        (B, H, D), attn = self.shape, self.attn
+        first_key, queries = max(0, t + 1 - self.W), slice(t, t + self.W)  # that it sees; that see it
         self.grad[t] = grad
         grad_mixed = (grad @ attn.out.weight).view(B * H, 1, D)
         self.grad_mixed[:, t:t + 1] = grad_mixed
-        p = self.p[:, t:t + 1, first - t - 1:]
-        grad_scores = torch._softmax_backward_data(grad_mixed @ self.v[:, first:t + 1].transpose(1, 2), p, -1, p.dtype)
-        self.grad_scores[:, t:t + 1, first - t - 1:] = grad_scores
+        p = self.p[:, t:t + 1, first_key - t - 1:]
+        grad_p = grad_mixed @ self.v[:, first_key:t + 1].transpose(1, 2)
+        grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+        self.grad_scores[:, t:t + 1, first_key - t - 1:] = grad_scores
         out = self.grad_qkv[t].view(B, 3, H, D)
-        parts = grad_scores @ self.k[:, first:t + 1], self._of_key(self.grad_scores, t) @ self.q[:, later]
-        out[:, :2] = self._rotate(torch.cat([x.view(B, 1, H, D) for x in parts], 1), t, -1)
-        out[:, 2] = (self._of_key(self.p, t) @ self.grad_mixed[:, later]).view(B, H, D)
+        grad_q = grad_scores @ self.k[:, first_key:t + 1]
+        grad_k = self._of_key(self.grad_scores, t) @ self.q[:, queries]
+        out[:, :2] = self._rotate(torch.cat([x.view(B, 1, H, D) for x in (grad_q, grad_k)], 1), t, -1)
+        out[:, 2] = (self._of_key(self.p, t) @ self.grad_mixed[:, queries]).view(B, H, D)
         return self.norm.back(t, attn.qkv.weight, self.grad_qkv[t])
 
     def weight_gradients(self):
@@ -191,17 +288,22 @@ class _CorrectionTape:
 
     def __init__(self, model, e, doc_start):
         self.variant, self.e = model.config.variant, e
-        self.net = _NormTape(model.correction, torch.empty_like(e)) if self.variant == 'block_head' else _FFNTape(model.correction, e)
-        self.later = None  # 0 where a document starts, (T, B, 1)
+        if self.variant == 'block_head':
+            self.net = _NormTape(model.correction, torch.empty_like(e))
+        else:
+            self.net = _FFNTape(model.correction, e)
+        self.z_mask = None  # 0 where a document starts, (T, B, 1)
         if doc_start is not None:
-            self.later = (doc_start != torch.arange(len(e), device=e.device)).T.unsqueeze(-1).to(e.dtype)
+            self.z_mask = (doc_start != torch.arange(len(e), device=e.device)).T.unsqueeze(-1).to(e.dtype)
 
     def step(self, t, z):
-        if self.later is not None:
-            z = z * self.later[t]
+        if self.z_mask is not None:
+            z = z * self.z_mask[t]
         if self.variant == 'concat':
             return self.net.step(t, torch.cat([z, self.e[t]], -1))
-        return self.net.step(t, z if self.variant in ('token_blind', 'block_head') else z + self.e[t])
+        if self.variant in ('token_blind', 'block_head'):
+            return self.net.step(t, z)
+        return self.net.step(t, z + self.e[t])
 
     def start_back(self):
         self.net.start_back()
@@ -213,8 +315,14 @@ class _CorrectionTape:
             through_z, through_e = self.net._input_gradient(t), None
         else:
             grad = self.net.back(t, grad)
-            through_z, through_e = grad.chunk(2, -1) if self.variant == 'concat' else (grad, None if self.variant == 'token_blind' else grad)
-        return through_z if self.later is None else through_z * self.later[t], through_e
+            through_z = through_e = grad
+            if self.variant == 'concat':
+                through_z, through_e = grad.chunk(2, -1)
+            elif self.variant == 'token_blind':
+                through_e = None
+        if self.z_mask is not None:
+            through_z = through_z * self.z_mask[t]
+        return through_z, through_e
 
     def weight_gradients(self):
         return self.net.weight_gradients()

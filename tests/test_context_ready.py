@@ -1,4 +1,4 @@
-"""Context-Ready against its paper: eq. 1 to 5 written out pair by pair, Lemma 1, exact backpropagation through time, conversion."""
+"""Context-Ready against its paper: eq. 1 to 5 written out, Lemma 1, backpropagation through time, conversion."""
 import copy
 import csv
 import random
@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run, train_tiny
 
+import analysis.context_ready
 import model_context_ready
 from common import files, runs
-from model_context_ready import Config, Model
+from model_context_ready import FFN, Block, Config, Model, fast
+
+needs_scan = pytest.mark.skipif(fast is None, reason='there is no folder scans/')
+FORMS = ['loop', pytest.param('fast', marks=needs_scan)]
 
 EOS = 59
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_ids=60)
@@ -91,7 +95,10 @@ def correction(model, z, e):
 def starts(model, idx):
     """For each row and position the first position of its document."""
     documents = model.config.eos_id is not None
-    return [[max([0] + [s + 1 for s in range(t) if documents and row[s] == EOS]) for t in range(len(row))] for row in idx.tolist()]
+
+    def start(row, t):
+        return max([0] + [s + 1 for s in range(t) if documents and row[s] == EOS])
+    return [[start(row, t) for t in range(len(row))] for row in idx.tolist()]
 
 
 def streamed(model, idx, masks=None):
@@ -107,16 +114,18 @@ def streamed(model, idx, masks=None):
     return torch.stack(zs, 1)
 
 
-def unrolled(model, idx, K):
-    """Eq. 5: z^(K) (B, T, C)."""
+def unrolled(model, idx, K, constant=0):
+    """Eq. 5: z^(K) (B, T, C). The result of the first `constant` unrolls has no gradient."""
     B, T = idx.shape
     e, row_start = model.embed.weight[idx], starts(model, idx)
     masks = torch.ones(1 + 2 * model.config.n_layer, T, B, model.config.n_embd).to(e)
     corrections = [torch.zeros_like(e[:, 0])] * T
-    for _ in range(K):
+    for k in range(1, K + 1):
         entered = [e[:, t] + corrections[t] for t in range(T)]
         z = [block_output(model, entered, t, row_start, masks) for t in range(T)]
-        before = [torch.stack([z[t - 1][b] if row_start[b][t] < t else torch.zeros_like(z[0][b]) for b in range(B)]) for t in range(T)]
+        none = torch.zeros_like(z[0][0])
+        before = [torch.stack([z[t - 1][b] if row_start[b][t] < t else none for b in range(B)]) for t in range(T)]
+        before = [x.detach() if k <= constant else x for x in before]
         corrections = [correction(model, before[t], e[:, t]) for t in range(T)]
     return torch.stack(z, 1)
 
@@ -144,33 +153,211 @@ def assert_same_gradients(have, want, tolerance):
 def test_unrolls_and_streaming_are_the_papers(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
-    assert_same_gradients(gradients(model, model(idx, targets)['loss']), gradients(model, nll(model, unrolled(model, idx, 3), targets)), 1e-8)
+    want = gradients(model, nll(model, unrolled(model, idx, 3), targets))
+    assert_same_gradients(gradients(model, model(idx, targets)['loss']), want, 1e-8)
     want = norm(streamed(model, idx), model.norm) @ model.head.weight.T
     assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # where prefill stops
 
 
-@pytest.mark.parametrize('reference', [False, True])
+@pytest.mark.parametrize('variant', ['add', 'extra_ffn'])
+def test_a_roformer_is_one_unroll_without_a_correction(variant):
+    model, idx = make(variant=variant, K=1, eos_id=EOS, window=3).double(), tokens(T=8)
+    masks = torch.ones(5, 8, 3, 16).double()
+    e, row_start = model.embed.weight[idx], starts(model, idx)
+    z = torch.stack([block_output(model, list(e.unbind(1)), t, row_start, masks) for t in range(8)], 1)
+    if variant == 'extra_ffn':  # one more residual feed-forward net before the final norm
+        z = z + ffn(norm(z, model.extra.norm), model.extra.up, model.extra.down)
+    want = norm(z, model.norm) @ model.head.weight.T
+    assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-8
+    assert abs(model(idx, idx)['loss'] - nll(model, z, idx)) < 1e-8
+
+
+@pytest.mark.parametrize('scan', FORMS)
 @pytest.mark.parametrize('layout', LAYOUTS, ids=str)
 @pytest.mark.parametrize('variant', CORRECTIONS)
-def test_bptt_is_autograd_through_the_plain_loop(variant, layout, reference, monkeypatch):
-    model, idx = make(variant=variant, bptt=True, **layout).double(), tokens(T=8)
+def test_bptt_is_autograd_through_the_plain_loop(variant, layout, scan):
+    model, idx = make(variant=variant, bptt=True, scan=scan, segment_len=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
-    if reference:
-        monkeypatch.setattr(model, 'stream', model.stream_reference)
     want = nll(model, streamed(model, idx), targets)
     have = model(idx, targets)
     assert abs(have['loss'] - want) < 1e-8 * want
     assert_same_gradients(gradients(model, have['loss']), gradients(model, want), 1e-8)
 
 
+@needs_scan
 def test_bptt_with_dropout_is_exact_for_its_masks(monkeypatch):
-    model, idx = make(bptt=True, dropout=0.4, window=3).double().train(), tokens(T=8)
-    targets, given = torch.roll(idx, -1, 1), []
-    original = model_context_ready.Scan.apply
-    monkeypatch.setattr(model_context_ready.Scan, 'apply', lambda model, e, doc_start, dropout, *rest: given.append(dropout) or original(model, e, doc_start, dropout, *rest))
+    model, idx = make(bptt=True, scan='fast', dropout=0.4, window=3).double().train(), tokens(T=8)
+    targets, masks, original = torch.roll(idx, -1, 1), [], fast.Scan.apply
+
+    def apply(model, e, doc_start, dropout, *rest):
+        masks.append(dropout)
+        return original(model, e, doc_start, dropout, *rest)
+    monkeypatch.setattr(fast.Scan, 'apply', apply)
     have = gradients(model, model(idx, targets)['loss'])
-    assert 0.5 < (given[0] == 0).double().mean() / 0.4 < 1.5
-    assert_same_gradients(have, gradients(model, nll(model, streamed(model, idx, given[0]), targets)), 1e-8)
+    assert 0.5 < (masks[0] == 0).double().mean() / 0.4 < 1.5
+    assert_same_gradients(have, gradients(model, nll(model, streamed(model, idx, masks[0]), targets)), 1e-8)
+
+
+def test_the_loops_backward_draws_the_same_dropout_again(monkeypatch):
+    model, idx = make(bptt=True, scan='loop', dropout=0.4, window=3, segment_len=3).double().train(), tokens(T=8)
+    targets, masks = torch.roll(idx, -1, 1), []
+
+    def dropout(x, p, training):
+        masks.append(torch.empty_like(x).bernoulli_(1 - p).div_(1 - p).detach())
+        return x * masks[-1]
+    monkeypatch.setattr(F, 'dropout', dropout)
+    loss = model(idx, targets)['loss']
+    drawn = torch.cat(masks, 1).view(3, 8, 5, 16).permute(2, 1, 0, 3)  # 5 at each of 8 positions
+    have = gradients(model, loss)
+    assert len(masks) > 8 * 5
+    assert_same_gradients(have, gradients(model, nll(model, streamed(model, idx, drawn), targets)), 1e-8)
+
+
+# ---- which form runs ----
+
+def zeros_like_output(ffn, x):
+    return torch.zeros(*x.shape[:-1], ffn.down.out_features, dtype=x.dtype)
+
+
+def edit_class(cls, name, replacement):
+    def edit(model, monkeypatch):
+        monkeypatch.setattr(cls, name, replacement)
+        return model
+    return edit
+
+
+def hook(model, monkeypatch):
+    model.blocks[1].register_forward_hook(lambda module, inputs, output: output + inputs[0].roll(1, -1))
+    return model
+
+
+def swap_linear(model, monkeypatch):
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return 1.1 * super().forward(x)
+    old, model.blocks[0].ffn.up = model.blocks[0].ffn.up, Scaled(16, 64)
+    model.blocks[0].ffn.up.load_state_dict(old.state_dict())
+    return model
+
+
+def subclass(model, monkeypatch):
+    class Edited(Model):
+        def step(self, e, z, is_doc_start, rotate, attend):
+            return super().step(e, 0.9 * z, is_doc_start, rotate, attend)
+    return with_weights(Edited(model.config), model)
+
+
+def with_weights(model, source):
+    model.load_state_dict(source.state_dict())
+    return model
+
+
+def edited_correction(self, z, e, is_doc_start):
+    return self.correction(z - e)
+
+
+def relu_ffn(self, x):
+    return self.down(F.relu(self.up(self.norm(x))))
+
+
+EDITS = {
+    'blocks of zeros': edit_class(Block, 'forward', lambda self, h, rotate, attend: torch.zeros_like(h)),
+    'feed-forward nets of zeros': edit_class(FFN, 'forward', zeros_like_output),
+    'another activation': edit_class(FFN, 'forward', relu_ffn),
+    'another correction': edit_class(Model, 'correct', edited_correction),
+    'a hook': hook,
+    'a swapped layer': swap_linear,
+    'a subclass': subclass,
+}
+
+
+@needs_scan
+@pytest.mark.parametrize('edit', EDITS)
+def test_an_edit_of_the_equations_has_its_effect_and_says_so(edit, monkeypatch, capsys):
+    plain, idx = make(bptt=True, window=6).train(), tokens()
+    before = plain(idx, idx)['loss']
+    assert plain.scan_report['scan'] == 'fast' and capsys.readouterr().err == ''
+    edited = EDITS[edit](with_weights(Model(plain.config), plain), monkeypatch)
+    loss = edited(idx, idx)['loss']
+    says = capsys.readouterr().err
+    assert edited.scan_report['scan'] == 'loop' and says.count('\n') == 1 and 'scan' in says
+    assert abs(loss - before) > 1e-5 * before
+    if 'zeros' in edit:
+        assert any(name.startswith('blocks.0.ffn') for name in edited.scan_report['unused'])
+    loss.backward()
+    edited(idx, idx)
+    assert capsys.readouterr().err == ''  # once
+
+
+@needs_scan
+def test_an_edit_that_does_nothing_at_the_first_weights_is_seen(monkeypatch):
+    """Biases start at 0, where their square has neither a value nor a gradient."""
+    plain, idx = Model(Config(**SMALL, bptt=True)).train(), tokens()
+    before = gradients(plain, plain(idx, idx)['loss'])
+    correct = Model.correct
+    monkeypatch.setattr(Model, 'correct', lambda self, *args: correct(self, *args) + self.correction.down.bias.square())
+    model = with_weights(Model(plain.config).train(), plain)
+    assert_same_gradients(gradients(model, model(idx, idx)['loss']), before, 1e-4)
+    assert model.scan_report['scan'] == 'loop' and model.scan_report['difference'] > 1e-2
+
+
+@needs_scan
+def test_a_swapped_layer_of_a_living_model_takes_effect_when_asked(monkeypatch):
+    model, idx = make(bptt=True), tokens()
+    before = model(idx, idx)['loss']
+    swap_linear(model, monkeypatch)
+    assert model.choose_scan() is model.scan_report and model.scan_report['scan'] == 'loop'
+    assert abs(model(idx, idx)['loss'] - before) > 1e-4
+
+
+def test_a_model_without_bptt_has_nothing_to_choose(monkeypatch, capsys):
+    monkeypatch.setattr(model_context_ready.attn_kernels, 'choose_scan', None)
+    assert make().choose_scan()['scan'] == 'loop' and capsys.readouterr().err == ''
+
+
+SHAPES = [dict(n_layer=1, n_head=4, n_embd=64, window=38), dict(variant='concat', eos_id=EOS)]
+
+
+@pytest.mark.parametrize('values', SHAPES, ids=str)
+def test_without_the_folder_of_scans_training_is_the_same(values, monkeypatch):
+    """One step in fp32 to 1e-5, twenty in float64 to 1e-9: pointer chasing's shape, and a variant with documents."""
+    def train(steps, dtype, **settings):
+        model = make(bptt=True, **values, **settings).to(dtype).train()
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for step in range(steps):
+            idx = torch.randint(0, 60, (2, 107 if steps == 1 else 45), generator=torch.Generator().manual_seed(step))
+            loss = model(idx, idx.roll(-1, 1))['loss']
+            losses.append(loss.item())
+            grads = gradients(model, loss)
+            optimizer.step()
+        return losses, grads, model.scan_report['scan']
+    if fast is None:
+        pytest.skip('there is no folder scans/')
+    with_scans = [train(1, torch.float32), train(20, torch.float64)]
+    monkeypatch.setattr(model_context_ready, 'fast', None)
+    without = [train(1, torch.float32), train(20, torch.float64)]
+    assert [form for _, _, form in with_scans + without] == ['fast', 'fast', 'loop', 'loop']
+    for have, want, tolerance in zip(without, with_scans, (1e-5, 1e-9)):
+        assert max(abs(a - b) / b for a, b in zip(have[0], want[0])) < tolerance
+        assert_same_gradients(have[1], want[1], tolerance)
+
+
+def test_the_fast_form_without_the_folder_of_scans_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(model_context_ready, 'fast', None)
+    with pytest.raises(ValueError, match='scans/'):
+        make(bptt=True, scan='fast')(tokens(), tokens())
+
+
+def test_the_loops_backward_computes_each_position_again_instead_of_keeping_it():
+    model, positions = make(bptt=True, scan='loop', window=3, segment_len=4), []
+    model.blocks[0].register_forward_pre_hook(lambda block, inputs: positions.append(inputs[0].shape[1]))
+    z = model.stream(tokens(T=10))
+    assert positions == [1] * 10
+    z.sum().backward()
+    assert positions == [1] * 20
+    with torch.no_grad():
+        model.stream(tokens(T=10))
+    assert positions == [1] * 30
 
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=str)
@@ -182,7 +369,8 @@ def test_streaming_is_T_plus_1_unrolls_and_k_of_them_are_exact_below_k(variant, 
         for t in range(16):
             streamed_logits.append(model.extend(idx[:, t:t + 1], cache))
         want = torch.stack(streamed_logits, 1)[..., :60]
-        steps = [(model.head(model._final(z))[..., :60], correction) for _, (z, correction) in zip(range(17), model.unrolled(idx))]
+        unrolls = [unroll for _, unroll in zip(range(17), model.unrolled(idx))]
+        steps = [(model.head(model.head_input(z))[..., :60], correction) for z, correction in unrolls]
     exact = steps[-1][1]
     assert (steps[-1][0] - want).abs().max() < 1e-4
     for k in range(1, 9):
@@ -196,7 +384,8 @@ def test_prefill_reports_its_unrolls_and_equals_streaming(prefill):
     model, idx = make(prefill=prefill), tokens(T=40)
     cache = model.new_cache(3, 40)
     logits = model.extend(idx, cache, all_positions=True)
-    want = torch.stack([model.extend(idx[:, t:t + 1], again) for again in [model.new_cache(3, 40)] for t in range(40)], 1)
+    again = model.new_cache(3, 40)
+    want = torch.stack([model.extend(idx[:, t:t + 1], again) for t in range(40)], 1)
     assert (logits - want)[..., :60].abs().max() < 1e-4
     assert cache.unrolls is None if prefill == 'sequential' else 3 < cache.unrolls <= 41
     model.config.prefill_tol = 0.1
@@ -205,8 +394,9 @@ def test_prefill_reports_its_unrolls_and_equals_streaming(prefill):
     assert prefill == 'sequential' or cheap.unrolls < cache.unrolls
 
 
-@pytest.mark.parametrize('values, millions', [(dict(n_layer=1, n_embd=2048), 215), (dict(n_layer=5, n_embd=1120), 157),
-                                              (dict(n_layer=6, n_embd=1088, K=1), 155), (dict(n_layer=12, n_embd=768, K=1), 134)])
+@pytest.mark.parametrize('values, millions', [
+    (dict(n_layer=1, n_embd=2048), 215), (dict(n_layer=5, n_embd=1120), 157),
+    (dict(n_layer=6, n_embd=1088, K=1), 155), (dict(n_layer=12, n_embd=768, K=1), 134)])
 def test_parameters_at_the_papers_shapes(values, millions):
     with torch.device('meta'):
         model = Model(Config(vocab_size=32000, **values))
@@ -224,36 +414,33 @@ def test_checkpointed_unrolls_give_the_same_gradients_with_dropout():
     assert_same_gradients(both[1], both[0], 1e-6)
 
 
-def test_dropout_is_fresh_in_every_unroll():
-    model, idx = make(dropout=0.5).train(), tokens()
-    zs = []
-    model._blocks = lambda x, rope, attend, blocks=model._blocks: zs.append(x) or blocks(x, rope, attend)
-    torch.manual_seed(0)
-    model._correction = lambda z, e, first: torch.zeros_like(e)  # every unroll then gets the same
-    masks = []
-    dropout = F.dropout
-    try:
-        F.dropout = lambda x, p, training: masks.append(dropout(torch.ones_like(x), p, training)) or x
-        model(idx, idx)
-    finally:
-        F.dropout = dropout
-    assert len(zs) == 5 and len(masks) == 5 * (1 + 2 * 2)
-    assert all(torch.equal(z, zs[0]) for z in zs) and not torch.equal(masks[0], masks[5])
+@pytest.mark.parametrize('scan', [None, *FORMS])
+def test_dropout_is_fresh_in_every_unroll_and_at_every_position(scan, monkeypatch):
+    """On what enters the blocks and on both branches of each: masks of 0 and 1 / (1 - p), no two alike."""
+    model, masks, dropout = make(dropout=0.5, bptt=scan is not None, scan=scan or 'auto').train(), [], F.dropout
+    if scan == 'fast':
+        original = fast.Scan.apply
+        monkeypatch.setattr(fast.Scan, 'apply', lambda *args: masks.extend(args[3].flatten(0, 1)) or original(*args))
+    else:
+        def recorded(x, p, training):
+            masks.append(dropout(torch.ones_like(x), p, training))
+            return x * masks[-1]
+        monkeypatch.setattr(F, 'dropout', recorded)
+    with torch.no_grad():
+        model(tokens(), tokens())
+    assert len(masks) == (5 if scan is None else 12) * (1 + 2 * 2)
+    assert all(set(mask.unique().tolist()) == {0.0, 2.0} for mask in masks)
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
 
 
 def test_last_unrolls_cuts_the_gradient_where_it_says():
-    model, idx = make(K=4).double(), tokens()
+    model, idx = make(K=4).double(), tokens(T=8)
     whole = gradients(model, model(idx, idx)['loss'])
     model.config.last_unrolls = 4
     assert_same_gradients(gradients(model, model(idx, idx)['loss']), whole, 1e-12)
     model.config.last_unrolls = 2
     have = gradients(model, model(idx, idx)['loss'])
-    e, first, rope, attend = model._start(idx)
-    z = None
-    for k in range(4):
-        z = model._unroll(e, z, first, rope, attend)
-        z = z.detach() if k == 1 else z
-    assert_same_gradients(have, gradients(model, model.nll(z, idx)), 1e-12)
+    assert_same_gradients(have, gradients(model, nll(model, unrolled(model, idx, 4, constant=2), idx)), 1e-8)
 
 
 def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():
@@ -272,35 +459,57 @@ def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout():
     model.unrolls = 2
     z = [z for _, (z, _) in zip(range(5), model.unrolled(idx))][-1]
     assert torch.allclose(model(idx, idx)['nll'], model.nll(z, idx), atol=1e-6)
-    model.config.bptt = True
-    assert torch.allclose(model.stream(idx), model.stream_reference(idx), atol=1e-5)
+    dropped = make(bptt=True, dropout=0.5)
+    for dropped.config.scan in ('loop', 'auto'):
+        dropped.scan_report = None
+        assert torch.allclose(dropped.stream(idx), streamed(model.double(), idx).float(), atol=1e-5)
 
 
-def test_autocast_does_not_reach_the_scan():
-    model, idx = make(bptt=True), tokens()
+@pytest.mark.parametrize('scan', FORMS)
+def test_autocast_does_not_reach_streaming(scan):
+    model, idx = make(bptt=True, scan=scan), tokens()
     with torch.autocast('cpu', torch.bfloat16):
         z = model.stream(idx)
-    assert torch.equal(z, model.stream(idx))
+        model.stream(idx).sum().backward()
+        model.zero_grad()
+    want = model.stream(idx)
+    assert torch.equal(z, want)
+    z.square().sum().backward()
+    have = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    want.square().sum().backward()
+    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, have, 1e-6)
 
 
+@needs_scan
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 @pytest.mark.parametrize('dropout', [0.0, 0.3])
-def test_cuda_graphs_of_the_scan_accumulate_gradients(dropout, monkeypatch):
+def test_cuda_graphs_of_the_scan_accumulate_gradients(dropout):
     model, idx = make(bptt=True, dropout=dropout, window=3).cuda().train(), tokens().cuda()
-    micro = [idx, idx.flip(0)]
-    for _ in range(2):  # the second time by replay alone
+
+    def accumulated(graphs):
         model.zero_grad()
-        for x in micro:
+        for x in (idx, idx.flip(0)):
             torch.manual_seed(3)
-            model(x, x)['loss'].backward()
-    have = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    monkeypatch.setattr(torch.cuda, 'make_graphed_callables', lambda function, samples: function)
-    model._graphs.clear()
-    for x in micro:
-        torch.manual_seed(3)
-        model(x, x)['loss'].backward()
-    assert_same_gradients(have, {name: p.grad for name, p in model.named_parameters()}, 1e-4)
+            model.nll(fast.stream(model, x, graphs), x).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+    want = accumulated(graphs=False)
+    for _ in range(2):  # the second time by replay alone
+        assert_same_gradients(accumulated(graphs=True), want, 1e-4)
+
+
+@needs_scan
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_cuda_graphs_are_not_recorded_of_weights_that_are_lent():
+    model, idx = make(bptt=True, window=3).cuda().train(), tokens().cuda()
+    assert model.choose_scan()['scan'] == 'fast'
+    before = model(idx, idx)['loss']
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)  # in place: the graph reads the new values
+    assert abs(model(idx, idx)['loss'] - before) > 1e-4
+    again = with_weights(Model(model.config).cuda().train(), model)
+    assert torch.allclose(model(idx, idx)['loss'], again(idx, idx)['loss'])
 
 
 @pytest.mark.parametrize('prefill', ['parallel', 'sequential'])
@@ -314,6 +523,16 @@ def test_what_comes_before_a_forgotten_run_is_still_there(prefill):
     cache.rollback(torch.tensor([2, 0, 4]))
     got, want = model.extend(idx[:, 10:11], cache)[[0, 2], :60], model.logits(idx)[[0, 2], 10, :60]
     assert (got - want).abs().max() < 1e-4
+
+
+def test_final_hidden_is_what_the_head_multiplies_and_what_a_cache_keeps():
+    model, idx = make(variant='concat', eos_id=EOS), tokens(T=20)
+    h = model.final_hidden(idx)
+    assert torch.allclose(model.head(h)[..., :60], model.logits(idx)[..., :60], atol=1e-5)
+    cache = model.new_cache(3, 20, max_run=4)
+    for t in range(0, 20, 4):
+        model.extend(idx[:, t:t + 4], cache)
+        assert torch.allclose(cache.hidden, h[:, t:t + 4], atol=1e-4)
 
 
 def test_padding_costs_no_unrolls():
@@ -378,21 +597,46 @@ def test_one_compiled_unroll_serves_every_depth(checkpointed):
         assert_same_gradients(gradients(model, compiled(idx, idx)['loss']), want[model.unrolls], 1e-5)
         if model.unrolls == 2:
             first = len(graphs)
-    nodes = [sum(len(m.graph.nodes) for m in graph.modules() if isinstance(m, torch.fx.GraphModule)) for graph in graphs]
+    nodes = []
+    for graph in graphs:
+        nodes.append(sum(len(m.graph.nodes) for m in graph.modules() if isinstance(m, torch.fx.GraphModule)))
     assert len(graphs) == first and sum(n > 150 for n in nodes) == 2  # an unroll with a correction and one without
 
 
+@needs_scan
 def test_a_compiler_leaves_the_scan_alone():
     model, idx, graphs = make(bptt=True).train(), tokens(), []
     torch._dynamo.reset()
     torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)(idx, idx)
+    assert model.scan_report['scan'] == 'fast'
     assert sum(len(graph.graph.nodes) for graph in graphs) < 60
 
 
+def test_a_compiler_compiles_one_step_of_the_loop(monkeypatch):
+    """However many positions there are; the loss around it is compiled as ever."""
+    model = make(bptt=True, scan='loop', window=3, segment_len=4, eos_id=EOS).train()
+    compile_, graphs = torch.compile, []
+    want = gradients(model, model(tokens(), tokens())['loss'])
+
+    def backend(graph, inputs):
+        graphs.append(len(graph.graph.nodes))
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    monkeypatch.setattr(torch, 'compile', lambda function: compile_(function, backend=backend))
+    for _ in range(2):
+        assert_same_gradients(gradients(model, compiled(tokens(), tokens())['loss']), want, 1e-5)
+    assert 1 <= sum(n > 100 for n in graphs) <= 2  # without a gradient of what came before, and with it
+
+
 @pytest.mark.parametrize('values, sentence', [
-    (dict(K=0), 'K = 0'), (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=3, last_unrolls=0), 'last_unrolls = 0'), (dict(K=3, last_unrolls=4), 'last_unrolls = 4'),
-    (dict(K=1, bptt=True), 'without a correction'), (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(variant='sum'), "variant = 'sum'"),
-    (dict(prefill='both'), "prefill = 'both'"), (dict(n_embd=18), 'even whole number'), (dict(n_ffn=-4), 'n_ffn = -4'), (dict(dropout=1.0), 'dropout = 1.0')])
+    (dict(K=0), 'K = 0'), (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=3, last_unrolls=0), 'last_unrolls = 0'),
+    (dict(K=3, last_unrolls=4), 'last_unrolls = 4'), (dict(K=1, bptt=True), 'without a correction'),
+    (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(variant='sum'), "variant = 'sum'"),
+    (dict(prefill='both'), "prefill = 'both'"),
+    (dict(scan='quick'), "scan = 'quick': expected one of loop, fast, auto"),
+    (dict(segment_len=0), 'segment_len = 0'), (dict(n_embd=18), 'even whole number'), (dict(n_ffn=-4), 'n_ffn = -4'),
+    (dict(dropout=1.0), 'dropout = 1.0')])
 def test_bad_settings_are_sentences(values, sentence):
     with pytest.raises(ValueError, match=sentence):
         Config(**(SMALL | values))
@@ -405,8 +649,10 @@ def test_flops_count_the_unrolls():
     assert flops(K=1) == 6 * (blocks + head)
     assert flops(K=4) == 6 * (4 * blocks + 3 * network + head)
     assert flops(K=4, k_min=2) == 6 * (3 * blocks + 2 * network + head)
-    assert flops(K=4, last_unrolls=1) == 12 * blocks + 10 * network + 6 * head  # three passes forward; of the network two, and one with its backward
-    assert flops(K=5, k_min=2, last_unrolls=4) == pytest.approx(6 * head + (12 + 18 + 24 + 26) / 4 * blocks + (6 + 12 + 18 + 24) / 4 * network)
+    # three passes of the blocks forward and one with its backward; of the network two and one
+    assert flops(K=4, last_unrolls=1) == 12 * blocks + 10 * network + 6 * head
+    want = 6 * head + (12 + 18 + 24 + 26) / 4 * blocks + (6 + 12 + 18 + 24) / 4 * network
+    assert flops(K=5, k_min=2, last_unrolls=4) == pytest.approx(want)
     assert flops(bptt=True) == 6 * (blocks + network + head)
 
 
@@ -415,12 +661,12 @@ def test_flops_count_the_unrolls():
 CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
 
 
-def test_drawn_unrolls_do_not_depend_on_micro_batches_and_processes(tiny_data, tmp_path):
-
+@pytest.mark.parametrize('more', [[], ['--bptt=True', '--scan=loop', '--segment_len=8']], ids=['unrolls', 'loop'])
+def test_losses_do_not_depend_on_micro_batches_and_processes(more, tiny_data, tmp_path):
     losses = []
-    args = [a for a in CONTEXT_READY if 'dropout' not in a]
-    for name, more, processes in (('one', [], 1), ('two', ['--micro_batch_size=1'], 2)):
-        result = train_tiny(tiny_data, tmp_path / name, *args, *more, steps=6, processes=processes)
+    args = [a for a in CONTEXT_READY if 'dropout' not in a] + more
+    for name, micro, processes in (('one', [], 1), ('two', ['--micro_batch_size=1'], 2)):
+        result = train_tiny(tiny_data, tmp_path / name, *args, *micro, steps=6, processes=processes)
         assert result.returncode == 0, result.stderr
         losses.append([r['loss'] for r in runs.read_log(tmp_path / name)])
     assert max(abs(a - b) for other in losses[1:] for a, b in zip(losses[0], other)) < 1e-4
@@ -437,16 +683,18 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert after[0]['loss'] < before[0]['loss'] - 0.5
     result = train_tiny(tiny_data, tmp_path / 'converted', '--resume', *finetune, steps=6)
     assert result.returncode == 0, result.stderr
-    by_itself = run('train.py', 'config/context_ready_finetune.py', f'--init_from={tmp_path / "roformer"}', f'--data={tiny_data}', '--block_size=32',
-                    '--device=cpu', '--dry_run')
-    assert by_itself.returncode == 0 and '32 = ' in by_itself.stdout, by_itself.stderr  # shape and documents are the run's
-    table = run('-m', 'analysis.context_ready', tmp_path / 'roformer', tmp_path / 'converted', f'--out={tmp_path / "depths"}', '--tokens=640')
-    assert table.returncode == 0 and (tmp_path / 'depths.png').exists(), table.stderr
+    by_itself = run('train.py', 'config/context_ready_finetune.py', f'--init_from={tmp_path / "roformer"}',
+                    f'--data={tiny_data}', '--block_size=32', '--device=cpu', '--dry_run')
+    assert by_itself.returncode == 0 and '32 = ' in by_itself.stdout, by_itself.stderr  # shape and documents: the run's
+    found = [str(tmp_path / name) for name in ('roformer', 'converted')]
+    analysis.context_ready.main([*found, f'--out={tmp_path / "depths"}', '--tokens=640'])
+    assert (tmp_path / 'depths.png').exists()
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))
     assert plain['K=1'] == plain['sequential'] and plain['K=2'] == '' and plain['variant'] == 'roformer'
     assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01 and float(ready['L']) > 0
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
-    assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3'), 'cannot become this model', 'window')
+    result = train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3')
+    assert_sentence(result, 'cannot become this model', 'window')
     assert not (tmp_path / 'other').exists()
     source = runs.load_run(tmp_path / 'roformer')[0]
     for values, part in ((dict(variant='tied'), 'tied'), (dict(n_embd=32), 'shape')):

@@ -1,4 +1,4 @@
-"""NextLat, MTP and JTP against a plain transcription of the paper in float64, position by position; drafting against full forwards."""
+"""NextLat, MTP and JTP against a transcription of the paper in float64; drafting against full forwards."""
 import math
 
 import pytest
@@ -14,7 +14,8 @@ EOS = 19
 
 def make(eos_id=EOS, dtype=torch.float64, **values):
     torch.manual_seed(0)
-    model = model_nextlat.Model(model_nextlat.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=eos_id, **values)).to(dtype)
+    config = model_nextlat.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=eos_id, **values)
+    model = model_nextlat.Model(config).to(dtype)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.dim() >= 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
     return model
@@ -123,9 +124,11 @@ def paper(model, idx, targets):
     return parts
 
 
-SWITCHES = [dict(), dict(token_loss='ce'), dict(stop_target=False), dict(stop_head=False), dict(token_loss='ce', stop_head=False),
-            dict(lambda_h=0), dict(lambda_kl=0), dict(lambda_h=2.0, lambda_kl=0.1)]
-CASES = [dict(objective='ntp'), *(dict(objective=o, horizon=d, lambda_mtp=0.4) for o in ('mtp', 'jtp') for d in (1, 2, 3)),
+SWITCHES = [dict(), dict(token_loss='ce'), dict(stop_target=False), dict(stop_head=False),
+            dict(token_loss='ce', stop_head=False), dict(lambda_h=0), dict(lambda_kl=0),
+            dict(lambda_h=2.0, lambda_kl=0.1)]
+CASES = [dict(objective='ntp'),
+         *(dict(objective=o, horizon=d, lambda_mtp=0.4) for o in ('mtp', 'jtp') for d in (1, 2, 3)),
          *(dict(objective='nextlat', horizon=d, **more) for d in (1, 2, 3) for more in SWITCHES)]
 
 
@@ -155,8 +158,9 @@ def test_a_window_of_prompt_alone_trains_the_dynamics_only():
     assert model.dynamics.fc1.weight.grad.norm() > 0 and model.head.weight.grad.norm() == 0
 
 
-@pytest.mark.parametrize('name, billions', [('ntp', 1.32), ('nextlat_d1', 1.40), ('nextlat_d2', 1.40), ('mtp_d1', 1.37), ('mtp_d2', 1.42), ('mtp_d8', 1.72),
-                                            ('jtp_d1', 1.34), ('jtp_d8', 1.34)])
+@pytest.mark.parametrize('name, billions', [
+    ('ntp', 1.32), ('nextlat_d1', 1.40), ('nextlat_d2', 1.40), ('mtp_d1', 1.37), ('mtp_d2', 1.42), ('mtp_d8', 1.72),
+    ('jtp_d1', 1.34), ('jtp_d8', 1.34)])
 def test_parameters_at_the_papers_scale(name, billions):
     values = settings.read_config_file(f'config/fineweb_{name}.py')
     names = model_nextlat.Config.__dataclass_fields__
@@ -165,7 +169,8 @@ def test_parameters_at_the_papers_scale(name, billions):
     assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == billions
 
 
-@pytest.mark.parametrize('case', [dict(objective='nextlat', horizon=1), dict(objective='mtp', horizon=3), dict(objective='jtp', horizon=3)])
+@pytest.mark.parametrize('case', [dict(objective='nextlat', horizon=1), dict(objective='mtp', horizon=3),
+                                  dict(objective='jtp', horizon=3)])
 @pytest.mark.parametrize('documents', [True, False])
 def test_drafts_are_what_the_training_loss_scores(case, documents):
     """Row by row, after ragged runs and a rollback, in calls of one token and of two."""
@@ -176,6 +181,8 @@ def test_drafts_are_what_the_training_loss_scores(case, documents):
     model.extend(idx[:, :6], cache, torch.tensor([4, 6, 5]))
     run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
     model.extend(run, cache, torch.tensor([3, 3, 2]))
+    forgotten = model.draft(run[:, 0], cache, 2, lambda logits: (logits.argmax(-1), logits.softmax(-1)))
+    assert forgotten[0].shape == (3, 2)  # by the rollback, with the tokens
     cache.rollback(torch.tensor([1, 0, 1]))
     held = [6, 9, 6]  # the tokens kept of each row; all within one document from here on
     assert cache.lengths.tolist() == held
@@ -228,7 +235,8 @@ def test_mtp_memory_hardly_grows_with_the_horizon():
 
 
 @pytest.mark.parametrize('values, says', [
-    (dict(objective='next'), "objective = 'next': expected ntp, nextlat, mtp, jtp"), (dict(horizon=0), 'horizon = 0: expected more than 0'),
+    (dict(objective='next'), "objective = 'next': expected ntp, nextlat, mtp, jtp"),
+    (dict(horizon=0), 'horizon = 0: expected more than 0'),
     (dict(lambda_h=0, lambda_kl=0), 'not both 0')])
 def test_bad_configs_are_sentences(values, says):
     with pytest.raises(ValueError, match=says):
@@ -238,4 +246,5 @@ def test_bad_configs_are_sentences(values, says):
 def test_a_horizon_longer_than_the_window_is_a_sentence(tiny_data, tmp_path):
     with pytest.raises(ValueError, match='horizon = 9 does not fit windows of 9 tokens'):
         make(horizon=9)(torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 9, dtype=torch.int64))
-    assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--model=nextlat', '--horizon=40'), 'horizon = 40 does not fit windows of 32 tokens')
+    result = train_tiny(tiny_data, tmp_path / 'run', '--model=nextlat', '--horizon=40')
+    assert_sentence(result, 'horizon = 40 does not fit windows of 32 tokens')

@@ -16,8 +16,8 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
                 min_p: float | None = None) -> torch.Tensor:
     """The distribution that tokens are drawn from. logits (..., V) -> probabilities (..., V), fp32.
 
-    Filters apply one after the other, each to what the one before left: top-k, top-p, min-p. Temperature 0 puts all on the
-    largest logit. Without a wait for the device.
+    Filters apply one after the other, each to what the one before left: top-k, top-p, min-p. Temperature 0 puts all on
+    the largest logit. Without a wait for the device.
     """
     logits = logits.float()
     if temperature == 0:
@@ -38,25 +38,28 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
 
 
 def draw(probs, noise) -> torch.Tensor:
-    """Tokens (B,) with probability probs (B, V): the winner of an exponential race, noise (B, V) ~ Exp(1). No host sync."""
+    """Tokens (B,) with probability probs (B, V), without a wait for the device.
+
+    The token drawn is the winner of an exponential race, noise (B, V) ~ Exp(1).
+    """
     return (probs / noise.clamp(min=2 ** -24)).argmax(-1)  # noise rounded to 0 would let an impossible token win
 
 
 # ---- generation ----
 
 @torch.inference_mode()
-def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperature=1.0, top_k=None, top_p=None, min_p=None,
-             seed=0, eos_id=None, finished=None, on_tokens=None, cache=None) -> list[list[int]]:
+def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperature=1.0, top_k=None, top_p=None,
+             min_p=None, seed=0, eos_id=None, finished=None, on_tokens=None, cache=None) -> list[list[int]]:
     """Continues each prompt, of any length >= 1. Returns the new ids of each, up to and with eos_id.
 
-    finished(i, new_ids) -> bool ends the text of prompt i early; on_tokens(the new ids of each prompt so far) is called as
-    tokens arrive. Ids reach the host every step on CPU, every 16 on a GPU. Pass a cache from `roomy_cache` to look at it
-    afterwards.
+    finished(i, new_ids) -> bool ends the text of prompt i early; on_tokens(the new ids of each prompt so far) is called
+    as tokens arrive. Ids reach the host every step on CPU, every 16 on a GPU. Pass a cache from `roomy_cache` to look
+    at it afterwards.
     """
     check_prompts(prompts)
     if cache is not None and cache.max_tokens < max(map(len, prompts)) + max_new_tokens:
-        raise ValueError(f'the cache holds {cache.max_tokens} tokens a row: the longest prompt and {max_new_tokens} new ones '
-                         'do not fit')
+        raise ValueError(f'the cache holds {cache.max_tokens} tokens a row: the longest prompt and {max_new_tokens} '
+                         'new ones do not fit')
     if max_new_tokens < 1:
         return [[] for _ in prompts]
     device = next(model.parameters()).device
@@ -258,8 +261,8 @@ class TextCache:
 def pack_weights(model: nn.Module) -> nn.Module:
     """Stores every linear layer's weight in the layout of the CPU's matrix units, where this PyTorch can.
 
-    By private operators, in place, for inference only; the plain weights stay beside the packed ones. Decoding is bound by
-    reading weights, and this reads them in order.
+    By private operators, in place, for inference only; the plain weights stay beside the packed ones. Decoding is bound
+    by reading weights, and this reads them in order.
     """
     reorder = getattr(torch.ops.mkldnn, '_reorder_linear_weight', None)
     if reorder is None or not torch.backends.mkldnn.is_available():

@@ -25,9 +25,9 @@ def llama_weights(block: torch.nn.Module) -> list[tuple]:
 
 
 def to_llama(model: torch.nn.Module) -> torch.nn.Module:
-    """A Hugging Face LlamaForCausalLM with the weights of a model_standard.Model, without the padding of its vocabulary.
+    """A Hugging Face LlamaForCausalLM with the weights of a model_standard.Model.
 
-    Equal but for documents, which Llama does not know.
+    Equal but for documents, which Llama does not know, and for the rows that pad the vocabulary, which it has not.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     c = model.config
@@ -44,7 +44,7 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def export_llama(run, folder) -> None:
-    """Writes a Standard run as a Hugging Face Llama folder: config.json, safetensors, and the tokenizer where it is a file."""
+    """Writes a Standard run as a Hugging Face Llama folder, with the tokenizer where it is a file."""
     model, record = load_run(run)
     if record['model'] != 'standard' or model.config.window is not None:
         raise UserError(f'{run} is a model_{record["model"]} with window = {getattr(model.config, "window", None)}: '
@@ -75,11 +75,12 @@ def import_llama(folder, run, tokenizer: Tokenizer) -> None:
         raise UserError(f'{folder} is not a Llama folder: {error}')
     c = llama.config
     rope = c.rope_parameters
+    other_ids = f'{c.vocab_size} ids where {tokenizer.name} has {tokenizer.n_ids}'
     for what, is_so in (('grouped queries', c.num_key_value_heads != c.num_attention_heads),
                         ('biases', c.attention_bias or c.mlp_bias),
                         ('heads of another size', c.head_dim * c.num_attention_heads != c.hidden_size),
                         ('scaled positions', rope['rope_type'] != 'default'),
-                        (f'{c.vocab_size} ids where {tokenizer.name} has {tokenizer.n_ids}', c.vocab_size != tokenizer.n_ids)):
+                        (other_ids, c.vocab_size != tokenizer.n_ids)):
         if is_so:
             raise UserError(f'{folder} has {what}, which model_standard has not')
     config = make_config('standard', dict(
@@ -98,7 +99,8 @@ def import_llama(folder, run, tokenizer: Tokenizer) -> None:
     save_run(run, {
         'model': 'standard', 'settings': {'block_size': c.max_position_embeddings, 'data': ''},
         'model_config': dataclasses.asdict(config),
-        'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id, 'sha256': ''},
+        'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
+                 'sha256': ''},
         'versions': {'torch': torch.__version__}})
-    print(f'{run} is a run of model_standard: python sample.py {run} "..."; train.py starts from it with --init_from={run} '
-          '--eos_id=None')
+    print(f'{run} is a run of model_standard: python sample.py {run} "..."; train.py starts from it with '
+          f'--init_from={run} --eos_id=None')

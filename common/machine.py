@@ -13,8 +13,8 @@ import torch.distributed as dist
 from common.files import UserError
 
 PEAK_FLOPS = {  # dense bf16 (V100: fp16), vendors' data sheets
-    'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12,
-    'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
+    'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
+    'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
 
 
 @dataclass
@@ -36,7 +36,8 @@ def pick_device(name: str) -> str:
         raise UserError(f"device is {name!r}: expected 'auto', 'cuda' or 'cpu'")
     has_gpu = torch.cuda.is_available()
     if name == 'cuda' and not has_gpu:
-        raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of PyTorch')
+        raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of '
+                        'PyTorch')
     if name == 'auto':
         return 'cuda' if has_gpu else 'cpu'
     return name

@@ -56,7 +56,7 @@ def make_config(model_name: str, values: dict):
 
 
 def saved_config(record: dict, folder):
-    """The Config of the model of a run, from its config.json (`record`), which may be older than some of its settings."""
+    """The Config of a run's model, from its config.json (`record`), which may be older than some of its settings."""
     try:
         return saved_settings(model_file(record['model']).Config, record['model_config'], Path(folder) / 'config.json')
     except UserError:
@@ -112,14 +112,15 @@ def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str | None = None) -> tuple:
     """The trained model of a run folder, in eval mode, and its config.json: (model, record).
 
-    device as for Tensor.to; dtype None keeps fp32. scan: 'auto', 'loop' or 'fast' for models that have a fast form; None:
-    as in the run. Reads the newest checkpoint that is whole.
+    device as for Tensor.to; dtype None keeps fp32. scan: 'auto', 'loop' or 'fast' for models that have a fast form;
+    None: as in the run. Reads the newest checkpoint that is whole.
     """
     record = read_run(folder)
     config = saved_config(record, folder)
     if scan is not None:
         if not hasattr(config, 'scan'):
-            raise UserError(f'scan is {scan!r}, but {folder} is a run of model_{record["model"]}.py, which has one form only')
+            raise UserError(f'scan is {scan!r}, but {folder} is a run of model_{record["model"]}.py, which has no fast '
+                            'form: leave scan out')
         config = make_config(record['model'], {**dataclasses.asdict(config), 'scan': scan})
     tensors = load_checkpoint(folder, ('model.safetensors',))[1]['model.safetensors']
     model = model_file(record['model']).Model(config)
@@ -154,8 +155,8 @@ def check_vocabulary(record: dict, data, folder) -> None:
     """Raises UserError unless the run in `folder` was trained with the tokenizer of the data."""
     want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids}
     if any(want[key] != have[key] for key in have):
-        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} was '
-                        f'trained with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} '
+                        f'was trained with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
 
 
 # ---- the records of a run in training ----
@@ -169,7 +170,7 @@ def claim_folder(folder, overwrite: bool) -> None:
         if not overwrite:
             raise UserError(f'{folder} holds a run already: --resume goes on with it, --overwrite replaces it, '
                             'another --out_dir keeps both')
-    elif not folder.is_dir() or any(p.name != '.config.json.writing' for p in folder.iterdir()):  # left by an early kill
+    elif not folder.is_dir() or any(p.name != '.config.json.writing' for p in folder.iterdir()):  # left by a kill
         raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
 
 
@@ -233,7 +234,10 @@ def plot_loss(folder) -> None:
 # ---- checkpoints ----
 
 def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds: float, keep: int) -> None:
-    """A checkpoint from which training goes on exactly. Random streams need no state: they are functions of seed and step."""
+    """A checkpoint from which training goes on exactly.
+
+    Random streams need no state: they are functions of seed and step.
+    """
     names = {p: name for name, p in model.named_parameters()}
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
     files = {'model.safetensors': {name: p for p, name in names.items()}, 'optimizer.safetensors': moments}
@@ -258,8 +262,9 @@ def restore_training(folder, model: torch.nn.Module, optimizer) -> tuple[int, fl
 def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: int = 2) -> None:
     """Writes ckpt/step_<step> of a run folder, all or nothing, then removes all but the newest `keep` checkpoints.
 
-    tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder, reach
-    the disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk is full.
+    tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder,
+    reach the disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk
+    is full.
     """
     ckpt = Path(folder) / 'ckpt'
     final, temporary = ckpt / f'step_{step:08d}', ckpt / f'.writing_{step:08d}'
@@ -297,8 +302,8 @@ def checkpoints(folder) -> list[Path]:
 def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')) -> tuple[dict, dict]:
     """The newest whole checkpoint of a run folder: (state, {file name: {tensor name: tensor}}).
 
-    Each file is checked against SHA256SUMS; a damaged checkpoint is named on stderr and the one before it is taken. Only
-    JSON and safetensors are read, neither of which can run code.
+    Each file is checked against SHA256SUMS; a damaged checkpoint is named on stderr and the one before it is taken.
+    Only JSON and safetensors are read, neither of which can run code.
     """
     found = checkpoints(folder)
     for path in found:

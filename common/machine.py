@@ -1,10 +1,13 @@
-"""Where a script runs: devices, processes, the allocator, and the FLOP/s that a device can reach."""
+"""Where a script runs: devices, processes, the allocator, the FLOP/s of a device, its terminal and its signals."""
 import ctypes
 import os
 import platform
 import re
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -101,3 +104,40 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         (a @ b)[0, 0].item()
         best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
+
+
+# ---- terminal and signals ----
+
+def make_progress() -> Callable[[str], None]:
+    """A function that shows a line: one updating line on a terminal, elsewhere a line every ten seconds."""
+    shown = 0.0
+
+    def progress(line):
+        nonlocal shown
+        if sys.stdout.isatty():
+            print(f'\r{line:<100}', end='', flush=True)
+        elif time.time() - shown > 10:
+            shown = time.time()
+            print(line, flush=True)
+    return progress
+
+
+def say(line: str) -> None:
+    """A line of its own that stays, above the updating one."""
+    print(f'\r{line:<100}' if sys.stdout.isatty() else line, flush=True)
+
+
+@contextmanager
+def caught_signals() -> Iterator[list]:
+    """A list that the first SIGINT or SIGTERM makes non-empty; the second ends the program as usual."""
+    stop = []
+
+    def on_signal(number, _):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

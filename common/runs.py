@@ -107,6 +107,32 @@ def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
             p.copy_(tensors[name])
 
 
+def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
+    """Loads the weights of another run, `source`. idx (B, T): tokens on which the logits of both are compared.
+
+    Where `adopt` adds weights that the source has not, the model must still give its logits: UserError otherwise.
+    Prints how near they are.
+    """
+    converted = adopted(model, tensors, source)
+    load_weights(model, converted, source)
+    new = sorted(converted.keys() - tensors.keys())
+    if not new:
+        return
+    idx = idx.to(next(model.parameters()).device)
+    original, _ = load_run(source, idx.device)
+    n_ids = model.config.n_ids
+    with torch.no_grad():
+        want, have = (m.eval().logits(idx)[..., :n_ids] for m in (original, model))
+    model.train()
+    worst = (have - want).abs().max().item()
+    if not worst < 1e-4:
+        raise UserError(f'{source} cannot become this model: with {", ".join(new)} at their start its logits change by '
+                        f'{worst:.1e}. Settings that are not about the new weights (window, documents, n_head) must be '
+                        'those of the source')
+    print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
+          f'{worst:.1e} at step 0')
+
+
 # ---- a trained run ----
 
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str | None = None) -> tuple:

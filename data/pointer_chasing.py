@@ -83,7 +83,7 @@ class Task:
         return (idx == QUERY).roll(1, 1)  # the last input is a key: no Q comes round to the front
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'accuracy_0' ... 'accuracy_H': share of right answers at each level, 'levels_solved': how many have 0.99}."""
+        """{'accuracy_0' ... 'accuracy_H': share of right answers at each level, 'levels_solved': those of 0.99}."""
         is_right = greedy_tokens(model, idx, device, batch_size) == targets
         level = (idx - self.first_key) // self.keys
         accuracy = [is_right[(targets >= 0) & (level == l)].float().mean().item() for l in range(self.hops + 1)]

@@ -41,7 +41,7 @@ def task_class(name) -> type | None:
 
 
 def make_task(name: str):
-    """The Task of a data name 'task' or 'task:option=value,...'; UserError for an option or a value it does not take."""
+    """The Task of a data name 'task' or 'task:option=value,...'; UserError for an option or a value not taken."""
     Task, where = task_class(name), f'in data {name!r}'
     types_of, values = typing.get_type_hints(Task), {}
     for option in filter(None, name.partition(':')[2].split(',')):

@@ -19,7 +19,7 @@ EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
 
 @dataclass
 class Tokenizer:
-    """encode(text) -> list of ids; decode(ids) -> bytes, so that a character cut between two tokens is the caller's to join."""
+    """encode(text) -> list of ids; decode(ids) -> bytes: a character cut between two tokens is the caller's to join."""
 
     name: str
     n_ids: int  # ids 0 ... n_ids - 1, eos included
@@ -30,7 +30,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name) -> Tokenizer:
-    """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (through tiktoken, which downloads it once), or a path.
+    """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (tiktoken downloads it once), or a path.
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
     vocab.bpe. The name of a synthetic task, with its options, is that of its symbols' tokenizer. Raises UserError if it
@@ -167,5 +167,5 @@ def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
 
 
 def padded_vocab(n_ids: int) -> int:
-    """Rows of the embedding table: the next multiple of 64 above n_ids, so that at least one padding row is free for <predict>."""
+    """Rows of the embedding table: the next multiple of 64 above n_ids, so that a padding row is free for <predict>."""
     return (n_ids // 64 + 1) * 64

@@ -1,10 +1,10 @@
 """Shared by the tests: a small data folder, and the scripts run in this process or in one of their own."""
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -87,7 +87,8 @@ def run(*args, processes=1, **kwargs):
     if kwargs:
         return run_apart(*args, **kwargs)
     name, argv = (args[1], args[2:]) if args[0] == '-m' else (Path(args[0]).stem, args[1:])
-    return run_here(importlib.import_module(name), name, argv)
+    main = importlib.import_module(name).main
+    return run_here(main, argv) if inspect.signature(main).parameters else run_apart(*args)
 
 
 def run_apart(*args, **kwargs):
@@ -96,37 +97,26 @@ def run_apart(*args, **kwargs):
                           **{'stdin': subprocess.DEVNULL, 'timeout': 300, **kwargs})
 
 
-def run_here(module, name, argv):
-    """module.main(argv) with its output caught, and this process left as it was: threads, random numbers, signals, stdin."""
+def run_here(main, argv):
+    """main(argv) with its output caught, and this process left as it was: threads, random numbers, signals, stdin."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    threads, stdin, path = torch.get_num_threads(), sys.stdin, list(sys.path)
+    threads, stdin = torch.get_num_threads(), sys.stdin
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with open(os.devnull) as nothing, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         sys.stdin = nothing
         try:
-            call_main(module, name, argv)
+            main(argv)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 print(end.code, file=err)
         finally:
-            sys.stdin, sys.path[:] = stdin, path
+            sys.stdin = stdin
             torch.set_num_threads(threads)
             torch.set_flush_denormal(False)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
-
-
-def call_main(module, name, argv):
-    import inspect
-    if inspect.signature(module.main).parameters:
-        return module.main(argv)
-    before, sys.argv = sys.argv, [name, *argv]  # a module whose main reads sys.argv
-    try:
-        runpy.run_module(name, run_name='__main__')
-    finally:
-        sys.argv = before
 
 
 def train_tiny(data, out, *args, steps=20, **kwargs):

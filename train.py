@@ -249,7 +249,7 @@ def choose_scan(model, machine) -> dict:
         return {}
     scan, difference = report['scan'], report['difference']
     if difference is None:
-        verdict = 'as it is set'
+        verdict = 'not compared with another form'
     elif scan == 'fast':
         verdict = f'within {difference:.0e} of the equations'
     else:

@@ -126,8 +126,7 @@ def test_stop_strings_and_utf8(trained, monkeypatch, capsys):
                 break
         return new
     monkeypatch.setattr(sample, 'generate', fake)
-    monkeypatch.setattr('sys.argv', ['sample.py', str(trained), 'p', '--stop=END', '--max_new_tokens=20'])
-    sample.main()
+    sample.main([str(trained), 'p', '--stop=END', '--max_new_tokens=20'])
     assert capsys.readouterr().out == 'pé日x \n'
 
 

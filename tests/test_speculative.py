@@ -9,7 +9,7 @@ from conftest import assert_sentence, run, train_tiny
 import model_nextlat
 import model_sps
 import model_standard
-import sample
+from common import speculative
 from common.decoding import generate, token_probs
 from common.runs import read_log
 from common.speculative import AutoLength, speculative_generate
@@ -110,8 +110,8 @@ def law_of(generate_row, row, monkeypatch):
     law, script = {}, []
     while script is not None:
         choices = Choices(script, row)
-        monkeypatch.setattr(sample, 'draw', choices.draw)
-        monkeypatch.setattr(sample, 'accepts', choices.accepts)
+        monkeypatch.setattr(speculative, 'draw', choices.draw)
+        monkeypatch.setattr(speculative, 'accepts', choices.accepts)
         text = tuple(generate_row())
         law[text] = law.get(text, 0) + choices.probability
         taken = (script + [0] * len(choices.options))[:len(choices.options)]
@@ -200,8 +200,8 @@ def test_auto_measures_what_a_token_costs():
             auto.more([0.5])
         pause = 50 if rng.random() < 0.02 else 1
         auto.learn([(n, 1)], pause * rng.gauss(2.0 + 0.3 * n, 0.1))
-    V, D = auto.model()
-    assert abs(V - 2.0) < 0.3 and abs(D - 0.3) < 0.06
+    t_verify, t_draft = auto.times()
+    assert abs(t_verify - 2.0) < 0.3 and abs(t_draft - 0.3) < 0.06
 
 
 # ---- the command line ----

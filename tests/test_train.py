@@ -15,6 +15,7 @@ from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, train_tiny
 
 import train
 from common import machine, runs
+from common.scoring import counted
 from data import open_data
 from data.shards import write_data
 from data.tokenizers import load_tokenizer
@@ -262,7 +263,7 @@ def test_a_vocabulary_that_does_not_fit_the_run_is_a_sentence(tiny_data, undistu
 
 
 @pytest.mark.parametrize('change, part', [
-    ({'batch_size': 'many'}, "setting 'batch_size' in"), ({'colour': 1}, "['colour'] are unknown or missing")])
+    ({'batch_size': 'many'}, "setting 'batch_size' in"), ({'colour': 1}, 'does not know: colour')])
 def test_a_damaged_config_json_is_a_sentence(undisturbed, tmp_path, change, part):
     out = shutil.copytree(undisturbed, tmp_path / 'run')
     record = json.loads((out / 'config.json').read_text())
@@ -295,7 +296,7 @@ def test_the_loss_weighs_tokens_not_micro_batches(tiny_data):
     torch.manual_seed(0)
     model = runs.model_file('standard').Model(c)
     idx, targets = data.train_batch(3, 4, 32, s.seed)
-    assert len({train.counted(x, y, 256) for x, y in zip(idx, targets)}) > 1
+    assert len({counted(x, y, 256) for x, y in zip(idx, targets)}) > 1
     want = model(idx, targets)['loss'].item()
     parts, *_ = train.train_step(model, model, train.make_optimizer(model, s), data, s, 3,
                                  machine.Machine(0, 1, torch.device('cpu')), False)

@@ -178,11 +178,17 @@ def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: 
     return {i: cut(text_of(ids)) for i, ids in zip(prompts, new)}
 
 
+@functools.cache
+def task_manager():
+    """lm-eval's index of its tasks and of ours. It takes seconds to make."""
+    from lm_eval.tasks import TaskManager
+    return TaskManager(include_path=str(TASK_FILES))
+
+
 def run_tasks(lm, tasks: list[str], s: Settings, **options) -> dict:
     """lm-eval's results of a model on tasks, zero shot; options go to lm_eval.simple_evaluate."""
     import lm_eval
-    from lm_eval.tasks import TaskManager
-    manager = TaskManager(include_path=str(TASK_FILES))
+    manager = task_manager()
     for task in tasks:
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, 3)

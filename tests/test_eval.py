@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def llama_model(folder, max_length):
     return HFLM(pretrained=str(folder), tokenizer=tokenizer, batch_size=4, device='cpu', max_length=max_length, dtype='float32')
 
 
+@pytest.mark.slow
 def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     pytest.importorskip('accelerate')
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
@@ -104,6 +106,7 @@ def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     assert mine['arc_easy'] == theirs['arc_easy'] and mine['wikitext']['word_perplexity'] == pytest.approx(theirs['wikitext']['word_perplexity'], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_generation_and_the_registered_name(trained):
     from lm_eval.api.registry import get_model
     judge.lm_eval_class()
@@ -114,15 +117,17 @@ def test_generation_and_the_registered_name(trained):
     assert not any('e' in text for text in texts) and len(texts[1]) <= 5
 
 
-def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_data, tmp_path):
+@pytest.mark.slow
+def test_papers_and_validation_from_the_command_line(trained, benchmarks, tmp_path):
     sets = {'sps': ['arc_easy acc_norm', 'books3 nats_per_word', 'average accuracy', 'average nats_per_word'],
             'nextlat': ['wikitext word_perplexity', 'social_iqa acc', 'winogrande acc', 'arc_challenge acc_norm'], 'gpn': ['lambada_first_token perplexity']}
+    out = shutil.copytree(trained, tmp_path / 'run')
     for paper, rows in sets.items():
-        result = run('eval.py', trained, '--val', '--val_tokens=640', f'--paper={paper}', f'--data_dir={benchmarks}', '--max_length=200', '--device=cpu', '--dtype=float32')
+        result = run('eval.py', out, '--val', '--val_tokens=640', f'--paper={paper}', f'--data_dir={benchmarks}', '--max_length=200', '--device=cpu', '--dtype=float32')
         assert result.returncode == 0, result.stderr
         for row in rows:
             assert row in result.stdout
-    lines = [json.loads(line) for line in (trained / 'eval.jsonl').read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / 'eval.jsonl').read_text().splitlines()]
     val = lines[-1]['results']['val']
     trained_to = [r['val'] for r in runs.read_log(trained) if 'val' in r][-1]
     assert val['perplexity'] == pytest.approx(math.exp(val['nats_per_token'])) and len(lines) == 3
@@ -131,16 +136,19 @@ def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_d
     assert lines[0]['results']['average']['accuracy'] == pytest.approx(sum(accuracies) / 5)
 
 
-def test_processes_share_the_work(trained, benchmarks):
-    args = [trained, '--val', '--tasks=arc_easy,lambada_openai', f'--data_dir={benchmarks}', '--device=cpu', '--dtype=float32']
+@pytest.mark.slow
+@pytest.mark.parametrize('tasks', ['lambada_first_token', pytest.param('arc_easy,lambada_openai', marks=pytest.mark.long)])
+def test_processes_share_the_work(trained, benchmarks, tasks):
+    args = [trained, '--val', f'--tasks={tasks}', f'--data_dir={benchmarks}', '--device=cpu', '--dtype=float32']
     one, two = run('eval.py', *args), run('eval.py', *args, processes=2)
     assert one.returncode == two.returncode == 0, two.stderr
     alone, shared = (json.loads(line)['results'] for line in (trained / 'eval.jsonl').read_text().splitlines()[-2:])
-    assert alone.keys() == shared.keys() == {'val', 'arc_easy', 'lambada_openai'}
+    assert alone.keys() == shared.keys() == {'val', *tasks.split(',')}
     for task, metrics in alone.items():
         assert shared[task] == pytest.approx(metrics, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_llama_there_and_back(trained, tmp_path):
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
     result = run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "back"}', '--tokenizer=byte')
@@ -154,6 +162,7 @@ def test_llama_there_and_back(trained, tmp_path):
     assert_sentence(run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "other"}', '--tokenizer=gpt3'), 'unknown tokenizer')
 
 
+@pytest.mark.slow
 def test_bad_input_is_a_sentence(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained), 'nothing to do')
     assert_sentence(run('eval.py', trained, '--paper=spss'), "paper is 'spss'")

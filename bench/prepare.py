@@ -1,6 +1,6 @@
 """Tokens/s of prepare_fineweb.py, a worker a core, beside a plain loop of tiktoken in one process, on the same file.
 
-    python -m bench.prepare FILE.jsonl.gz [FOLDER]     FOLDER has encoder.json and vocab.bpe, if tiktoken cannot load them
+    python -m bench.prepare FILE.jsonl.gz [FOLDER]     FOLDER has encoder.json and vocab.bpe, where tiktoken lacks them
     python -m bench.prepare --toy                      a small file, and bytes for tokens
 """
 import gzip

@@ -12,6 +12,7 @@ from test_models import make
 import eval as judge
 from common import runs
 from common.files import UserError
+from data.shards import Data
 from data.tokenizers import load_tokenizer
 
 pytest.importorskip('lm_eval')
@@ -118,7 +119,7 @@ def test_generation_and_the_registered_name(trained):
 
 
 @pytest.mark.slow
-def test_papers_and_validation_from_the_command_line(trained, benchmarks, tmp_path):
+def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_data, tmp_path):
     sets = {'sps': ['arc_easy acc_norm', 'books3 nats_per_word', 'average accuracy', 'average nats_per_word'],
             'nextlat': ['wikitext word_perplexity', 'social_iqa acc', 'winogrande acc', 'arc_challenge acc_norm'], 'gpn': ['lambada_first_token perplexity']}
     out = shutil.copytree(trained, tmp_path / 'run')
@@ -132,6 +133,8 @@ def test_papers_and_validation_from_the_command_line(trained, benchmarks, tmp_pa
     trained_to = [r['val'] for r in runs.read_log(trained) if 'val' in r][-1]
     assert val['perplexity'] == pytest.approx(math.exp(val['nats_per_token'])) and len(lines) == 3
     assert val['nats_per_token'] == pytest.approx(trained_to, abs=1e-4)
+    info = Data(tiny_data).splits['val']  # documents are off: eos counts as any token
+    assert val['bits_per_byte'] == pytest.approx(val['nats_per_token'] / math.log(2) * info['tokens'] / info['bytes'])
     accuracies = [lines[0]['results'][task][metric] for task, metric in judge.PAPERS['sps'][0].items()]
     assert lines[0]['results']['average']['accuracy'] == pytest.approx(sum(accuracies) / 5)
 

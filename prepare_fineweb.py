@@ -5,9 +5,10 @@
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
-The source is streamed: what is not needed is not downloaded. Local files are parquet, jsonl, jsonl.gz or txt (one document a
-file), given by path, pattern, or as a folder that `datasets` understands. The shards depend on the source and the settings alone,
-not on the number of workers or on interruptions: started again, it goes on after its last whole shard.
+The source is streamed: what is not needed is not downloaded. Local files are parquet, jsonl, jsonl.gz or txt (one
+document a file), given by path, pattern, or as a folder that `datasets` understands. The shards depend on the source
+and the settings alone, not on the number of workers or on interruptions: started again, it goes on after its last whole
+shard.
 """
 import dataclasses
 import datetime
@@ -20,6 +21,7 @@ import re
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -31,10 +33,13 @@ import numpy as np
 from common.files import UserError, friendly_errors, write_file, write_json
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT, ShardWriter, split_of
-from data.tokenizers import load_tokenizer
+from data.tokenizers import Tokenizer, load_tokenizer
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
-BATCH, AHEAD = 256, 100  # records that a worker encodes at a time; batches read ahead, so that workers are busy while a shard is written
+KINDS = {  # ending of local files: what `datasets` reads them as
+    '.parquet': 'parquet', '.jsonl': 'json', '.json': 'json', '.jsonl.gz': 'json', '.json.gz': 'json', '.txt': 'text'}
+BATCH = 256  # records that a worker encodes at a time
+AHEAD = 100  # batches read ahead, so that workers are busy while a shard is written
 
 
 @dataclass
@@ -45,7 +50,7 @@ class Settings:
     text_field: str = 'text'  # field of a record that holds the document
     id_field: str | None = 'id'  # field whose hash decides between train and val; None: the text itself
     tokenizer: str = 'gpt2'  # gpt2, byte, or the path of a tokenizer.json or a SentencePiece .model
-    vocab_dir: str | None = None  # folder with GPT-2's encoder.json and vocab.bpe, for a machine that cannot download them
+    vocab_dir: str | None = None  # folder with GPT-2's encoder.json and vocab.bpe, where they cannot be downloaded
     max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
     val_share: float = 0.001  # share of the documents that become validation data
     shard_tokens: int = 100_000_000  # tokens of a shard; the document that fills it is its last
@@ -54,27 +59,29 @@ class Settings:
 
 # ---- the source ----
 
-def open_source(name, s):
+def open_source(name: str, s: Settings):
     """A stream of Arrow tables of records from local files or the hub, a datasets.IterableDataset."""
     import datasets
     files = sorted(glob.glob(name, recursive=True)) if not os.path.isdir(name) else []
-    kinds = {'.parquet': 'parquet', '.jsonl': 'json', '.json': 'json', '.jsonl.gz': 'json', '.json.gz': 'json', '.txt': 'text'}
-    kind = next((kind for suffix, kind in kinds.items() if files and all(f.endswith(suffix) for f in files)), None)
+    kind = next((kind for ending, kind in KINDS.items() if files and all(f.endswith(ending) for f in files)), None)
     if files and kind is None:
-        raise UserError(f'{name} matches {", ".join(files[:3])}{" ..." if len(files) > 3 else ""}: expected files of one kind of {", ".join(kinds)}')
-    if not files and (glob.has_magic(name) or name.endswith(tuple(kinds))):
+        matches = ', '.join(files[:3]) + (' ...' if len(files) > 3 else '')
+        raise UserError(f'{name} matches {matches}: expected files of one kind of {", ".join(KINDS)}')
+    if not files and (glob.has_magic(name) or name.endswith(tuple(KINDS))):
         raise UserError(f'no file matches {name}')
     try:
         if kind:
             options = {'sample_by': 'document'} if kind == 'text' else {}
-            return datasets.load_dataset(kind, data_files=files, split='train', streaming=True, **options).with_format('arrow')
-        config = s.config or ('sample-100BT' if name == FINEWEB else None)
-        return datasets.load_dataset(name, config, split=s.split, streaming=True).with_format('arrow')
+            source = datasets.load_dataset(kind, data_files=files, split='train', streaming=True, **options)
+        else:
+            config = s.config or ('sample-100BT' if name == FINEWEB else None)
+            source = datasets.load_dataset(name, config, split=s.split, streaming=True)
+        return source.with_format('arrow')
     except (OSError, ValueError) as error:  # no such dataset, configuration or split, or no network
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
 
 
-def batches(source, s, position):
+def batches(source, s: Settings, position: dict) -> Iterator[tuple]:
     """Yields (position of the first record, [(split, text)]) in the order of the source.
 
     A position is {'state': of the stream, 'skip': records to skip after it, 'documents': records before}.
@@ -92,12 +99,13 @@ def batches(source, s, position):
         table = table.slice(position['skip'])
         texts = column(table, s.text_field, str, documents)
         ids = texts if s.id_field is None else column(table, s.id_field, (str, int), documents)
-        yield position, [(split_of(printable(str(id)), s.val_share), printable(text)) for id, text in zip(ids, texts)]
+        splits = [split_of(printable(str(id)), s.val_share) for id in ids]
+        yield position, list(zip(splits, map(printable, texts)))
         documents += len(texts)
         position = {'state': source.state_dict(), 'skip': 0, 'documents': documents}
 
 
-def column(table, field, kind, documents):
+def column(table, field: str, kind, documents: int) -> list:
     """The values of a field; UserError for the first record whose value is not of this kind."""
     remedy = (f'the fields are {", ".join(table.column_names)}: set --text_field, or --id_field '
               '(None: the hash of the text decides between train and val)')
@@ -111,7 +119,7 @@ def column(table, field, kind, documents):
     return values
 
 
-def printable(text):
+def printable(text: str) -> str:
     """The text with what is no Unicode character (half a surrogate pair) replaced."""
     try:
         text.encode()
@@ -122,27 +130,34 @@ def printable(text):
 
 # ---- encoding in worker processes ----
 
-def start_worker(tokenizer_name):
+def start_worker(tokenizer_name: str) -> None:
     global tokenizer
     tokenizer = load_tokenizer(tokenizer_name)
 
 
-def encode(batch):
+def encode(batch: list[tuple]) -> list[tuple]:
     """[(split, text)] -> [(split, ids with eos, bytes of the text)]."""
     dtype = np.uint16 if tokenizer.n_ids <= 2 ** 16 else np.uint32
-    ids = tokenizer.encode_array or tokenizer.encode
-    return [(split, np.append(np.asarray(ids(text), dtype), dtype(tokenizer.eos_id)), len(text.encode())) for split, text in batch]
+    encode_text = tokenizer.encode_array or tokenizer.encode
+    documents = []
+    for split, text in batch:
+        ids = np.asarray(encode_text(text), dtype)
+        documents.append((split, np.append(ids, dtype(tokenizer.eos_id)), len(text.encode())))
+    return documents
 
 
-def worker_pool(s, tokenizer_name):
-    """Started before the source, which may run threads: a fork, which spares the workers the imports, copies none of them."""
+def worker_pool(s: Settings, tokenizer_name: str) -> ProcessPoolExecutor:
+    """Processes that `encode`. To be started before the source, which may run threads: a fork copies none of them.
+
+    A fork spares the workers the imports.
+    """
     method = 'fork' if sys.platform == 'linux' else 'spawn'
     pool = ProcessPoolExecutor(s.workers, multiprocessing.get_context(method), start_worker, (tokenizer_name,))
     pool.submit(os.getpid)
     return pool
 
 
-def encoded(pool, batches, ahead):
+def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple], ahead: int) -> Iterator[tuple]:
     """Yields (position of a batch, its documents encoded) in order, up to `ahead` batches in the workers meanwhile."""
     waiting = deque()
     for start, batch in batches:
@@ -156,44 +171,51 @@ def encoded(pool, batches, ahead):
 
 # ---- progress that survives a kill ----
 
-def save_progress(folder, arguments, writer, position):
-    """Writes progress.json: the shards so far, where the source goes on, and what waits for the next shard of each split."""
+def save_progress(folder: Path, arguments: dict, writer: ShardWriter, position: dict) -> None:
+    """Writes progress.json: the shards so far, where the source goes on, and what waits for each split's next shard."""
     pending = {}
     for split, parts in writer.pending.items():
         pending[split] = f'.pending_{split}_{position["documents"]}.bin'
         write_file(folder / pending[split], np.concatenate([np.empty(0, writer.dtype), *parts]).tobytes())
-    write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending})
+    write_json(folder / 'progress.json',
+               {'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending})
     for path in folder.glob('.pending_*'):
         if path.name not in pending.values():
             path.unlink()
 
 
-def load_progress(folder, arguments, tokenizer, shard_tokens):
+def load_progress(folder: Path, arguments: dict, tokenizer: Tokenizer, shard_tokens: int) -> tuple[ShardWriter, dict]:
     """(writer, position) of the run before, or of none; UserError if its arguments were others."""
     start = {'state': None, 'skip': 0, 'documents': 0}
     if not (folder / 'progress.json').exists():
         return ShardWriter(folder, tokenizer, shard_tokens), start
     saved = json.loads((folder / 'progress.json').read_text())
     for name, value in arguments.items():
-        if saved['arguments'].get(name) != value:
-            raise UserError(f'{folder} was begun with {name} = {saved["arguments"].get(name)!r}, now it is {value!r}: use that, or another --out_dir')
+        begun_with = saved['arguments'].get(name)
+        if begun_with != value:
+            raise UserError(f'{folder} was begun with {name} = {begun_with!r}, now it is {value!r}: use that, or '
+                            'another --out_dir')
     dtype = ShardWriter(folder, tokenizer, shard_tokens).dtype
     pending = {split: np.fromfile(folder / file, dtype) for split, file in saved['pending'].items()}
     return ShardWriter(folder, tokenizer, shard_tokens, saved['splits'], pending), saved['position']
 
 
-def keep_tokenizer(folder, name):
+def keep_tokenizer(folder: Path, name: str) -> str:
     """Copies a tokenizer given by path into the data folder; returns what meta.json calls it."""
     if name in ('gpt2', 'byte'):
         return name
     path = Path(name)
-    kept = 'gpt2_vocabulary' if path.is_dir() else 'tokenizer' + path.suffix
-    for source in [path / 'encoder.json', path / 'vocab.bpe'] if path.is_dir() else [path]:
-        target = folder / kept / source.name if path.is_dir() else folder / kept
+    if path.is_dir():
+        own_name = 'gpt2_vocabulary'
+        copies = {path / file: folder / own_name / file for file in ('encoder.json', 'vocab.bpe')}
+    else:
+        own_name = 'tokenizer' + path.suffix
+        copies = {path: folder / own_name}
+    for source, target in copies.items():
         target.parent.mkdir(exist_ok=True)
         if not target.exists():
             write_file(target, source.read_bytes())
-    return kept
+    return own_name
 
 
 class Report:
@@ -208,16 +230,19 @@ class Report:
         if now - self.last < 5:
             return
         self.last = now
-        per_s, documents_per_s = (tokens - self.tokens) / (now - self.start), (documents - self.documents) / (now - self.start)
-        left = [(self.max_tokens - tokens) / per_s] if self.max_tokens else []
+        tokens_per_s = (tokens - self.tokens) / (now - self.start)
+        documents_per_s = (documents - self.documents) / (now - self.start)
+        left = [(self.max_tokens - tokens) / tokens_per_s] if self.max_tokens else []
         left += [(self.all_documents - documents) / documents_per_s] if self.all_documents else []
         eta = f' | ETA {datetime.timedelta(seconds=max(0, int(min(left))))}' if left else ''
-        print(f'{documents:,} documents, {tokens:,} tokens | {documents_per_s:,.0f} documents/s, {per_s:,.0f} tokens/s{eta}', flush=True)
+        print(f'{documents:,} documents, {tokens:,} tokens | {documents_per_s:,.0f} documents/s, '
+              f'{tokens_per_s:,.0f} tokens/s{eta}', flush=True)
 
 
 # ---- main ----
 
-def prepare(name, s):
+def prepare(name: str, s: Settings) -> None:
+    """Writes the data folder of a source, or goes on with it."""
     plain = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_')
     folder = Path(s.out_dir) if s.out_dir else BUILT / (plain or 'files')
     if (folder / 'meta.json').exists():
@@ -229,7 +254,9 @@ def prepare(name, s):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f'another process is writing to {folder}: wait for it, or use another --out_dir')
-        arguments = {'source': name} | {k: v for k, v in dataclasses.asdict(s).items() if k not in ('out_dir', 'workers', 'vocab_dir')}
+        arguments = {'source': name, **dataclasses.asdict(s)}
+        for of_this_start in ('out_dir', 'workers', 'vocab_dir'):
+            del arguments[of_this_start]
         writer, position = load_progress(folder, arguments, tokenizer, s.shard_tokens)
         if position['documents']:
             shards = sum(len(split['shards']) for split in writer.splits.values())
@@ -243,7 +270,7 @@ def prepare(name, s):
     print(f'{folder} is ready: python train.py config/standard_xs.py --data={folder}')
 
 
-def fill(folder, writer, name, s, arguments, position):
+def fill(folder: Path, writer: ShardWriter, name: str, s: Settings, arguments: dict, position: dict) -> None:
     """Reads the source from `position` on into the writer, until its end or max_tokens."""
     documents, tokens = position['documents'], sum(info['tokens'] for info in writer.splits.values())
     pool = worker_pool(s, writer.tokenizer.name)
@@ -258,19 +285,22 @@ def fill(folder, writer, name, s, arguments, position):
                 tokens += len(ids)
                 documents += 1
                 if writer.add(split, ids, n_bytes):
-                    save_progress(folder, arguments, writer, {**start, 'skip': start['skip'] + i + 1, 'documents': documents})
+                    after_this = {**start, 'skip': start['skip'] + i + 1, 'documents': documents}
+                    save_progress(folder, arguments, writer, after_this)
             report(tokens, documents)
     except BrokenProcessPool:
-        raise UserError('a worker process was killed, perhaps for want of memory: start again with fewer --workers; what is written stays')
+        raise UserError('a worker process was killed, perhaps for want of memory: start again with fewer --workers; '
+                        'what is written stays')
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:])
+        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if len(positional) > 1:
-            raise UserError(f'one source is expected, got {len(positional)}: {" ".join(positional)}; quote a pattern: \'texts/*.jsonl\'')
+            raise UserError(f'one source is expected, got {len(positional)}: {" ".join(positional)}; '
+                            "quote a pattern: 'texts/*.jsonl'")
         check_ranges(s, max_tokens=(1, inf), val_share=(0, 1), shard_tokens=(1, inf), workers=(1, 1024))
         prepare(positional[0] if positional else FINEWEB, s)
 

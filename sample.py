@@ -6,7 +6,8 @@
     python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
     python sample.py out/big "Return the" --draft=out/small --draft_len=4     or another run does
 
-`generate` and `speculative_generate` are the functions to import: prompts of different lengths in one batch, texts of the same law.
+`generate` and `speculative_generate` are the functions to import: prompts of different lengths in one batch, texts of
+the same distribution. A model without `extend` is read anew for every token, by its `logits`.
 """
 import codecs
 import os
@@ -15,8 +16,7 @@ import time
 from dataclasses import dataclass
 from math import inf
 
-os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait longer leave the core to other programs
-
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait leave the core to others
 
 from common.decoding import generate, pack_weights, roomy_cache
 from common.files import UserError, friendly_errors
@@ -39,27 +39,17 @@ class Settings:
     file: str | None = None  # read prompts from this file, one a line
     truncate: bool = False  # keep the end of a prompt that is too long, instead of an error
     ignore_eos: bool = False  # go on after the end of a document
-    draft_len: str | None = None  # tokens to draft before each verification, or auto; None: plain decoding, with --draft auto
+    draft_len: str | None = None  # tokens to draft before each verification, or auto; None: plain, with --draft auto
     draft: str | None = None  # run folder of a model that drafts; None: the model itself, if it can
+    scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
     dtype: str = 'auto'  # float32, bfloat16; auto: bfloat16 on GPUs and on CPUs with bf16 units
 
 
-# ---- sampling ----
+# ---- prompts ----
 
-
-# ---- speculative decoding ----
-#
-# A round: draft n tokens, append the last token and the draft to the cache in one `extend`, keep what the rule below accepts, and
-# draw one token more. The rule makes the law of the text that of plain decoding, whatever drafts.
-
-
-# ---- a model made ready for decoding on CPU ----
-
-
-# ---- the command line ----
-
-def read_prompts(s, texts):
+def read_prompts(s: Settings, texts: list[str]) -> list[str]:
+    """The prompts from the command line and the file, or else from standard input; UserError if there is none."""
     if s.file:
         if not os.path.isfile(s.file):
             raise UserError(f'there is no prompt file {s.file}')
@@ -72,81 +62,32 @@ def read_prompts(s, texts):
     return [text.encode(errors='replace').decode() for text in texts]
 
 
-def fit(ids, s, block_size):
+def fit(ids: list[int], s: Settings, block_size: int) -> list[int]:
     """The prompt's ids if prompt and new tokens fit the context, its end with --truncate, else a UserError."""
     room = block_size + 1 - s.max_new_tokens  # the last new token is not read
     if room < 1:
-        raise UserError(f'max_new_tokens = {s.max_new_tokens} leaves no room for a prompt in the context of {block_size} tokens: lower it')
+        raise UserError(f'max_new_tokens = {s.max_new_tokens} leaves no room for a prompt in the context of '
+                        f'{block_size} tokens: lower it')
     if len(ids) > room and not s.truncate:
-        raise UserError(f'a prompt of {len(ids)} tokens and {s.max_new_tokens} new ones do not fit the context of {block_size}: '
-                        'lower max_new_tokens, or use --truncate to keep the end of the prompt')
+        raise UserError(f'a prompt of {len(ids)} tokens and {s.max_new_tokens} new ones do not fit the context of '
+                        f'{block_size}: lower max_new_tokens, or use --truncate to keep the end of the prompt')
     return ids[-room:]
 
 
-def write_texts(s, model, tokenizer, record, texts, prompts, options=None):
-    """Generates and prints: one prompt as its tokens arrive, several one after the other. options: `speculation`."""
-    pack_weights(model)
-    stop = s.stop and s.stop.replace('\\n', '\n').encode()
-    ends = [None] * len(prompts)  # where the stop string starts, in bytes
+# ---- drafts ----
 
-    def finished(row, ids):
-        at = tokenizer.decode(ids).find(stop) if stop else -1
-        ends[row] = at if at >= 0 else None
-        return at >= 0
-
-    def text_of(row, ids):
-        return tokenizer.decode(ids)[:ends[row]]
-
-    utf8 = codecs.getincrementaldecoder('utf-8')('replace')
-    shown = 0
-
-    def stream(rows):
-        nonlocal shown
-        safe = text_of(0, rows[0])
-        if stop and ends[0] is None:  # the stop string may have begun
-            safe = safe[:max(shown, len(safe) - len(stop) + 1)]
-        print(utf8.decode(safe[shown:]), end='', flush=True)
-        shown = max(shown, len(safe))
-
-    one = len(prompts) == 1
-    if one:
-        print(texts[0], end='', flush=True)
-    sampling = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
-                    eos_id=None if s.ignore_eos else record['data']['eos_id'], finished=finished if stop else None)
-    start = time.perf_counter()
-    if options:
-        new, statistics = speculative_generate(model, prompts, s.max_new_tokens, on_tokens=stream if one else None, **sampling, **options)
-    else:
-        cache = roomy_cache(model, prompts, s.max_new_tokens)
-        new = generate(model, prompts, s.max_new_tokens, on_tokens=stream if one else None, cache=cache, **sampling)
-    seconds = time.perf_counter() - start
-    if one:
-        print(utf8.decode(text_of(0, new[0])[shown:], final=True))
-    else:
-        for row, text in enumerate(texts):
-            print(f'--- {row + 1}\n{text}{text_of(row, new[row]).decode(errors="replace")}')
-    count = sum(map(len, new))
-    speed = f'{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s'
-    if not options:
-        return print(f'{speed}; cache {cache.nbytes / 2**20:.1f} MiB', file=sys.stderr)
-    start = time.perf_counter()
-    plain = sum(map(len, generate(model, prompts, s.max_new_tokens, **sampling))) / (time.perf_counter() - start)
-    print(f'{speed}, {count / seconds / plain:.2f} times plain decoding; accepted {statistics.accepted_per_step:.2f} tokens a step\n'
-          f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}', file=sys.stderr)
-
-
-def load_draft(folder, record, device, dtype):
+def load_draft(folder, record: dict, device: str, dtype: str):
     """The model of a run folder, to draft for the run of this record; UserError if it has another tokenizer."""
     draft, of_draft = load_run(folder, device, pick_dtype(dtype, device))
     for key in ('tokenizer', 'n_ids'):
         if of_draft['data'][key] != record['data'][key]:
-            raise UserError(f'the draft run {folder} has {key} {of_draft["data"][key]!r}, the run {record["data"][key]!r}: '
-                            'they must have one tokenizer')
+            raise UserError(f'the draft run {folder} has {key} {of_draft["data"][key]!r}, the run '
+                            f'{record["data"][key]!r}: they must have one tokenizer')
     return pack_weights(draft)
 
 
-def speculation(s, model, record, device):
-    """`speculative_generate`'s options from the settings, None for plain decoding; UserError for a draft that does not fit."""
+def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
+    """Options of `speculative_generate` from the settings, None for plain decoding; UserError for an unfit draft."""
     if s.draft is None and s.draft_len is None:
         return None
     draft = s.draft and load_draft(s.draft, record, device, s.dtype)
@@ -157,19 +98,91 @@ def speculation(s, model, record, device):
     except ValueError as error:
         raise UserError(str(error))
     if getattr(model, 'sequential', False):
-        print(f'model_{record["model"]} reads tokens one after the other: verifying a draft saves it no time', file=sys.stderr)
+        print(f'model_{record["model"]} reads tokens one after the other: verifying a draft saves it no time',
+              file=sys.stderr)
     return dict(draft=draft, draft_len=draft_len)
 
 
-def main():
+# ---- texts ----
+
+class Texts:
+    """The new texts of the prompts as they grow, each cut where the stop string starts."""
+
+    def __init__(self, tokenizer, n: int, stop: str | None):
+        self.tokenizer = tokenizer
+        self.stop = stop and stop.replace('\\n', '\n').encode()
+        self.ends = [None] * n  # where the stop string starts, in bytes
+        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # of the text that is shown as it comes
+        self.shown = 0  # its bytes so far
+
+    def finished(self, i: int, ids: list[int]) -> bool:
+        """Whether the stop string is in the new text of prompt i; for `generate`."""
+        start = self.tokenizer.decode(ids).find(self.stop)
+        self.ends[i] = start if start >= 0 else None
+        return start >= 0
+
+    def of(self, i: int, ids: list[int]) -> bytes:
+        return self.tokenizer.decode(ids)[:self.ends[i]]
+
+    def stream(self, new: list[list[int]]) -> None:
+        """Prints what is new of the first text: whole characters, and nothing that may become the stop string."""
+        safe = self.of(0, new[0])
+        if self.stop and self.ends[0] is None:
+            safe = safe[:max(self.shown, len(safe) - len(self.stop) + 1)]
+        print(self.utf8.decode(safe[self.shown:]), end='', flush=True)
+        self.shown = max(self.shown, len(safe))
+
+    def print_rest(self, new: list[list[int]]) -> None:
+        print(self.utf8.decode(self.of(0, new[0])[self.shown:], final=True))
+
+
+def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], prompts: list[list[int]],
+                drafting: dict | None = None) -> None:
+    """Generates and prints: one prompt as its tokens arrive, several one after the other. drafting: `speculation`."""
+    pack_weights(model)
+    grown, is_alone = Texts(tokenizer, len(prompts), s.stop), len(prompts) == 1
+    if is_alone:
+        print(texts[0], end='', flush=True)
+    sampling = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
+                    eos_id=None if s.ignore_eos else record['data']['eos_id'],
+                    finished=grown.finished if s.stop else None)
+    on_tokens = grown.stream if is_alone else None
+    start = time.perf_counter()
+    if drafting:
+        new, statistics = speculative_generate(model, prompts, s.max_new_tokens, on_tokens=on_tokens, **sampling,
+                                               **drafting)
+    else:
+        cache = roomy_cache(model, prompts, s.max_new_tokens)
+        new = generate(model, prompts, s.max_new_tokens, on_tokens=on_tokens, cache=cache, **sampling)
+    seconds = time.perf_counter() - start
+    if is_alone:
+        grown.print_rest(new)
+    else:
+        for i, text in enumerate(texts):
+            print(f'--- {i + 1}\n{text}{grown.of(i, new[i]).decode(errors="replace")}')
+    count = sum(map(len, new))
+    speed = f'{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s'
+    if not drafting:
+        print(f'{speed}; cache {cache.nbytes / 2**20:.1f} MiB', file=sys.stderr)
+        return
+    start = time.perf_counter()
+    plain_count = sum(map(len, generate(model, prompts, s.max_new_tokens, **sampling)))
+    plain_speed = plain_count / (time.perf_counter() - start)
+    print(f'{speed}, {count / seconds / plain_speed:.2f} times plain decoding; '
+          f'accepted {statistics.accepted_per_step:.2f} tokens a step\n'
+          f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}', file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:])
+        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not positional:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
-        check_ranges(s, seed=(0, 2 ** 63), temperature=(0, inf), max_new_tokens=(1, inf), top_k=(1, inf), top_p=(1e-9, 1), min_p=(0, 1))
+        check_ranges(s, seed=(0, 2 ** 63), temperature=(0, inf), max_new_tokens=(1, inf), top_k=(1, inf),
+                     top_p=(1e-9, 1), min_p=(0, 1))
         texts = read_prompts(s, positional[1:])
         device = pick_device(s.device)
-        model, record = load_run(positional[0], device, pick_dtype(s.dtype, device))
+        model, record = load_run(positional[0], device, pick_dtype(s.dtype, device), s.scan)
         tokenizer = load_tokenizer(record['data']['tokenizer'])
         prompts = [fit(tokenizer.encode(text), s, record['settings']['block_size']) for text in texts]
         write_texts(s, model, tokenizer, record, texts, prompts, speculation(s, model, record, device))

@@ -1,9 +1,10 @@
-"""Validation loss against training tokens and against training time, runs that differ only in the seed averaged (SPS paper, figure 2).
+"""Validation loss against training tokens and against time, runs that differ only in the seed averaged.
 
     python -m analysis.loss_curves RUN RUN ... --out=NAME
 
-Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where each
-line goes below the first one's for good. Time is that of the runs' own logs: compare runs that had the same machine.
+Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where
+each line goes below the first one's for good, as figure 2 of the SPS paper does. Time is that of the runs' own logs:
+compare runs that had the same machine.
 """
 import statistics
 import sys
@@ -14,8 +15,9 @@ from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from common.settings import load_settings
 
-NO_DIFFERENCE = {'seed', 'out_dir', 'resume', 'overwrite', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval', 'save_interval',
-                 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads'}  # to what a curve is
+NO_DIFFERENCE = {  # settings that do not change what a curve is
+    'seed', 'out_dir', 'resume', 'overwrite', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
+    'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads', 'scan'}
 
 
 @dataclass
@@ -23,62 +25,80 @@ class Settings:
     out: str = 'loss_curves'  # NAME of the files to write, without ending
 
 
-def group(runs):
-    """{label: [run folder, one a seed]}. A label is the method or model, then the settings in which runs differ: those of
-    training among all runs, those of the model among the runs of that method."""
+def group(runs: list[str]) -> dict[str, list[str]]:
+    """{label: [run folder, one a seed]}.
+
+    A label is the method or model, then the settings in which runs differ: those of training among all runs, those of
+    the model among the runs of that method.
+    """
     own = {}
     for run in runs:
         record = read_run(run)
         name = record['model_config'].get('method', record['model'])
-        training = {k: v for k, v in record['settings'].items() if k not in NO_DIFFERENCE | {'model'}}
-        own[run] = name, training, record['model_config']
+        training, model = ({key: value for key, value in record[part].items() if key not in NO_DIFFERENCE | {'model'}}
+                           for part in ('settings', 'model_config'))
+        own[run] = name, training, model
     groups = {}
     for name, training, model in own.values():
-        differs = [f'{k}={v}' for k, v in training.items() if any(other[1].get(k) != v for other in own.values())]
-        differs += [f'{k}={v}' for k, v in model.items() if any(other[0] == name and other[2].get(k) != v for other in own.values())]
-        groups[', '.join([name, *differs])] = [run for run in runs if own[run] == (name, training, model)]
+        of_all = [other_training for _, other_training, _ in own.values()]
+        of_method = [other_model for other_name, _, other_model in own.values() if other_name == name]
+        label = ', '.join([name, *differences(training, of_all), *differences(model, of_method)])
+        groups[label] = [run for run in runs if own[run] == (name, training, model)]
     return groups
 
 
-def curve(runs, key='val', what='validation loss'):
-    """Points {'step', 'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'} of a logged value at the steps where every run has it."""
-    logs = []
-    for run in runs:
-        logs.append({r['tokens']: r for r in read_log(run) if key in r})
+def differences(settings: dict, others: list[dict]) -> list[str]:
+    """'name=value' of the settings that are not the same in all the others."""
+    return [f'{key}={value}' for key, value in settings.items() if any(other.get(key) != value for other in others)]
+
+
+def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:
+    """Points of a logged value at the steps where every run has it.
+
+    A point is {'step', 'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'}.
+    """
+    logs = [{record['tokens']: record for record in read_log(run) if key in record} for run in runs]
     points = []
     for tokens in sorted(set.intersection(*map(set, logs))):
         values = [log[tokens][key] for log in logs]
-        points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': statistics.mean(log[tokens]['seconds'] for log in logs) / 60,
-                       'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values), 'seeds': len(logs)})
+        seconds = statistics.mean(log[tokens]['seconds'] for log in logs)
+        points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': seconds / 60,
+                       'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values),
+                       'seeds': len(logs)})
     if not points:
         raise UserError(f'{" ".join(map(str, runs))}: no {what} that all of these runs logged at the same step')
     return points
 
 
-def loss_at(points, axis, at):
+def loss_at(points: list[dict], axis: str, x: float) -> float | None:
     """The mean loss of a curve at a value of 'tokens' or 'minutes', linear between its points, None outside."""
     for a, b in zip(points, points[1:]):
-        if a[axis] <= at <= b[axis]:
-            return a['mean'] + (b['mean'] - a['mean']) * (at - a[axis]) / (b[axis] - a[axis])
+        if a[axis] <= x <= b[axis]:
+            return a['mean'] + (b['mean'] - a['mean']) * (x - a[axis]) / (b[axis] - a[axis])
     return None
 
 
-def crossing(points, first, axis):
+def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
     """Where `points` go below the curve `first` and stay there, or None."""
     where = None
     for p in points:
         other = loss_at(first, axis, p[axis])
-        if other is not None:
-            where = None if p['mean'] >= other else p[axis] if where is None else where
+        if other is None:
+            continue
+        if p['mean'] >= other:
+            where = None
+        elif where is None:
+            where = p[axis]
     return where
 
 
-def plot(curves, path):
+def plot(curves: dict[str, list[dict]], path) -> None:
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     figure, both = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout='constrained')
-    for axes, axis, scale, name in zip(both, ('tokens', 'minutes'), (1e-6, 1), ('million tokens', 'minutes of training')):
+    names = 'million tokens', 'minutes of training'
+    for axes, axis, scale, name in zip(both, ('tokens', 'minutes'), (1e-6, 1), names):
         for label, points in curves.items():
             x = [p[axis] * scale for p in points]
             axes.plot(x, [p['mean'] for p in points], label=label, marker='o', markersize=3)
@@ -91,9 +111,9 @@ def plot(curves, path):
     figure.savefig(path, dpi=130)
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:])
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.loss_curves RUN RUN ... --out=NAME')
         curves = {label: curve(folders) for label, folders in group(runs).items()}

@@ -1,9 +1,9 @@
 """Side-by-side benchmarks. Machines are shared and noisy, so both sides run alternately and the figure is their ratio.
 
-    python -m bench.train_step      a training step beside Hugging Face Llama; `objectives`: NextLat, MTP and JTP beside plain training
+    python -m bench.train_step      a training step beside Hugging Face Llama; objectives: NextLat, MTP, JTP over plain
     python -m bench.generate        decoding beside Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
-    python -m bench.context_ready   backpropagation through time, and generation with few wide layers, beside the plain forms
+    python -m bench.context_ready   backpropagation through time, and few wide layers, beside the plain forms
     python -m bench.attention       the Triton attention kernels on a GPU beside PyTorch's
     python -m bench.attention_cpu   the forms of attention on CPU
     python -m bench.gpn             GPN's scan beside the plain loop; with --jax, beside JAX
@@ -12,7 +12,8 @@
     python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
-Each writes its figures with device, date, versions and commit to bench/results/.
+Each prints a figure as soon as it is there and writes all, with device, date, versions and commit, to bench/results/.
+With --toy it takes seconds, at sizes that tell nothing, and writes nothing.
 """
 import datetime
 import json
@@ -20,6 +21,7 @@ import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -37,7 +39,7 @@ FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaul
 }
 
 
-def make_model(name, **values):
+def make_model(name: str, **values):
     """A model of FAMILY with seed 0, on the GPU if there is one."""
     file, own = FAMILY[name]
     torch.manual_seed(0)
@@ -45,13 +47,16 @@ def make_model(name, **values):
     return module.Model(module.Config(**own, **values)).to('cuda' if torch.cuda.is_available() else 'cpu')
 
 
-def over_standard(seconds):
+def over_standard(seconds: dict[str, float]) -> dict[str, float]:
     """{name: s} -> {name: times Standard's}."""
     return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
 
 
-def alternate(sides, rounds, warmup=2):
-    """Median seconds of each side's function over `rounds` rounds, the sides taking turns. sides {name: function} -> {name: s}."""
+def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
+    """Median seconds of each side's function over `rounds` rounds, the sides taking turns.
+
+    sides {name: function} -> {name: s}.
+    """
     times = {name: [] for name in sides}
     for i in range(warmup + rounds):
         for name, function in sides.items():
@@ -64,7 +69,7 @@ def alternate(sides, rounds, warmup=2):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def resident():
+def resident() -> dict[str, int]:
     """{'peak', 'held'}: bytes of GPU memory; of this process's memory where there is no GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -73,15 +78,17 @@ def resident():
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
-def device_name():
+def device_name() -> str:
+    """The GPU, or the CPU and its threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path('/proc/cpuinfo')
-    models = [line.split(':')[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith('model name')] if cpuinfo.exists() else []
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(':')[1].strip() for line in lines if line.startswith('model name')]
     return f'{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads'
 
 
-def markdown_table(rows):
+def markdown_table(rows: list[dict]) -> str:
     """Rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
     lines, columns = [], None
     for row in rows:
@@ -92,18 +99,27 @@ def markdown_table(rows):
     return '\n'.join(lines[1:])
 
 
-def write_results(name, rows, markdown=False):
-    """Prints rows (dicts) and writes them to bench/results/<name>_<cpu or gpu>.json with where and when they were measured.
+def show(row: dict) -> dict:
+    """Prints a row of figures; returns it."""
+    print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
+    return row
 
-    With markdown, also as a table: the same name with .md.
+
+def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: bool = False) -> None:
+    """Prints rows (dicts) as they come and writes them to bench/results/<name>_<cpu or gpu>.json, with where and when.
+
+    With markdown, also as a table: the same name with .md. With toy it only prints.
     """
+    rows = [show(row) for row in rows]
+    if toy:
+        return
     import transformers
-    commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+    describe = ['git', 'describe', '--always', '--dirty']
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+    versions = {'python': platform.python_version(), 'torch': torch.__version__,
+                'transformers': transformers.__version__}
     record = {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
-              'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'transformers': transformers.__version__},
-              'rows': rows}
-    for row in rows:
-        print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
+              'versions': versions, 'rows': rows}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
     path.write_text(json.dumps(record, indent=1) + '\n')

@@ -1,13 +1,23 @@
-"""Decoding: the distribution that tokens are drawn from, drawing them, and `generate`."""
+"""Decoding: the distribution that tokens are drawn from, drawing them, and `generate`.
+
+Read `generate` first, then `Decoder`, which it drives. A model decodes by its `new_cache` and `extend`; one that has
+neither decodes by its `logits`, through `Recomputing`.
+"""
+import functools
+import sys
+
 import torch
 import torch.nn as nn
 
+# ---- the distribution ----
 
-def token_probs(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
+
+def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+                min_p: float | None = None) -> torch.Tensor:
     """The distribution that tokens are drawn from. logits (..., V) -> probabilities (..., V), fp32.
 
-    Filters apply one after the other, each to what the one before left: top-k, top-p, min-p. Temperature 0 puts all on the
-    largest logit. Without a wait for the device.
+    Filters apply one after the other, each to what the one before left: top-k, top-p, min-p. Temperature 0 puts all on
+    the largest logit. Without a wait for the device.
     """
     logits = logits.float()
     if temperature == 0:
@@ -19,16 +29,144 @@ def token_probs(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # what came before reaches top_p already
+        likelier = ordered.cumsum(-1) - ordered  # the probability of all tokens before this one
+        ordered = ordered.masked_fill(likelier >= top_p, 0)
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
     if min_p is not None:
         probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0)
     return probs / probs.sum(-1, keepdim=True)
 
 
-def draw(probs, noise):
-    """Tokens (B,) with probability probs (B, V): the winner of an exponential race, noise (B, V) ~ Exp(1). No host sync."""
+def draw(probs, noise) -> torch.Tensor:
+    """Tokens (B,) with probability probs (B, V), without a wait for the device.
+
+    The token drawn is the winner of an exponential race, noise (B, V) ~ Exp(1).
+    """
     return (probs / noise.clamp(min=2 ** -24)).argmax(-1)  # noise rounded to 0 would let an impossible token win
+
+
+# ---- generation ----
+
+@torch.inference_mode()
+def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperature=1.0, top_k=None, top_p=None,
+             min_p=None, seed=0, eos_id=None, finished=None, on_tokens=None, cache=None) -> list[list[int]]:
+    """Continues each prompt, of any length >= 1. Returns the new ids of each, up to and with eos_id.
+
+    finished(i, new_ids) -> bool ends the text of prompt i early; on_tokens(the new ids of each prompt so far) is called
+    as tokens arrive. Ids reach the host every step on CPU, every 16 on a GPU. Pass a cache from `roomy_cache` to look
+    at it afterwards.
+    """
+    check_prompts(prompts)
+    if cache is not None and cache.max_tokens < max(map(len, prompts)) + max_new_tokens:
+        raise ValueError(f'the cache holds {cache.max_tokens} tokens a row: the longest prompt and {max_new_tokens} '
+                         'new ones do not fit')
+    if max_new_tokens < 1:
+        return [[] for _ in prompts]
+    device = next(model.parameters()).device
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # where the graph is captured
+    if cache is None:
+        cache = roomy_cache(model, prompts, max_new_tokens)
+    generator = torch.Generator(device).manual_seed(seed)
+    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    decoder = Decoder(decodable(model), cache, filters, generator)
+    tokens, lengths = pad(prompts, device)
+    drawn = torch.empty(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
+    new, done, n_read = [[] for _ in prompts], [False] * len(prompts), 0
+    steps_per_read = 16 if device.type == 'cuda' else 1
+    for i in range(max_new_tokens):
+        drawn[:, i] = decoder.read_prompts(tokens, lengths) if i == 0 else decoder.next_tokens()
+        if (i + 1) % steps_per_read and i + 1 < max_new_tokens:
+            continue
+        for b, ids in enumerate(drawn[:, n_read:i + 1].tolist()):
+            for token in ids:
+                if not done[b]:
+                    new[b].append(token)
+                    done[b] = token == eos_id or (finished is not None and finished(b, new[b]))
+        n_read = i + 1
+        if on_tokens:
+            on_tokens(new)
+        if all(done):
+            break
+    return new
+
+
+class Decoder:
+    """Decodes one token a row and step. On a GPU the step, model and sampling together, is one CUDA graph replay."""
+
+    def __init__(self, model, cache, filters, generator):
+        self.model, self.cache, self.filters, self.generator = model, cache, filters, generator
+        self.is_greedy = filters['temperature'] == 0
+        self.graph = None
+
+    def read_prompts(self, tokens, lengths):
+        """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
+        logits = self.model.extend(tokens, self.cache, lengths)
+        self.noise = torch.empty_like(logits, dtype=torch.float32)
+        self.tokens = torch.empty(len(tokens), dtype=torch.int64, device=tokens.device)
+        self.refresh_noise()
+        self.tokens.copy_(self.pick(logits))
+        return self.tokens
+
+    def next_tokens(self):
+        """Appends the last tokens and returns the ones after them (B,)."""
+        self.refresh_noise()
+        if has_graphs(self.model, self.tokens.device):
+            self.graph = self.graph or self.capture()
+            self.graph.replay()
+        else:
+            self.step()
+        return self.tokens
+
+    def pick(self, logits):
+        """A token (B,) for logits (B, V)."""
+        return logits.float().argmax(-1) if self.is_greedy else draw(token_probs(logits, **self.filters), self.noise)
+
+    def refresh_noise(self):
+        if not self.is_greedy:
+            self.noise.exponential_(generator=self.generator)
+
+    def step(self):
+        self.tokens.copy_(self.pick(self.model.extend(self.tokens[:, None], self.cache)))
+
+    def capture(self):
+        """One step as a CUDA graph."""
+        tokens = self.tokens.clone()
+
+        def undo():
+            self.cache.rollback(1)
+            self.tokens.copy_(tokens)
+        return record_graph(self.step, undo)
+
+
+def check_prompts(prompts: list[list[int]]) -> None:
+    """Raises ValueError unless there are prompts, each with at least one token."""
+    if not prompts or not all(prompts):
+        raise ValueError('a prompt is empty: each needs at least one token')
+
+
+def pad(sequences: list, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists of ids -> (B, n), right-padded, and their lengths (B,)."""
+    lengths = torch.tensor([len(ids) for ids in sequences])
+    tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
+    for row, ids in zip(tokens, sequences):
+        row[:len(ids)] = torch.tensor(ids)
+    return tokens.to(device), lengths.to(device)
+
+
+def roomy_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
+    """A cache with room for prompts and new tokens.
+
+    On CPU it is fp32 for a few rows, where that is faster (bench/attention_cpu.py).
+    """
+    few = next(model.parameters()).device.type == 'cpu' and len(prompts) < 16
+    max_tokens = max(map(len, prompts)) + max_new_tokens
+    return decodable(model).new_cache(len(prompts), max_tokens, max_run, dtype=torch.float32 if few else None)
+
+
+def has_graphs(model, device) -> bool:
+    """Whether a step can be recorded as a CUDA graph: on a GPU, where the shapes of `extend` are static."""
+    return device.type == 'cuda' and not isinstance(model, Recomputing)
 
 
 def record_graph(step, undo):
@@ -46,117 +184,85 @@ def record_graph(step, undo):
     return graph
 
 
-class Decoder:
-    """Decodes one token a row and step. On a GPU the step, model and sampling together, is one CUDA graph replay."""
+# ---- a model without a cache ----
 
-    def __init__(self, model, cache, filters, generator):
-        self.model, self.cache, self.filters, self.generator = model, cache, filters, generator
-        self.greedy = filters['temperature'] == 0
-        self.graph = None
-
-    def pick(self, logits, noise):
-        return logits.float().argmax(-1) if self.greedy else draw(token_probs(logits, **self.filters), noise)
-
-    def first(self, tokens, lengths):
-        """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
-        logits = self.model.extend(tokens, self.cache, lengths)
-        self.noise = torch.empty_like(logits, dtype=torch.float32)
-        self.tokens = torch.empty(len(tokens), dtype=torch.int64, device=tokens.device)
-        self.tokens.copy_(self.pick(logits, self.fresh_noise()))
-        return self.tokens
-
-    def fresh_noise(self):
-        return None if self.greedy else self.noise.exponential_(generator=self.generator)
-
-    def next(self):
-        """Appends the last tokens and returns the ones after them (B,)."""
-        noise = self.fresh_noise()
-        if self.tokens.device.type == 'cuda':
-            self.graph = self.graph or self.capture()
-            self.graph.replay()
-        else:
-            self.step(noise)
-        return self.tokens
-
-    def step(self, noise):
-        self.tokens.copy_(self.pick(self.model.extend(self.tokens[:, None], self.cache), noise))
-
-    def capture(self):
-        """One step as a CUDA graph."""
-        tokens = self.tokens.clone()
-
-        def undo():
-            self.cache.rollback(1)
-            self.tokens.copy_(tokens)
-        return record_graph(lambda: self.step(self.noise), undo)
+def decodable(model):
+    """The model if it has `extend`; else the same calls by way of its `logits`, which is said once on stderr."""
+    if hasattr(model, 'extend') or isinstance(model, Recomputing):
+        return model
+    _say_once(f'{type(model).__module__} has no extend: decoding recomputes the whole text at every step')
+    return Recomputing(model)
 
 
-@torch.inference_mode()
-def generate(model, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, eos_id=None,
-             finished=None, on_tokens=None, cache=None):
-    """Continues each prompt. prompts: lists of token ids, of any lengths >= 1. Returns the new ids of each, up to and with eos_id.
+@functools.cache
+def _say_once(line):
+    print(line, file=sys.stderr, flush=True)
 
-    finished(row, new_ids) -> bool ends a row early; on_tokens(rows of new ids so far) is called as tokens arrive. Ids reach the
-    host every step on CPU, every 16 on a GPU. Pass a cache from roomy_cache to look at it afterwards.
+
+class Recomputing:
+    """Decoding by a model that has only `logits(idx)`: the cache is the text, read anew by every `extend`.
+
+    Calls and shapes are those of a model's own `new_cache` and `extend`. There are no `cache.hidden` and no CUDA graph.
     """
-    if not prompts or not all(prompts):
-        raise ValueError('a prompt is empty: each needs at least one token')
-    if cache is not None and cache.max_tokens < max(map(len, prompts)) + max_new_tokens:
-        raise ValueError(f'the cache holds {cache.max_tokens} tokens a row: the longest prompt and {max_new_tokens} new ones do not fit')
-    if max_new_tokens < 1:
-        return [[] for _ in prompts]
-    device = next(model.parameters()).device
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # where the graph is captured
-    tokens, lengths = pad(prompts, device)
-    if cache is None:
-        cache = roomy_cache(model, prompts, max_new_tokens)
-    generator = torch.Generator(device).manual_seed(seed)
-    decoder = Decoder(model, cache, dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), generator)
-    drawn = torch.empty(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
-    new, done, seen = [[] for _ in prompts], [False] * len(prompts), 0
-    every = 16 if device.type == 'cuda' else 1
-    for i in range(max_new_tokens):
-        drawn[:, i] = decoder.first(tokens, lengths) if i == 0 else decoder.next()
-        if (i + 1) % every and i + 1 < max_new_tokens:
-            continue
-        for row, ids in enumerate(drawn[:, seen:i + 1].tolist()):
-            for token in ids:
-                if not done[row]:
-                    new[row].append(token)
-                    done[row] = token == eos_id or (finished is not None and finished(row, new[row]))
-        seen = i + 1
-        if on_tokens:
-            on_tokens(new)
-        if all(done):
-            break
-    return new
+
+    MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
+
+    def __init__(self, model):
+        self.model, self.config, self.parameters = model, model.config, model.parameters
+
+    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+        """An empty text for batch_size rows of up to max_tokens tokens; dtype is of no account, ids being integers."""
+        return TextCache(batch_size, max_tokens, max_run, device or next(self.parameters()).device)
+
+    @torch.no_grad()
+    def extend(self, tokens, cache, lengths=None, all_positions=False):
+        """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
+        """
+        (B, n), device = tokens.shape, tokens.device
+        n_new = torch.full_like(cache.lengths, n) if lengths is None else lengths
+        positions = cache.lengths[:, None] + torch.arange(n, device=device)  # (B, n)
+        end = cache.lengths + n_new
+        text_len = int(end.max())
+        if text_len > cache.max_tokens:
+            raise ValueError(f'the cache holds {cache.max_tokens} tokens a row, {text_len} are asked for')
+        batch_idx = torch.arange(B, device=device)[:, None]
+        is_real = positions < end[:, None]
+        cache.tokens[batch_idx.expand(B, n)[is_real], positions[is_real]] = tokens[is_real]
+        cache.lengths.copy_(end)
+        wanted = positions.clamp(max=text_len - 1) if all_positions else end[:, None] - 1
+        n_rows = max(1, self.MAX_LOGITS // (text_len * self.config.vocab_size))
+        found = [self.model.logits(text)[batch_idx[:len(text)], at]
+                 for text, at in zip(cache.tokens[:, :text_len].split(n_rows), wanted.split(n_rows))]
+        logits = torch.cat(found)
+        return logits if all_positions else logits[:, 0]
 
 
-def pad(prompts, device):
-    """Lists of ids -> (B, n), right-padded, and their lengths (B,)."""
-    lengths = torch.tensor([len(p) for p in prompts])
-    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-    for row, prompt in zip(tokens, prompts):
-        row[:len(prompt)] = torch.tensor(prompt)
-    return tokens.to(device), lengths.to(device)
+class TextCache:
+    """The text of each row: tokens (B, max_tokens), of which `lengths` (B,) are there."""
 
+    def __init__(self, batch_size, max_tokens, max_run, device):
+        self.max_tokens, self.max_run = max_tokens, max_run
+        self.tokens = torch.zeros(batch_size, max_tokens, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
 
-def roomy_cache(model, prompts, max_new_tokens, max_run=1):
-    """A cache with room for prompts and new tokens. On CPU it is fp32 for a few rows, where that is faster (bench/attention_cpu.py)."""
-    few = next(model.parameters()).device.type == 'cpu' and len(prompts) < 16
-    longest = max(map(len, prompts)) + max_new_tokens
-    return model.new_cache(len(prompts), longest, max_run, dtype=torch.float32 if few else None)
+    @property
+    def nbytes(self):
+        return self.tokens.nbytes + self.lengths.nbytes
+
+    def rollback(self, n):
+        """Forgets the last n tokens: n an int, or (B,) int64 with one count a row."""
+        self.lengths -= n
 
 
 # ---- a model made ready for decoding on CPU ----
 
+def pack_weights(model: nn.Module) -> nn.Module:
+    """Stores every linear layer's weight in the layout of the CPU's matrix units, where this PyTorch can.
 
-def pack_weights(model):
-    """Stores every linear layer's weight in the layout of the CPU's matrix units, where this PyTorch can (private operators).
-
-    For inference only, in place; the plain weights stay beside the packed ones. Decoding is bound by reading weights, and this
-    reads them in order.
+    By private operators, in place, for inference only; the plain weights stay beside the packed ones. Decoding is bound
+    by reading weights, and this reads them in order.
     """
     reorder = getattr(torch.ops.mkldnn, '_reorder_linear_weight', None)
     if reorder is None or not torch.backends.mkldnn.is_available():
@@ -164,10 +270,15 @@ def pack_weights(model):
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.device.type == 'cpu':
             try:
-                packed = reorder(module.weight.detach())
-                apply = lambda x, w=packed, b=module.bias: torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
-                apply(torch.zeros(1, module.in_features, dtype=module.weight.dtype))
+                packed = _packed_linear(module, reorder(module.weight.detach()))
+                packed(torch.zeros(1, module.in_features, dtype=module.weight.dtype))
             except RuntimeError:  # this dtype has no such operator here
                 return model
-            module.forward = apply
+            module.forward = packed
     return model
+
+
+def _packed_linear(module, weight):
+    """The forward of a linear layer whose weight is packed."""
+    bias = module.bias
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '')

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +16,9 @@ class UserError(ValueError):
 
 
 @contextmanager
-def friendly_errors():
-    """Ends the program with exit status 1 and a sentence instead of a traceback, where the cause is input, disk or memory."""
+def friendly_errors() -> Iterator[None]:
+    """Ends the program with exit status 1 and a sentence, not a traceback, where the cause is input, disk or memory."""
+    program = Path(sys.argv[0]).name
     try:
         yield
     except BrokenPipeError:  # whoever read the output has enough
@@ -25,17 +27,18 @@ def friendly_errors():
     except KeyboardInterrupt:
         sys.exit(130)
     except (UserError, OSError) as error:
-        remedy = ': make room and start again, a training run with --resume' if getattr(error, 'errno', 0) == errno.ENOSPC else ''
-        sys.exit(f'{Path(sys.argv[0]).name}: {error}{remedy}')
+        disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
+        remedy = ': make room and start again, a training run with --resume' if disk_is_full else ''
+        sys.exit(f'{program}: {error}{remedy}')
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        sys.exit(f'{Path(sys.argv[0]).name}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks '
-                 '(context_ready: checkpoint_unrolls); sampling: '
-                 f'give fewer or shorter prompts. {str(error).splitlines()[0]}')
+        sys.exit(f'{program}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks '
+                 '(context_ready: checkpoint_unrolls); sampling: give fewer or shorter prompts. '
+                 f'{str(error).splitlines()[0]}')
 
 
-def sync_folder(folder):
+def sync_folder(folder) -> None:
     """Makes renames in a folder last through a power failure."""
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -44,12 +47,7 @@ def sync_folder(folder):
         os.close(fd)
 
 
-def write_json(path, value):
-    """Writes JSON so that the file is old or new, never half of either."""
-    write_file(path, json.dumps(value, indent=1).encode())
-
-
-def write_file(path, content):
+def write_file(path, content: bytes) -> None:
     """Writes bytes so that the file is old or new, never half of either. Raises OSError that names the file."""
     path = Path(path)
     temporary = path.with_name(f'.{path.name}.writing')
@@ -65,7 +63,13 @@ def write_file(path, content):
     sync_folder(path.parent)
 
 
-def sha256(path):
+def write_json(path, value) -> None:
+    """`write_file` of a value as JSON."""
+    write_file(path, json.dumps(value, indent=1).encode())
+
+
+def sha256(path) -> str:
+    """The checksum of a file, read in pieces."""
     digest = hashlib.sha256()
     with open(path, 'rb') as file:
         while block := file.read(2 ** 24):

@@ -8,22 +8,26 @@ import torch
 
 from common.files import UserError
 from common.runs import load_run, make_config, model_file, save_checkpoint, save_run
-from data.tokenizers import padded_vocab
+from data.tokenizers import Tokenizer, padded_vocab
 
 
-def llama_weights(block):
-    """[(name in a Hugging Face Llama layer, the weight's rows in a model_standard block)]: ours joins q, k, v and gate, up."""
+def llama_weights(block: torch.nn.Module) -> list[tuple]:
+    """[(name in a Hugging Face Llama layer, the weight's part in a model_standard block)].
+
+    Ours joins q, k, v into one matrix, and gate, up into another.
+    """
     q, k, v = block.qkv.weight.chunk(3)
     gate, up = block.gate_up.weight.chunk(2)
-    return [('input_layernorm', block.attn_norm.weight), ('post_attention_layernorm', block.ffn_norm.weight), ('self_attn.q_proj', q),
-            ('self_attn.k_proj', k), ('self_attn.v_proj', v), ('self_attn.o_proj', block.attn_out.weight), ('mlp.gate_proj', gate),
-            ('mlp.up_proj', up), ('mlp.down_proj', block.ffn_out.weight)]
+    return [('input_layernorm', block.attn_norm.weight), ('post_attention_layernorm', block.ffn_norm.weight),
+            ('self_attn.q_proj', q), ('self_attn.k_proj', k), ('self_attn.v_proj', v),
+            ('self_attn.o_proj', block.attn_out.weight),
+            ('mlp.gate_proj', gate), ('mlp.up_proj', up), ('mlp.down_proj', block.ffn_out.weight)]
 
 
-def to_llama(model):
-    """A Hugging Face LlamaForCausalLM with the weights of a model_standard.Model, without the rows that pad its vocabulary.
+def to_llama(model: torch.nn.Module) -> torch.nn.Module:
+    """A Hugging Face LlamaForCausalLM with the weights of a model_standard.Model.
 
-    Equal but for documents, which Llama does not know.
+    Equal but for documents, which Llama does not know, and for the rows that pad the vocabulary, which it has not.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     c = model.config
@@ -31,15 +35,16 @@ def to_llama(model):
         vocab_size=c.n_ids, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta, tie_word_embeddings=c.tied_head,
         bos_token_id=None, eos_token_id=c.eos_id, pad_token_id=0, max_position_embeddings=8192))
-    weights = {'model.embed_tokens': model.embed.weight[:c.n_ids], 'model.norm': model.norm.weight, 'lm_head': model.head.weight[:c.n_ids]}
+    weights = {'model.embed_tokens': model.embed.weight[:c.n_ids], 'model.norm': model.norm.weight,
+               'lm_head': model.head.weight[:c.n_ids]}
     for i, block in enumerate(model.blocks):
-        weights |= {f'model.layers.{i}.{name}': w for name, w in llama_weights(block)}
-    llama.load_state_dict({f'{name}.weight': w.detach().clone() for name, w in weights.items()})
+        weights |= {f'model.layers.{i}.{name}': weight for name, weight in llama_weights(block)}
+    llama.load_state_dict({f'{name}.weight': weight.detach().clone() for name, weight in weights.items()})
     return llama.to(model.embed.weight.device).eval()
 
 
-def export_llama(run, folder):
-    """Writes a Standard run as a Hugging Face Llama folder: config.json, safetensors, and the tokenizer where it is a file."""
+def export_llama(run, folder) -> None:
+    """Writes a Standard run as a Hugging Face Llama folder, with the tokenizer where it is a file."""
     model, record = load_run(run)
     if record['model'] != 'standard' or model.config.window is not None:
         raise UserError(f'{run} is a model_{record["model"]} with window = {getattr(model.config, "window", None)}: '
@@ -49,17 +54,18 @@ def export_llama(run, folder):
     temporary = Path(f'{folder}.writing')
     shutil.rmtree(temporary, ignore_errors=True)
     llama = to_llama(model)
-    llama.config.max_position_embeddings = record['settings']['block_size']
+    block_size = record['settings']['block_size']
+    llama.config.max_position_embeddings = block_size
     llama.save_pretrained(temporary)
     tokenizer = Path(record['data']['tokenizer'])
     if tokenizer.is_file():
         shutil.copy(tokenizer, temporary)
     os.replace(temporary, folder)
-    print(f'{folder} is a Llama of {record["settings"]["block_size"]} positions; its tokenizer is {tokenizer.name}')
+    print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer.name}')
 
 
-def import_llama(folder, run, tokenizer):
-    """Makes a run folder from a Hugging Face Llama folder without grouped queries or biases; its tokenizer is a data.Tokenizer."""
+def import_llama(folder, run, tokenizer: Tokenizer) -> None:
+    """Makes a run folder from a Hugging Face Llama folder without grouped queries or biases."""
     from transformers import LlamaForCausalLM
     if Path(run).exists():
         raise UserError(f'{run} exists: remove it first, or write to another folder')
@@ -69,15 +75,18 @@ def import_llama(folder, run, tokenizer):
         raise UserError(f'{folder} is not a Llama folder: {error}')
     c = llama.config
     rope = c.rope_parameters
-    for what, is_so in (('grouped queries', c.num_key_value_heads != c.num_attention_heads), ('biases', c.attention_bias or c.mlp_bias),
+    other_ids = f'{c.vocab_size} ids where {tokenizer.name} has {tokenizer.n_ids}'
+    for what, is_so in (('grouped queries', c.num_key_value_heads != c.num_attention_heads),
+                        ('biases', c.attention_bias or c.mlp_bias),
                         ('heads of another size', c.head_dim * c.num_attention_heads != c.hidden_size),
-                         ('scaled positions', rope['rope_type'] != 'default'),
-                        (f'{c.vocab_size} ids where {tokenizer.name} has {tokenizer.n_ids}', c.vocab_size != tokenizer.n_ids)):
+                        ('scaled positions', rope['rope_type'] != 'default'),
+                        (other_ids, c.vocab_size != tokenizer.n_ids)):
         if is_so:
             raise UserError(f'{folder} has {what}, which model_standard has not')
     config = make_config('standard', dict(
-        n_layer=c.num_hidden_layers, n_head=c.num_attention_heads, n_embd=c.hidden_size, n_ffn=c.intermediate_size, rope_theta=rope['rope_theta'],
-        norm_eps=c.rms_norm_eps, tied_head=c.tie_word_embeddings, vocab_size=padded_vocab(c.vocab_size), n_ids=c.vocab_size, eos_id=None))
+        n_layer=c.num_hidden_layers, n_head=c.num_attention_heads, n_embd=c.hidden_size, n_ffn=c.intermediate_size,
+        rope_theta=rope['rope_theta'], norm_eps=c.rms_norm_eps, tied_head=c.tie_word_embeddings,
+        vocab_size=padded_vocab(c.vocab_size), n_ids=c.vocab_size, eos_id=None))
     model, theirs = model_file('standard').Model(config), llama.state_dict()
     with torch.no_grad():
         model.embed.weight.zero_()[:c.vocab_size] = theirs['model.embed_tokens.weight']
@@ -87,7 +96,11 @@ def import_llama(folder, run, tokenizer):
             for name, part in llama_weights(block):
                 part.copy_(theirs[f'model.layers.{i}.{name}.weight'])
     save_checkpoint(run, 0, {'model.safetensors': dict(model.named_parameters())}, {'step': 0})
-    save_run(run, {'model': 'standard', 'settings': {'block_size': c.max_position_embeddings, 'data': ''}, 'model_config': dataclasses.asdict(config),
-                   'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id, 'sha256': ''},
-                   'versions': {'torch': torch.__version__}})
-    print(f'{run} is a run of model_standard: python sample.py {run} "..."; train.py starts from it with --init_from={run} --eos_id=None')
+    save_run(run, {
+        'model': 'standard', 'settings': {'block_size': c.max_position_embeddings, 'data': ''},
+        'model_config': dataclasses.asdict(config),
+        'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
+                 'sha256': ''},
+        'versions': {'torch': torch.__version__}})
+    print(f'{run} is a run of model_standard: python sample.py {run} "..."; train.py starts from it with '
+          f'--init_from={run} --eos_id=None')

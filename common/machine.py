@@ -1,10 +1,13 @@
-"""Where a script runs: devices, processes, the allocator, and the FLOP/s that a device can reach."""
+"""Where a script runs: devices, processes, the allocator, the FLOP/s of a device, its terminal and its signals."""
 import ctypes
 import os
 import platform
 import re
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,29 +15,9 @@ import torch.distributed as dist
 
 from common.files import UserError
 
-PEAK_FLOPS = {'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'B200': 2250e12,
-              'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}  # dense bf16 (V100: fp16), vendors' data sheets
-
-
-def pick_device(name):
-    """'cuda' or 'cpu' for a device setting of auto, cuda or cpu; UserError if it is not to be had."""
-    if name not in ('auto', 'cuda', 'cpu'):
-        raise UserError(f"device is {name!r}: expected 'auto', 'cuda' or 'cpu'")
-    if name == 'cuda' and not torch.cuda.is_available():
-        raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of PyTorch')
-    return name if name != 'auto' else 'cuda' if torch.cuda.is_available() else 'cpu'
-
-
-def pick_dtype(name, device, big_enough=True):
-    """The dtype of products for a setting of auto, bfloat16 or float32. auto is bf16 on GPUs, and on CPUs with bf16 units if
-    the model is big enough to gain."""
-    if name not in ('auto', 'bfloat16', 'float32'):
-        raise UserError(f"dtype is {name!r}: expected 'auto', 'bfloat16' or 'float32'")
-    if name != 'auto':
-        return getattr(torch, name)
-    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private, so they may be missing
-    units = big_enough and any(getattr(torch.cpu, test, bool)() for test in tests)
-    return torch.bfloat16 if device == 'cuda' or units else torch.float32
+PEAK_FLOPS = {  # dense bf16 (V100: fp16), vendors' data sheets
+    'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
+    'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
 
 
 @dataclass
@@ -46,20 +29,49 @@ class Machine:
     device: torch.device
     dtype: torch.dtype = torch.float32
 
-    def autocast(self):
+    def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def start_processes(s):
-    """Joins torchrun's processes, if any, and picks this one's device. Returns the Machine."""
+def pick_device(name: str) -> str:
+    """'cuda' or 'cpu' for a device setting of auto, cuda or cpu; UserError if it is not to be had."""
+    if name not in ('auto', 'cuda', 'cpu'):
+        raise UserError(f"device is {name!r}: expected 'auto', 'cuda' or 'cpu'")
+    has_gpu = torch.cuda.is_available()
+    if name == 'cuda' and not has_gpu:
+        raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of '
+                        'PyTorch')
+    if name == 'auto':
+        return 'cuda' if has_gpu else 'cpu'
+    return name
+
+
+def pick_dtype(name: str, device: str, big_enough: bool = True) -> torch.dtype:
+    """The dtype of products for a setting of auto, bfloat16 or float32.
+
+    auto is bf16 on GPUs, and on CPUs with bf16 units if the model is big enough to gain.
+    """
+    if name not in ('auto', 'bfloat16', 'float32'):
+        raise UserError(f"dtype is {name!r}: expected 'auto', 'bfloat16' or 'float32'")
+    if name != 'auto':
+        return getattr(torch, name)
+    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private, so they may be missing
+    has_units = any(getattr(torch.cpu, test, bool)() for test in tests)
+    return torch.bfloat16 if device == 'cuda' or (big_enough and has_units) else torch.float32
+
+
+def start_processes(s) -> Machine:
+    """Joins torchrun's processes, if any, and picks this one's device. s: settings with `device` and `threads`.
+
+    Sets what holds for the whole process: its GPU, or its threads (None: its share of the cores) and allocator.
+    """
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
     kind = pick_device(s.device)
     if kind == 'cuda' and local >= torch.cuda.device_count():
         raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
                         'Start fewer processes, or use --device=cpu')
-    device = torch.device(kind, local) if kind == 'cuda' else torch.device('cpu')
     if kind == 'cuda':
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(local)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
         torch.set_num_threads(s.threads or max(1, cores // int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
@@ -67,18 +79,18 @@ def start_processes(s):
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
         dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
-    return Machine(rank, world, device)
+    return Machine(rank, world, torch.device(kind, local) if kind == 'cuda' else torch.device('cpu'))
 
 
-def keep_freed_memory():
+def keep_freed_memory() -> None:
     """Tells glibc to keep freed blocks instead of returning them to the kernel: page faults slow CPU training."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')
-        for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap and trim thresholds, top pad
+        for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap, trim thresholds, top pad
             libc.mallopt(parameter, value)
 
 
-def peak_flops(device, dtype):
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s the device can reach: from its data sheet, else by timing a large product in this dtype."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         for name, flops in PEAK_FLOPS.items():
@@ -92,3 +104,40 @@ def peak_flops(device, dtype):
         (a @ b)[0, 0].item()
         best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
+
+
+# ---- terminal and signals ----
+
+def make_progress() -> Callable[[str], None]:
+    """A function that shows a line: one updating line on a terminal, elsewhere a line every ten seconds."""
+    shown = 0.0
+
+    def progress(line):
+        nonlocal shown
+        if sys.stdout.isatty():
+            print(f'\r{line:<100}', end='', flush=True)
+        elif time.time() - shown > 10:
+            shown = time.time()
+            print(line, flush=True)
+    return progress
+
+
+def say(line: str) -> None:
+    """A line of its own that stays, above the updating one."""
+    print(f'\r{line:<100}' if sys.stdout.isatty() else line, flush=True)
+
+
+@contextmanager
+def caught_signals() -> Iterator[list]:
+    """A list that the first SIGINT or SIGTERM makes non-empty; the second ends the program as usual."""
+    stop = []
+
+    def on_signal(number, _):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

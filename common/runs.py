@@ -3,10 +3,13 @@
 A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
-    log.jsonl               one line per logged step
+    log.jsonl               one line per logged step; a line with 'scan' where training began or went on
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS
+
+Read `load_run` first: what every script does with a trained run. Then the folder's records, then checkpoints.
 """
+import dataclasses
 import difflib
 import importlib
 import json
@@ -15,29 +18,36 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import TextIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common.files import UserError, sha256, sync_folder, write_json
+from common.files import UserError, sha256, sync_folder, write_file, write_json
+from common.settings import saved_settings
 
 ROOT = Path(__file__).resolve().parent.parent
+RENAMED: dict[str, str] = {}  # settings of older runs: {name in an old config.json: name now}
 
 
 # ---- models ----
 
+def model_file(name: str) -> ModuleType:
+    """The module model_<name>.py of the repository.
 
-def model_file(name):
-    """The module model_<name>.py of the repository. The name is checked, so that a stranger's run folder cannot name other code."""
+    The name is checked, so that a stranger's run folder cannot name other code.
+    """
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
     if name not in known:
         near = difflib.get_close_matches(str(name), known, 1, 0.4) or known
-        raise UserError(f'unknown model {name!r}: did you mean {" or ".join(map(repr, near))}? (there is one model_NAME.py per model)')
+        raise UserError(f'unknown model {name!r}: did you mean {" or ".join(map(repr, near))}? '
+                        '(there is one model_NAME.py per model)')
     return importlib.import_module(f'model_{name}')
 
 
-def make_config(model_name, values):
+def make_config(model_name: str, values: dict):
     """The Config of a model file from {name: value}; what the Config itself rejects becomes a UserError."""
     try:
         return model_file(model_name).Config(**values)
@@ -45,26 +55,51 @@ def make_config(model_name, values):
         raise UserError(f'model {model_name!r}: {error}')
 
 
-def adopted(model, tensors, source):
-    """The tensors of another run as this model takes them: as they are, or through its `adopt`, whose ValueError becomes a UserError."""
+def saved_config(record: dict, folder):
+    """The Config of a run's model, from its config.json (`record`), which may be older than some of its settings."""
+    try:
+        return saved_settings(model_file(record['model']).Config, record['model_config'], Path(folder) / 'config.json')
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f'model {record["model"]!r}: {error}')
+
+
+def choose_scan(model: torch.nn.Module) -> dict | None:
+    """Lets a model with a fast form of its equations choose between the two: its report, None for other models."""
+    if not hasattr(model, 'choose_scan'):
+        return None
+    try:
+        model.choose_scan()
+    except ValueError as error:
+        raise UserError(str(error))
+    return model.scan_report
+
+
+def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
+    """The tensors of another run as this model takes them: as they are, or through its `adopt`.
+
+    A ValueError of `adopt` becomes a UserError.
+    """
     try:
         return model.adopt(tensors) if hasattr(model, 'adopt') else tensors
     except ValueError as error:
         raise UserError(f'{source} does not fit this model: {error}')
 
 
-def check_weights(model, tensors, source):
+def check_weights(model: torch.nn.Module, tensors: dict, source) -> None:
     """Raises UserError unless the names and shapes of the tensors are those of the model's parameters."""
     params = dict(model.named_parameters())
     for name in (*params, *tensors):
         if name not in params or name not in tensors:
-            raise UserError(f'{source} does not fit this model: {name} is only in the {"model" if name in params else "checkpoint"}')
+            owner = 'model' if name in params else 'checkpoint'
+            raise UserError(f'{source} does not fit this model: {name} is only in the {owner}')
         have, want = tuple(tensors[name].shape), tuple(params[name].shape)
         if have != want:
             raise UserError(f'{source} does not fit this model: {name} has shape {have}, the model needs {want}')
 
 
-def load_weights(model, tensors, source):
+def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
     """Copies named tensors into the model's parameters; UserError unless they fit exactly."""
     check_weights(model, tensors, source)
     with torch.no_grad():
@@ -72,42 +107,130 @@ def load_weights(model, tensors, source):
             p.copy_(tensors[name])
 
 
-# ---- run folders ----
+def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
+    """Loads the weights of another run, `source`. idx (B, T): tokens on which the logits of both are compared.
+
+    Where `adopt` adds weights that the source has not, the model must still give its logits: UserError otherwise.
+    Prints how near they are.
+    """
+    converted = adopted(model, tensors, source)
+    load_weights(model, converted, source)
+    new = sorted(converted.keys() - tensors.keys())
+    if not new:
+        return
+    idx = idx.to(next(model.parameters()).device)
+    original, _ = load_run(source, idx.device)
+    n_ids = model.config.n_ids
+    with torch.no_grad():
+        want, have = (m.eval().logits(idx)[..., :n_ids] for m in (original, model))
+    model.train()
+    worst = (have - want).abs().max().item()
+    if not worst < 1e-4:
+        raise UserError(f'{source} cannot become this model: with {", ".join(new)} at their start its logits change by '
+                        f'{worst:.1e}. Settings that are not about the new weights (window, documents, n_head) must be '
+                        'those of the source')
+    print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
+          f'{worst:.1e} at step 0')
 
 
-def save_run(folder, record):
-    """Writes config.json of a new run folder."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_json(Path(folder) / 'config.json', record)
+# ---- a trained run ----
+
+def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str | None = None) -> tuple:
+    """The trained model of a run folder, in eval mode, and its config.json: (model, record).
+
+    device as for Tensor.to; dtype None keeps fp32. scan: 'auto', 'loop' or 'fast' for models that have a fast form;
+    None: as in the run. Reads the newest checkpoint that is whole.
+    """
+    record = read_run(folder)
+    config = saved_config(record, folder)
+    if scan is not None:
+        if not hasattr(config, 'scan'):
+            raise UserError(f'scan is {scan!r}, but {folder} is a run of model_{record["model"]}.py, which has no fast '
+                            'form: leave scan out')
+        config = make_config(record['model'], {**dataclasses.asdict(config), 'scan': scan})
+    tensors = load_checkpoint(folder, ('model.safetensors',))[1]['model.safetensors']
+    model = model_file(record['model']).Model(config)
+    load_weights(model, tensors, folder)
+    model = model.eval().to(device=device, dtype=dtype)
+    choose_scan(model)
+    return model, record
 
 
-def read_run(folder):
-    """config.json of a run folder as a dict, or a UserError."""
+def read_run(folder) -> dict:
+    """config.json of a run folder, its settings under the names that they have now, or a UserError."""
     path = Path(folder) / 'config.json'
     if not path.is_file():
         runs = sorted(str(p.parent) for p in Path('out').glob('*/config.json')) if Path('out').is_dir() else []
         known = f'runs here: {", ".join(runs)}' if runs else 'train one first: python train.py config/quickstart.py'
         raise UserError(f'{folder} is not a run folder (it has no config.json); {known}')
+    needed = {'settings': ['block_size'], 'model_config': [], 'data': ['tokenizer', 'n_ids', 'eos_id', 'sha256']}
     try:
         record = json.loads(path.read_text())
-        for part, keys in (('settings', ['block_size']), ('model_config', []), ('data', ['tokenizer', 'n_ids', 'eos_id', 'sha256'])):
+        for part, keys in needed.items():
             if not isinstance(record[part], dict) or not all(key in record[part] for key in keys):
                 raise ValueError(f'{part} is incomplete')
-        return {key: record[key] for key in ('model', 'settings', 'model_config', 'data', 'versions')}
+        for part in ('settings', 'model_config'):
+            record[part] = {RENAMED.get(name, name): value for name, value in record[part].items()}
+        record.setdefault('versions', {})
+        return {key: record[key] for key in ('model', *needed, 'versions')}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f'{path} is damaged ({type(error).__name__}: {error}); copy the run again or train it anew')
 
 
-def check_vocabulary(record, data, folder):
+def check_vocabulary(record: dict, data, folder) -> None:
     """Raises UserError unless the run in `folder` was trained with the tokenizer of the data."""
     want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids}
     if any(want[key] != have[key] for key in have):
-        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} was trained '
-                        f'with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} '
+                        f'was trained with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
 
 
-def read_log(folder):
-    """The records of a run's log.jsonl; a last line cut by a kill is left out."""
+# ---- the records of a run in training ----
+
+def claim_folder(folder, overwrite: bool) -> None:
+    """Raises UserError if a new run must not be written to this folder."""
+    folder = Path(folder)
+    if not folder.exists():
+        return
+    if (folder / 'config.json').exists():
+        if not overwrite:
+            raise UserError(f'{folder} holds a run already: --resume goes on with it, --overwrite replaces it, '
+                            'another --out_dir keeps both')
+    elif not folder.is_dir() or any(p.name != '.config.json.writing' for p in folder.iterdir()):  # left by a kill
+        raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
+
+
+def remove_run(folder) -> None:
+    """Removes a run folder, if there is one: by one rename first, so that a kill leaves no half of it."""
+    folder = Path(folder)
+    if (folder / 'config.json').exists():
+        doomed = folder.with_name(f'.{folder.name}.replaced')
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed)
+
+
+def save_run(folder, record: dict) -> None:
+    """Writes config.json of a new run folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_json(Path(folder) / 'config.json', record)
+
+
+def open_log(folder, step: int) -> TextIO:
+    """Opens log.jsonl for appending, cut back to the records up to `step`: those after it will come again."""
+    path = Path(folder) / 'log.jsonl'
+    records = [record for record in _log_records(folder) if record['step'] <= step]
+    write_file(path, ''.join(json.dumps(record) + '\n' for record in records).encode())
+    return open(path, 'a', buffering=1)
+
+
+def read_log(folder) -> list[dict]:
+    """The records of a run's logged steps. Those that say how the equations are run are left out."""
+    return [record for record in _log_records(folder) if 'scan' not in record]
+
+
+def _log_records(folder):
+    """Every record of log.jsonl; a last line cut by a kill is left out."""
     path, records = Path(folder) / 'log.jsonl', []
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(ValueError):
@@ -115,27 +238,59 @@ def read_log(folder):
     return records
 
 
-def load_run(folder, device='cpu', dtype=None):
-    """The trained model of a run folder, in eval mode, and its config.json: (model, record).
-
-    device as for Tensor.to; dtype None keeps fp32. Reads the newest checkpoint that is whole.
-    """
-    record = read_run(folder)
-    config = make_config(record['model'], record['model_config'])
-    tensors = load_checkpoint(folder, ('model.safetensors',))[1]['model.safetensors']
-    model = model_file(record['model']).Model(config)
-    load_weights(model, tensors, folder)
-    return model.eval().to(device=device, dtype=dtype), record
+def plot_loss(folder) -> None:
+    """Writes loss.png: training and validation loss against tokens."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    records = read_log(folder)
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
+    for key, label, style in (('nll', 'training', dict(alpha=0.5, linewidth=0.8)),
+                              ('val', 'validation', dict(marker='o', markersize=3))):
+        points = [(record['tokens'], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points), label=label, **style)
+    axes.set(xlabel='tokens', ylabel='nats per token', title=str(folder))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(Path(folder) / 'loss.png', dpi=130)
+    plt.close(figure)
 
 
 # ---- checkpoints ----
 
+def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds: float, keep: int) -> None:
+    """A checkpoint from which training goes on exactly.
 
-def save_checkpoint(folder, step, tensor_files, state, keep=2):
+    Random streams need no state: they are functions of seed and step.
+    """
+    names = {p: name for name, p in model.named_parameters()}
+    moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
+    files = {'model.safetensors': {name: p for p, name in names.items()}, 'optimizer.safetensors': moments}
+    save_checkpoint(folder, step, files, {'step': step, 'seconds': seconds}, keep)
+
+
+def restore_training(folder, model: torch.nn.Module, optimizer) -> tuple[int, float]:
+    """Loads the newest whole checkpoint. Returns (step, seconds); (0, 0.0) if the run was stopped before its first."""
+    if not checkpoints(folder):
+        return 0, 0.0
+    state, files = load_checkpoint(folder)
+    load_weights(model, files['model.safetensors'], folder)
+    params = dict(model.named_parameters())
+    for name, value in files['optimizer.safetensors'].items():
+        key, _, param = name.partition('/')
+        if param not in params:
+            raise UserError(f'optimizer.safetensors of {folder} does not fit this model: it has a tensor {name!r}')
+        optimizer.state[params[param]][key] = value.to(params[param].device)
+    return state['step'], state['seconds']
+
+
+def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: int = 2) -> None:
     """Writes ckpt/step_<step> of a run folder, all or nothing, then removes all but the newest `keep` checkpoints.
 
-    tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder, reach the
-    disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk is full.
+    tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder,
+    reach the disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk
+    is full.
     """
     ckpt = Path(folder) / 'ckpt'
     final, temporary = ckpt / f'step_{step:08d}', ckpt / f'.writing_{step:08d}'
@@ -143,7 +298,7 @@ def save_checkpoint(folder, step, tensor_files, state, keep=2):
     temporary.mkdir(parents=True)
     try:
         for name, tensors in tensor_files.items():
-            save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, temporary / name)
+            save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, temporary / name)
         write_json(temporary / 'state.json', state)
         sums = ''.join(f'{sha256(temporary / name)}  {name}\n' for name in (*tensor_files, 'state.json'))
         (temporary / 'SHA256SUMS').write_text(sums)
@@ -157,23 +312,24 @@ def save_checkpoint(folder, step, tensor_files, state, keep=2):
         sync_folder(ckpt)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f'{final} could not be written: {error}. Earlier checkpoints are whole: make room, then go on with --resume')
+        raise UserError(f'{final} could not be written: {error}. Earlier checkpoints are whole: make room, then go on '
+                        'with --resume')
     newest_first = checkpoints(folder)
-    at = newest_first.index(final)  # those above are damaged ones that this run fell back from
-    for old in newest_first[:at] + newest_first[at + keep:]:
+    n_damaged = newest_first.index(final)  # those with higher steps are damaged ones that this run fell back from
+    for old in newest_first[:n_damaged] + newest_first[n_damaged + keep:]:
         shutil.rmtree(old)
 
 
-def checkpoints(folder):
+def checkpoints(folder) -> list[Path]:
     """The checkpoint folders of a run, newest first."""
     return sorted((Path(folder) / 'ckpt').glob('step_*'), reverse=True)
 
 
-def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')):
+def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')) -> tuple[dict, dict]:
     """The newest whole checkpoint of a run folder: (state, {file name: {tensor name: tensor}}).
 
-    Each file is checked against SHA256SUMS; a damaged checkpoint is named on stderr and the one before it is taken. Only JSON
-    and safetensors are read, neither of which can run code.
+    Each file is checked against SHA256SUMS; a damaged checkpoint is named on stderr and the one before it is taken.
+    Only JSON and safetensors are read, neither of which can run code.
     """
     found = checkpoints(folder)
     for path in found:

@@ -2,6 +2,8 @@
 
 A training run's settings are `train.Settings` plus the `Config` of the chosen model file. A config file is plain Python
 assignments; `--key=value` overrides it. A name nobody knows is an error, in the file as on the command line.
+
+`load_settings` is what a script calls. `saved_settings` reads what an earlier run recorded, perhaps by older code.
 """
 import ast
 import dataclasses
@@ -14,6 +16,7 @@ import runpy
 import sys
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 
 from common.files import UserError
@@ -21,67 +24,84 @@ from common.files import UserError
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load_settings(Settings, argv, config_of=None):
-    """Reads a script's command line into (settings, positional arguments, {name: value} of what the user gave).
-
-    Settings is a dataclass. With config_of, one positional argument is a config file, and the fields of the dataclass
-    config_of(settings.model), a model's Config, are settings too; they are only in the returned dict. Raises UserError with the
-    nearest valid names for an unknown one. `--help` prints all settings and exits.
-    """
-    given, where, positional, help_wanted = {}, {}, [], False
-    for arg in argv:
-        if arg in ('-h', '--help'):
-            help_wanted = True
-        elif arg.startswith('--'):
-            name, equals, text = arg[2:].partition('=')
-            given[name], where[name] = Text(text) if equals else True, 'on the command line'
-        else:
-            positional.append(arg)
-    if config_of and positional:
-        path, *more = positional
-        if more:
-            raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. Overrides are --key=value')
-        from_file = read_config_file(path)
-        given = {**from_file, **given}
-        where = {**dict.fromkeys(from_file, f'in {path}'), **where}
-    fields = {f.name: f for f in dataclasses.fields(Settings)}
-    own = set(fields)
-    Config = config_of(str(given.get('model', fields['model'].default))) if config_of else None
-    types_of = typing.get_type_hints(Settings)
-    if Config:
-        fields |= {f.name: f for f in dataclasses.fields(Config)}
-        types_of |= typing.get_type_hints(Config)
-    if help_wanted:
-        print_help(Settings, Config)
-        sys.exit(0)
-    for name in given:
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, 3, 0.6)
-            hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
-            raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
-        given[name] = typed(name, given[name], types_of[name], where[name])
-    return Settings(**{k: v for k, v in given.items() if k in own}), positional, given
-
-
 class Text(str):
     """A value from the command line, still to be read as the type of its setting."""
 
 
-def read_config_file(path):
-    """The assignments of a config file as {name: value}; modules, functions and names with a leading underscore are not settings."""
+def load_settings(Settings: type, argv: list[str], config_of: Callable | None = None) -> tuple:
+    """Reads a script's command line into (settings, positional arguments, {name: value} of what the user gave).
+
+    Settings is a dataclass. With config_of, one positional argument is a config file, and the fields of the dataclass
+    config_of(settings.model), a model's Config, are settings too; they are only in the returned dict. Raises UserError
+    with the nearest valid names for an unknown one. `--help` prints all settings and exits.
+    """
+    given, where, positional, wants_help = _parse(argv)
+    if config_of and positional:
+        path, *more = positional
+        if more:
+            raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. '
+                            'Overrides are --key=value')
+        from_file = read_config_file(path)
+        given = {**from_file, **given}
+        where = {**dict.fromkeys(from_file, f'in {path}'), **where}
+    own = {f.name: f for f in dataclasses.fields(Settings)}
+    types_of = typing.get_type_hints(Settings)
+    Config = None
+    if config_of:
+        Config = config_of(str(given.get('model', own['model'].default)))
+        types_of |= typing.get_type_hints(Config)
+    if wants_help:
+        print_help(Settings, Config)
+        sys.exit(0)
+    for name in given:
+        if name not in types_of:
+            near = difflib.get_close_matches(name, types_of, 3, 0.6)
+            hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
+            raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
+        given[name] = typed(name, given[name], types_of[name], where[name])
+    return Settings(**{name: value for name, value in given.items() if name in own}), positional, given
+
+
+def _parse(argv):
+    """({name: value}, {name: where it was given}, positional arguments, whether help is asked for)."""
+    given, where, positional, wants_help = {}, {}, [], False
+    for arg in argv:
+        if arg in ('-h', '--help'):
+            wants_help = True
+        elif arg.startswith('--'):
+            name, equals, text = arg[2:].partition('=')
+            given[name] = Text(text) if equals else True
+            where[name] = 'on the command line'
+        else:
+            positional.append(arg)
+    return given, where, positional, wants_help
+
+
+def read_config_file(path: str) -> dict:
+    """The assignments of a config file as {name: value}.
+
+    Modules, functions and names with a leading underscore are not settings.
+    """
     if not os.path.isfile(path):
-        known = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'config').rglob('*.py') if p.name != '__init__.py')
+        files = (ROOT / 'config').rglob('*.py')
+        known = sorted(str(p.relative_to(ROOT)) for p in files if p.name != '__init__.py')
         near = difflib.get_close_matches(path, known, 3, 0.4) or [name for name in known if name.count('/') == 1]
         raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
     try:
         names = runpy.run_path(str(path))
     except Exception as error:
         raise UserError(f'config file {path} does not run: {type(error).__name__}: {error}')
-    return {k: v for k, v in names.items() if not k.startswith('_') and not callable(v) and not isinstance(v, types.ModuleType)}
+
+    def is_setting(name, value):
+        return not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))
+    return {name: value for name, value in names.items() if is_setting(name, value)}
 
 
-def typed(name, value, annotation, where):
-    """value as the type of its setting, or a UserError. 20e9 may be an int; an int may be a float; text only from the command line."""
+def typed(name: str, value, annotation, where: str):
+    """value as the type of its setting, or a UserError.
+
+    20e9 may be an int and an int may be a float. What is on the command line is text, and read as the type needs it.
+    """
     options = typing.get_args(annotation) or (annotation,)
     if isinstance(value, Text):
         if str in options and value not in ('None', "''", '""'):
@@ -103,28 +123,36 @@ def typed(name, value, annotation, where):
     raise UserError(f'setting {name!r} {where} is {value!r}, a {type(value).__name__}: expected {wanted}')
 
 
-def saved_settings(Settings, values, path):
-    """Settings from the dict of a config.json at `path`, or a UserError if a name or a type is not as it was written."""
+def saved_settings(Settings: type, values: dict, path):
+    """A dataclass of settings, or a model's Config, from the dict of a config.json at `path`.
+
+    A run may be older than a setting: what is missing takes its default. So the default of a new setting must be what
+    the code did before there was one. Raises UserError for a name that is unknown or a type that is wrong.
+    """
     types_of = typing.get_type_hints(Settings)
-    if values.keys() != types_of.keys():
-        raise UserError(f'{path} is not of this version: the settings {sorted(values.keys() ^ types_of.keys())} are unknown or missing')
+    unknown = sorted(values.keys() - types_of.keys())
+    if unknown:
+        raise UserError(f'{path} has settings that {Path(inspect.getsourcefile(Settings)).name} does not know: '
+                        f'{", ".join(unknown)}. Use the code that the run was made with')
     return Settings(**{name: typed(name, value, types_of[name], f'in {path}') for name, value in values.items()})
 
 
-def check_ranges(settings, **ranges):
+def check_ranges(settings, **ranges: tuple) -> None:
     """Raises UserError for a setting outside its (low, high), both included; None is always inside."""
     for name, (low, high) in ranges.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:
-            raise UserError(f'{name} is {value}: expected {f"{low} to {high}" if high < math.inf else f"at least {low}"}')
+            expected = f'{low} to {high}' if high < math.inf else f'at least {low}'
+            raise UserError(f'{name} is {value}: expected {expected}')
 
 
-def print_help(Settings, ModelConfig=None):
+def print_help(Settings: type, ModelConfig: type | None = None) -> None:
     """Every setting with type, default and the comment beside it in the source."""
     print(inspect.getmodule(Settings).__doc__.strip() + '\n')
-    for cls, title in ((Settings, 'settings'), (ModelConfig, f'model settings ({ModelConfig and ModelConfig.__module__}.py)')):
-        if cls is None:
-            continue
+    sections = [(Settings, 'settings')]
+    if ModelConfig:
+        sections.append((ModelConfig, f'model settings ({ModelConfig.__module__}.py)'))
+    for cls, title in sections:
         print(f'{title}:')
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
         for f in dataclasses.fields(cls):

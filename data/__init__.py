@@ -1,4 +1,8 @@
-"""Token data by name: built-in texts and tasks, one file each in this folder, data folders, and folders of .txt files."""
+"""Token data by name: built-in texts and tasks, one file each in this folder, data folders, and folders of .txt files.
+
+A file of this folder is built-in data if it has `build(folder)`, which writes shards (shards.py), or a dataclass
+`Task`, whose rows are made when they are read (tasks.py).
+"""
 import hashlib
 import importlib
 import json
@@ -10,17 +14,17 @@ from data.tasks import Generated, builtin_data, task_class
 from data.tokenizers import load_tokenizer
 
 
-def open_data(name):
-    """Data by name, by data folder, or by a folder of .txt files. What is not built yet is built, which takes seconds."""
-    folder, build = Path(name), None
+def open_data(name) -> Data | Generated:
+    """Data by name, by data folder, or by a folder of .txt files. Builds what is not there yet, which takes seconds."""
     if task_class(name):
         return Generated(str(name))
+    folder, build = Path(name), None
     if name in builtin_data():
         folder, build = BUILT / name, importlib.import_module(f'data.{name}').build
-    elif not (folder / 'meta.json').exists() and (paths := sorted(p for p in folder.rglob('*.txt') if p.is_file())):
-        files = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-        folder = BUILT / f'{folder.resolve().name}-{hashlib.sha256(json.dumps([files, PIECE, VAL_SHARE]).encode()).hexdigest()[:12]}'
-        build = lambda folder: write_data(folder, load_tokenizer('byte'), ((split_of(text), text) for text in text_documents(paths)))
+    elif not (folder / 'meta.json').exists():
+        paths = sorted(path for path in folder.rglob('*.txt') if path.is_file())
+        if paths:
+            folder, build = text_folder(folder, paths)
     if not build and not (folder / 'meta.json').is_file():
         raise UserError(f'no data at {folder}: expected a folder with meta.json or with .txt files, '
                         f'or built-in data ({", ".join(builtin_data())})')
@@ -28,3 +32,13 @@ def open_data(name):
         print(f'building {folder} ...', flush=True)
         build(folder)
     return Data(folder)
+
+
+def text_folder(folder: Path, paths: list[Path]) -> tuple:
+    """(the data folder of a folder of texts, the function that builds it). Other texts are another data folder."""
+    files = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    digest = hashlib.sha256(json.dumps([files, PIECE, VAL_SHARE]).encode()).hexdigest()
+
+    def build(built):
+        write_data(built, load_tokenizer('byte'), ((split_of(text), text) for text in text_documents(paths)))
+    return BUILT / f'{folder.resolve().name}-{digest[:12]}', build

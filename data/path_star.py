@@ -1,16 +1,18 @@
-"""Path-star graphs (Bachmann and Nagarajan, "The pitfalls of next-token prediction"; the NextLat paper's planning task).
+"""Path-star graphs (Bachmann and Nagarajan, "The pitfalls of next-token prediction"), NextLat's planning task.
 
     python train.py --data=path_star:degree=2,length=5,nodes=20 --block_size=31 ...        the options are Task's fields
 
-G(d, l): d arms of l - 1 nodes each leave one start node, all nodes different and drawn from N. A row is the edges in random order, start and
-goal, which is the end of one arm, and the way from one to the other:
+G(d, l): d arms of l - 1 nodes each leave one start node, all nodes different and drawn from N. A row is the edges in
+random order, start and goal, which is the end of one arm, and the way from one to the other:
 
     a,b|c,d|...|y,z/start,goal=start,...,goal
 
-One token a node and one each for | / =, none for a comma; `$` is in the vocabulary as in the authors' files, and in no row. The prompt,
-up to and with =, does not count. Only the first step is hard: which arm leads to the goal has to be known before it is entered.
+One token a node and one each for | / =, none for a comma; `$` is in the vocabulary as in the authors' files, and in no
+row. The prompt, up to and with =, does not count. Only the first step is hard: which arm leads to the goal has to be
+known before it is entered.
 
-The training set is a fixed one of 200,000 graphs, as in both papers; train_rows=None draws fresh ones for ever, an easier setting.
+The training set is a fixed one of 200,000 graphs, as in both papers; train_rows=None draws fresh ones for ever, an
+easier setting.
 """
 from dataclasses import dataclass
 
@@ -35,12 +37,13 @@ class Task:
                 raise UserError(f'{name} = {value}: expected at least {least}')
         self.n_edges = self.degree * (self.length - 1)
         if self.nodes <= self.n_edges:
-            raise UserError(f'nodes = {self.nodes}: a graph of degree {self.degree} and length {self.length} has {self.n_edges + 1} different nodes')
+            raise UserError(f'nodes = {self.nodes}: a graph of degree {self.degree} and length {self.length} has '
+                            f'{self.n_edges + 1} different nodes')
         self.symbols = [*map(str, range(self.nodes)), '|', '=', '/', '$']
         self.bar, self.equals, self.slash = range(self.nodes, self.nodes + 3)
         self.row_tokens = 3 * self.n_edges + 3 + self.length
 
-    def row(self, rng):
+    def row(self, rng: np.random.Generator) -> np.ndarray:
         """A row of a random graph: ids (T + 1,)."""
         names, E = rng.permutation(self.nodes), self.n_edges
         arms = np.empty((self.degree, self.length), np.int64)  # of the first, the goal is the end
@@ -62,7 +65,8 @@ class Task:
     def score(self, model, idx, targets, device, batch_size):
         """{'accuracy': share of graphs whose whole path greedy decoding finds}.
 
-        It does exactly where the likeliest token is right at every position of the path, given the right ones before it.
+        It does exactly where the likeliest token is right at every position of the path, given the right ones before
+        it.
         """
         right = (greedy_tokens(model, idx, device, batch_size) == targets) | (targets < 0)
         return {'accuracy': right.all(1).float().mean().item()}

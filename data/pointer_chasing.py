@@ -1,18 +1,21 @@
-"""Pointer chasing: a chain of tables, each to be looked up in the one before ("Context-Ready Transformer", section 5.6 and appendix B).
+"""Pointer chasing: a chain of tables, each to be looked up in the one before.
 
-    python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10        a row, its tables, queries and targets
-    python train.py --data=pointer_chasing:hops=10,keys=5,values=10 --block_size=317 ...        the options are Task's fields
+    python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10     a row, its tables, queries and targets
+    python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=317 ...       the options are Task's fields
 
-The base table gives M keys a value each; each of the H index tables above gives M new keys a key of the table below, by a random
-bijection. After each table come its queries, whose answers are values, whatever the level: a query at level l takes l look-ups from table
-to table, then one in the base table. Everything is written as triplets,
+The task of "Context-Ready Transformer", section 5.6 and appendix B.
+
+The base table gives M keys a value each; each of the H index tables above gives M new keys a key of the table below, by
+a random bijection. After each table come its queries, whose answers are values, whatever the level: a query at level l
+takes l look-ups from table to table, then one in the base table. Everything is written as triplets,
 
     table    v3 = A        what a key stands for is left of it, where causal attention finds it
     query    Q A v3        the target of A is v3; no other position counts
 
-and nothing is between table and queries (`||` in the paper's example is layout). Keys are in a fixed order and each level has its own;
-the base table's values are all different. The last level ends with one query, for its first key, whose answer is only a target.
-So T = 6 M H + 3 M + 2. With few keys and hops, fresh rows will now and then repeat a held-out one.
+and nothing is between table and queries (`||` in the paper's example is layout). Keys are in a fixed order and each
+level has its own; the base table's values are all different. The last level ends with one query, for its first key,
+whose answer is only a target. So T = 6 M H + 3 M + 2. With few keys and hops, fresh rows will now and then repeat a
+held-out one.
 """
 import string
 import sys
@@ -42,8 +45,8 @@ class Task:
             if getattr(self, name) < least:
                 raise UserError(f'{name} = {getattr(self, name)}: expected at least {least}')
         if self.values < self.keys:
-            raise UserError(f'values = {self.values} and keys = {self.keys}: the keys of the base table have different values, so there must be '
-                            f'at least as many')
+            raise UserError(f'values = {self.values} and keys = {self.keys}: the keys of the base table have different '
+                            'values, so there must be at least as many')
         M, n_keys = self.keys, self.keys * (self.hops + 1)
         letters = string.ascii_uppercase.replace('Q', '')  # as in the paper, while they last
         names = letters[:n_keys] if n_keys <= len(letters) else [f'K{i // M}_{i % M}' for i in range(n_keys)]
@@ -51,12 +54,15 @@ class Task:
         self.first_key = FIRST_VALUE + self.values
         self.row_tokens = 6 * M * self.hops + 3 * M + 3
 
-    def row(self, rng):
+    def row(self, rng: np.random.Generator) -> np.ndarray:
         """A row of random tables: ids (T + 1,)."""
         return self.encode(rng.permutation(self.values)[:self.keys], rng.random((self.hops, self.keys)).argsort(1))
 
-    def encode(self, base, maps):
-        """The row of given tables: key k of level 0 has value base[k]; key k of level l stands for key maps[l - 1, k] of level l - 1."""
+    def encode(self, base, maps) -> np.ndarray:
+        """The row (T + 1,) of given tables, base (M,) and maps (H, M).
+
+        Key k of level 0 has value base[k]; key k of level l stands for key maps[l - 1, k] of level l - 1.
+        """
         H, M = self.hops, self.keys
         key = self.first_key + np.arange((H + 1) * M).reshape(H + 1, M)
         answers = [np.asarray(base)]
@@ -77,34 +83,43 @@ class Task:
         return (idx == QUERY).roll(1, 1)  # the last input is a key: no Q comes round to the front
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'accuracy_0' ... 'accuracy_H': share of right answers at each level, 'levels_solved': how many levels have 0.99 and more}."""
-        right, level = greedy_tokens(model, idx, device, batch_size) == targets, (idx - self.first_key) // self.keys
-        accuracy = [right[(targets >= 0) & (level == l)].float().mean().item() for l in range(self.hops + 1)]
-        return {**{f'accuracy_{l}': a for l, a in enumerate(accuracy)}, 'levels_solved': sum(a >= SOLVED for a in accuracy)}
+        """{'accuracy_0' ... 'accuracy_H': share of right answers at each level, 'levels_solved': those of 0.99}."""
+        is_right = greedy_tokens(model, idx, device, batch_size) == targets
+        level = (idx - self.first_key) // self.keys
+        accuracy = [is_right[(targets >= 0) & (level == l)].float().mean().item() for l in range(self.hops + 1)]
+        n_solved = sum(a >= SOLVED for a in accuracy)
+        return {**{f'accuracy_{l}': a for l, a in enumerate(accuracy)}, 'levels_solved': n_solved}
 
 
-def show(task, row):
-    """A row (T + 1,) as text, laid out as the paper's worked example: a line of inputs, below it the targets that count."""
-    name = lambda i: task.symbols[i]
-    level_tokens, table_tokens = 6 * task.keys, 3 * task.keys
-    width, lines = max(map(len, task.symbols)), []
-    for level in range(task.hops + 1):
-        lines.append(f'level {level}')
-        for part, start in (('table', 0), ('queries', table_tokens)):
-            places = range(level * level_tokens + start, min(level * level_tokens + start + table_tokens, len(row) - 1))
-            after_q = lambda t: start and row[t - 1] == QUERY
-            lines.append(f'  {part:8}' + ' '.join(f'{name(row[t]):{width}}' for t in places).rstrip())
-            lines.append(f'  {"targets":8}' + ' '.join(f'{name(row[t + 1]) if after_q(t) else "_":{width}}' for t in places).rstrip())
+def show(task: Task, row) -> str:
+    """A row (T + 1,) as text, laid out as the paper's example: a line of inputs, below it the targets that count."""
+    width = max(map(len, task.symbols))
+
+    def line(title, names):
+        return f'  {title:8}' + ' '.join(f'{name:{width}}' for name in names).rstrip()
+    inputs = [task.symbols[i] for i in row[:-1]]
+    targets = [task.symbols[row[t + 1]] if t and row[t - 1] == QUERY else '_' for t in range(len(inputs))]
+    lines, part_tokens = [], 3 * task.keys  # of a table, and of its queries
+    for start in range(0, len(inputs), part_tokens):
+        level, is_queries = divmod(start // part_tokens, 2)
+        if not is_queries:
+            lines.append(f'level {level}')
+        part = slice(start, start + part_tokens)
+        lines.append(line('queries' if is_queries else 'table', inputs[part]))
+        lines.append(line('targets', targets[part]))
     return '\n'.join(lines)
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     with friendly_errors():
-        task, rest, _ = load_settings(Task, [arg for arg in sys.argv[1:] if arg != '--show'])
-        if '--show' not in sys.argv or rest:
-            raise UserError('what to do? python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10 prints a row')
+        task, rest, _ = load_settings(Task, [arg for arg in argv if arg != '--show'])
+        if '--show' not in argv or rest:
+            raise UserError('what to do? python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10 prints a '
+                            'row')
         print(show(task, task.row(np.random.default_rng(0))))
-        print(f'{task.row_tokens - 1} inputs and as many targets: block_size = {task.row_tokens - 1}; {len(task.symbols) + 1} ids, eos included')
+        T = task.row_tokens - 1
+        print(f'{T} inputs and as many targets: block_size = {T}; {len(task.symbols) + 1} ids, eos included')
 
 
 if __name__ == '__main__':

@@ -1,7 +1,8 @@
 """The documentation inside this Python installation: a corpus that needs no download.
 
-One document per language-reference topic (what `help('for')` prints) and per docstring of the standard library's source files.
-About 1.8 million bytes, English with some code. The exact text, and so the exact loss, depends on the Python version.
+One document per language-reference topic (what `help('for')` prints) and per docstring of the standard library's source
+files. About 1.8 million bytes, English with some code. The exact text, and so the exact loss, depends on the Python
+version.
 """
 import ast
 import inspect

@@ -1,60 +1,72 @@
-"""Tokenizers by name or by file."""
+"""Tokenizers by name or by file. Read `load_tokenizer`; below it is one function for each kind."""
 import difflib
 import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import UserError
 from data.tasks import make_task, task_class
 
+GPT2_SHA256 = {
+    'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783',
+    'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5'}
+EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
+
 
 @dataclass
 class Tokenizer:
-    """encode(text) -> list of ids; decode(ids) -> bytes, so that a character cut between two tokens is the caller's to join."""
+    """encode(text) -> list of ids; decode(ids) -> bytes: a character cut between two tokens is the caller's to join."""
 
     name: str
     n_ids: int  # ids 0 ... n_ids - 1, eos included
     eos_id: int
-    encode: object
-    decode: object
-    encode_array: object = None  # encode as a numpy array, where that is faster; the text must have no half surrogate pairs
-GPT2_SHA256 = {'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783',
-               'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5'}
-EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], bytes]
+    encode_array: Callable | None = None  # encode as a numpy array, where that is faster; no half surrogate pairs
 
 
-def load_tokenizer(name):
-    """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (through tiktoken, which downloads it once), or a path.
+def load_tokenizer(name) -> Tokenizer:
+    """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (tiktoken downloads it once), or a path.
 
-    A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and vocab.bpe. The name
-    of a synthetic task, with its options, is that of its symbols' tokenizer.
-    Raises UserError if it is not there, is damaged, or names no end of a document.
+    A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
+    vocab.bpe. The name of a synthetic task, with its options, is that of its symbols' tokenizer. Raises UserError if it
+    is not there, is damaged, or names no end of a document.
     """
     name, path = str(name), Path(name)
     if name == 'byte':
-        return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256))
+        return byte_tokenizer()
     if name == 'gpt2':
         import tiktoken
         try:
             return gpt2_tokenizer(name, tiktoken.get_encoding('gpt2'))
         except OSError as error:
-            raise UserError(f'the gpt2 tokenizer is not on this machine and could not be downloaded ({type(error).__name__}): set '
-                            'TIKTOKEN_CACHE_DIR to a folder that has it, or give --vocab_dir, a folder with encoder.json and vocab.bpe')
+            raise UserError('the gpt2 tokenizer is not on this machine and could not be downloaded '
+                            f'({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that has it, or give '
+                            '--vocab_dir, a folder with encoder.json and vocab.bpe')
     if task_class(name):
         return symbol_tokenizer(name, make_task(name).symbols)
     if not path.exists():
-        raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a SentencePiece .model or a "
-                        'folder with encoder.json and vocab.bpe')
+        raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
+                        'SentencePiece .model or a folder with encoder.json and vocab.bpe')
     if path.is_dir():
         return gpt2_tokenizer(name, gpt2_encoding(path))
     return sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path)
 
 
-def symbol_tokenizer(name, symbols):
-    """A token for each symbol: a word or a single other character. Blanks and commas only separate; decoding puts a blank before each."""
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes, then eos."""
+    return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256))
+
+
+def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
+    """A token for each symbol: a word or a single other character.
+
+    Blanks and commas only separate; decoding puts a blank before each symbol.
+    """
     id_of = {symbol: i for i, symbol in enumerate(symbols)}
 
     def encode(text):
@@ -64,36 +76,43 @@ def symbol_tokenizer(name, symbols):
                 near = difflib.get_close_matches(symbol, symbols, 3, 0.4) or [symbols[0], '...', symbols[-1]]
                 raise UserError(f'{symbol!r} is no symbol of {name}: expected {" ".join(near)}')
         return [id_of[symbol] for symbol in found]
-    return Tokenizer(name, len(symbols) + 1, len(symbols), encode, lambda ids: ''.join(' ' + symbols[i] for i in ids if i < len(symbols)).encode())
+
+    def decode(ids):
+        return ''.join(' ' + symbols[i] for i in ids if i < len(symbols)).encode()
+    return Tokenizer(name, len(symbols) + 1, len(symbols), encode, decode)
 
 
-def gpt2_tokenizer(name, bpe):
-    return Tokenizer(name, 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes, lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
+def gpt2_tokenizer(name: str, bpe) -> Tokenizer:
+    """A tiktoken encoding of GPT-2's 50257 ids."""
+    return Tokenizer(name, 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes,
+                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
 
 
-def gpt2_encoding(folder):
+def gpt2_encoding(folder: Path):
     """tiktoken's gpt2 from encoder.json and vocab.bpe in a folder, if they are the very files that it downloads."""
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
     for file, want in GPT2_SHA256.items():
-        if not (folder / file).is_file() or hashlib.sha256((folder / file).read_bytes()).hexdigest() != want:
-            raise UserError(f'{folder / file} is {"not the one of GPT-2" if (folder / file).is_file() else "missing"}: expected the file that '
-                            f'OpenAI published, sha256 {want}')
-    cache, os.environ['TIKTOKEN_CACHE_DIR'] = os.environ.get('TIKTOKEN_CACHE_DIR'), ''  # local files need no copies
+        path = folder / file
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != want:
+            state = 'not the one of GPT-2' if path.is_file() else 'missing'
+            raise UserError(f'{path} is {state}: expected the file that OpenAI published, sha256 {want}')
+    cache = os.environ.get('TIKTOKEN_CACHE_DIR')
+    os.environ['TIKTOKEN_CACHE_DIR'] = ''  # local files need no copies
     try:
         ranks = data_gym_to_mergeable_bpe_ranks(str(folder / 'vocab.bpe'), str(folder / 'encoder.json'))
     finally:
         del os.environ['TIKTOKEN_CACHE_DIR']
         if cache is not None:
             os.environ['TIKTOKEN_CACHE_DIR'] = cache
-    return tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 50256},
-                             explicit_n_vocab=50257)
+    return tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
 
 
-def huggingface_tokenizer(path):
+def huggingface_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json."""
     from tokenizers import Tokenizer as Fast
-    from tokenizers.pre_tokenizers import ByteLevel
     try:
         fast = Fast.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -102,19 +121,29 @@ def huggingface_tokenizer(path):
     if eos is None:
         raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
     fast.no_truncation()
-    n_ids = max(fast.get_vocab().values()) + 1
-    of_character = None
-    if 'ByteLevel' in json.dumps(json.loads(path.read_text(encoding='utf-8'))['decoder']):  # GPT-2's printable character for each byte
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
-        of_character = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-        assert of_character.keys() == set(ByteLevel.alphabet())
-    piece = lambda i: piece_bytes(fast.id_to_token(i) or '', of_character)
-    return Tokenizer(str(path), n_ids, eos, lambda text: fast.encode(text, add_special_tokens=False).ids,
-                     lambda ids: b''.join(piece(i) for i in ids if i != eos))
+    decoder = json.dumps(json.loads(path.read_text(encoding='utf-8'))['decoder'])
+    byte_of = bytes_of_gpt2_characters() if 'ByteLevel' in decoder else None
+
+    def encode(text):
+        return fast.encode(text, add_special_tokens=False).ids
+
+    def decode(ids):
+        return b''.join(piece_bytes(fast.id_to_token(i) or '', byte_of) for i in ids if i != eos)
+    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode)
 
 
-def sentencepiece_tokenizer(path):
+def bytes_of_gpt2_characters() -> dict[str, int]:
+    """{GPT-2's printable character for a byte: the byte}."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    assert byte_of.keys() == set(ByteLevel.alphabet())
+    return byte_of
+
+
+def sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    """A SentencePiece .model."""
     import sentencepiece
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -122,17 +151,21 @@ def sentencepiece_tokenizer(path):
         raise UserError(f'{path} is not a SentencePiece model: {error}')
     if model.eos_id() < 0:
         raise UserError(f'{path} has no end-of-document piece (eos): train the SentencePiece model with one')
-    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode,
-                     lambda ids: b''.join(b'' if model.is_control(i) else piece_bytes(model.id_to_piece(i)) for i in ids))
+
+    def decode(ids):
+        return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
+    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode)
 
 
-def piece_bytes(piece, of_character=None):
+def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
     """The bytes of a token: GPT-2's characters for bytes, or SentencePiece's: <0x41> a byte, U+2581 a space."""
-    if of_character:
-        return bytes(of_character[c] for c in piece) if all(c in of_character for c in piece) else piece.encode()
-    return bytes([int(piece[3:5], 16)]) if re.fullmatch('<0x[0-9A-F]{2}>', piece) else piece.replace('\u2581', ' ').encode()
+    if byte_of:
+        return bytes(byte_of[c] for c in piece) if all(c in byte_of for c in piece) else piece.encode()
+    if re.fullmatch('<0x[0-9A-F]{2}>', piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace('\u2581', ' ').encode()
 
 
-def padded_vocab(n_ids):
-    """Rows of the embedding table: the next multiple of 64 above n_ids, so that at least one padding row is free for <predict>."""
+def padded_vocab(n_ids: int) -> int:
+    """Rows of the embedding table: the next multiple of 64 above n_ids, so that a padding row is free for <predict>."""
     return (n_ids // 64 + 1) * 64

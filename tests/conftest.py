@@ -1,11 +1,18 @@
-"""Shared by the tests: a small data folder, and train.py run on it in a process of its own."""
+"""Shared by the tests: a small data folder, and the scripts run in this process or in one of their own."""
+import contextlib
+import importlib
+import inspect
+import io
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # as train.py does, before torch
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # several workers, and the processes that tests start, share the cores
 
 import pytest
 import torch
@@ -13,11 +20,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
 
 if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in the tests that ask for it
     os.environ['TRITON_INTERPRET'] = '1'
-import attn_kernels  # noqa: E402
-from data import write_data  # noqa: E402
+import attn_kernels
+from data import write_data
 from data.tokenizers import load_tokenizer
 
 attn_kernels.import_scan('gpn')  # and its kernels
@@ -28,6 +36,16 @@ TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_
         '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5', '--sample_tokens=0', '--threads=1',
         '--device=cpu', '--dtype=float32']
 STEP_TOKENS = 4 * 32
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked `long` take minutes: they run only where -m names them."""
+    if 'long' in config.getoption('-m'):
+        return
+    dropped = [item for item in items if item.get_closest_marker('long')]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
@@ -56,10 +74,50 @@ def tiny_data(tmp_path_factory):
     return folder
 
 
+# ---- the scripts ----
+
 def run(*args, processes=1, **kwargs):
-    """A script of the repository in a process of its own (torchrun's processes, if several)."""
-    start = [sys.executable] if processes == 1 else [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
-    return subprocess.run([*start, *map(str, args)], capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=300, **kwargs)
+    """A script of the repository, or a module after '-m', with its arguments: {returncode, stdout, stderr}.
+
+    Its main(argv) is called in this process, which spares the imports. With several processes (torchrun's), or with options
+    of subprocess.run, it gets processes of its own.
+    """
+    args = [*map(str, args)]
+    if processes > 1:
+        return run_apart('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', *args, **kwargs)
+    if kwargs:
+        return run_apart(*args, **kwargs)
+    name, argv = (args[1], args[2:]) if args[0] == '-m' else (Path(args[0]).stem, args[1:])
+    main = importlib.import_module(name).main
+    return run_here(main, argv) if inspect.signature(main).parameters else run_apart(*args)
+
+
+def run_apart(*args, **kwargs):
+    """`python args` in a process of its own."""
+    return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True, cwd=ROOT,
+                          **{'stdin': subprocess.DEVNULL, 'timeout': 300, **kwargs})
+
+
+def run_here(main, argv):
+    """main(argv) with its output caught, and this process left as it was: threads, random numbers, signals, stdin."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    threads, stdin = torch.get_num_threads(), sys.stdin
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with open(os.devnull) as nothing, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sys.stdin = nothing
+        try:
+            main(argv)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=err)
+        finally:
+            sys.stdin = stdin
+            torch.set_num_threads(threads)
+            torch.set_flush_denormal(False)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def train_tiny(data, out, *args, steps=20, **kwargs):

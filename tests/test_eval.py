@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_models import make
 import eval as judge
 from common import runs
 from common.files import UserError
+from data.shards import Data
 from data.tokenizers import load_tokenizer
 
 pytest.importorskip('lm_eval')
@@ -51,16 +53,15 @@ def benchmarks(tmp_path_factory):
 
 @pytest.mark.parametrize('variant', ['standard', 'standard, documents', 'sps', 'reverse_sps', 'gpn'])
 @pytest.mark.parametrize('logits', [2 ** 26, 64 * 40])
-def test_scores_equal_those_of_whole_windows(variant, logits, monkeypatch):
+def test_scores_equal_those_of_whole_windows(variant, logits):
     """Shared contexts, one-token and long continuations, contexts that lose their start."""
-    monkeypatch.setattr(judge, 'LOGITS', logits)
     model, rng, requests = make(variant), random.Random(0), []
     ids = lambda n: [rng.randrange(60) for _ in range(n)]
     for _ in range(12):
         context = ids(rng.randint(1, 20))
         requests += [(context, ids(rng.randint(1, 6))) for _ in range(rng.choice([1, 3, 4]))]
     requests += [(ids(1), ids(70)), (ids(5), ids(90)), (ids(3), ids(100)), (ids(120), ids(3))]
-    scorer = judge.Scorer(model, 100, batch_tokens=300)
+    scorer = judge.Scorer(model, 100, batch_tokens=300, max_logits=logits)
     for (context, continuation), (nats, greedy, first) in zip(requests, scorer.score(requests)):
         window = (context + continuation)[-101:]
         want = model.logits(torch.tensor([window[:-1]]))[0].log_softmax(-1)[-len(continuation):]
@@ -88,6 +89,7 @@ def llama_model(folder, max_length):
     return HFLM(pretrained=str(folder), tokenizer=tokenizer, batch_size=4, device='cpu', max_length=max_length, dtype='float32')
 
 
+@pytest.mark.slow
 def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     pytest.importorskip('accelerate')
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
@@ -105,6 +107,7 @@ def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     assert mine['arc_easy'] == theirs['arc_easy'] and mine['wikitext']['word_perplexity'] == pytest.approx(theirs['wikitext']['word_perplexity'], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_generation_and_the_registered_name(trained):
     from lm_eval.api.registry import get_model
     judge.lm_eval_class()
@@ -115,33 +118,40 @@ def test_generation_and_the_registered_name(trained):
     assert not any('e' in text for text in texts) and len(texts[1]) <= 5
 
 
+@pytest.mark.slow
 def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_data, tmp_path):
     sets = {'sps': ['arc_easy acc_norm', 'books3 nats_per_word', 'average accuracy', 'average nats_per_word'],
             'nextlat': ['wikitext word_perplexity', 'social_iqa acc', 'winogrande acc', 'arc_challenge acc_norm'], 'gpn': ['lambada_first_token perplexity']}
+    out = shutil.copytree(trained, tmp_path / 'run')
     for paper, rows in sets.items():
-        result = run('eval.py', trained, '--val', '--val_tokens=640', f'--paper={paper}', f'--data_dir={benchmarks}', '--max_length=200', '--device=cpu', '--dtype=float32')
+        result = run('eval.py', out, '--val', '--val_tokens=640', f'--paper={paper}', f'--data_dir={benchmarks}', '--max_length=200', '--device=cpu', '--dtype=float32')
         assert result.returncode == 0, result.stderr
         for row in rows:
             assert row in result.stdout
-    lines = [json.loads(line) for line in (trained / 'eval.jsonl').read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / 'eval.jsonl').read_text().splitlines()]
     val = lines[-1]['results']['val']
     trained_to = [r['val'] for r in runs.read_log(trained) if 'val' in r][-1]
     assert val['perplexity'] == pytest.approx(math.exp(val['nats_per_token'])) and len(lines) == 3
     assert val['nats_per_token'] == pytest.approx(trained_to, abs=1e-4)
+    info = Data(tiny_data).splits['val']  # documents are off: eos counts as any token
+    assert val['bits_per_byte'] == pytest.approx(val['nats_per_token'] / math.log(2) * info['tokens'] / info['bytes'])
     accuracies = [lines[0]['results'][task][metric] for task, metric in judge.PAPERS['sps'][0].items()]
     assert lines[0]['results']['average']['accuracy'] == pytest.approx(sum(accuracies) / 5)
 
 
-def test_processes_share_the_work(trained, benchmarks):
-    args = [trained, '--val', '--tasks=arc_easy,lambada_openai', f'--data_dir={benchmarks}', '--device=cpu', '--dtype=float32']
+@pytest.mark.slow
+@pytest.mark.parametrize('tasks', ['lambada_first_token', pytest.param('arc_easy,lambada_openai', marks=pytest.mark.long)])
+def test_processes_share_the_work(trained, benchmarks, tasks):
+    args = [trained, '--val', f'--tasks={tasks}', f'--data_dir={benchmarks}', '--device=cpu', '--dtype=float32']
     one, two = run('eval.py', *args), run('eval.py', *args, processes=2)
     assert one.returncode == two.returncode == 0, two.stderr
     alone, shared = (json.loads(line)['results'] for line in (trained / 'eval.jsonl').read_text().splitlines()[-2:])
-    assert alone.keys() == shared.keys() == {'val', 'arc_easy', 'lambada_openai'}
+    assert alone.keys() == shared.keys() == {'val', *tasks.split(',')}
     for task, metrics in alone.items():
         assert shared[task] == pytest.approx(metrics, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_llama_there_and_back(trained, tmp_path):
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
     result = run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "back"}', '--tokenizer=byte')
@@ -155,6 +165,7 @@ def test_llama_there_and_back(trained, tmp_path):
     assert_sentence(run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "other"}', '--tokenizer=gpt3'), 'unknown tokenizer')
 
 
+@pytest.mark.slow
 def test_bad_input_is_a_sentence(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained), 'nothing to do')
     assert_sentence(run('eval.py', trained, '--paper=spss'), "paper is 'spss'")

@@ -18,6 +18,7 @@ from data.shards import Data, split_of
 from data.tokenizers import load_tokenizer
 
 datasets = pytest.importorskip('datasets')
+pytestmark = pytest.mark.slow
 FAST = ['--tokenizer=byte', '--val_share=0.1']
 
 
@@ -67,10 +68,11 @@ def test_a_streamed_dataset_becomes_shards(prepared, records):
     assert len(d.shards['train']) > 5 and {p.name for p in prepared.iterdir()} == {'meta.json', *(s['file'] for i in d.splits.values() for s in i['shards'])}
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(prepared, fineweb, tmp_path):
+@pytest.mark.parametrize('n_kills', [2, pytest.param(6, marks=pytest.mark.long)])
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(prepared, fineweb, tmp_path, n_kills):
     rng, out, kills = random.Random(1), tmp_path / 'data', 0
     args = ['prepare_fineweb.py', str(fineweb), *FAST, '--config=sample-100BT', f'--out_dir={out}', '--shard_tokens=100_000']
-    while kills < 4:
+    while kills < n_kills:
         before = len(list(out.glob('*.bin')))
         process = subprocess.Popen([sys.executable, *args, f'--workers={rng.randint(1, 3)}'], cwd=ROOT, start_new_session=True,
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -46,15 +46,15 @@ def test_draws_follow_the_distribution(device):
     model = make(device)
     rows = 4000
     got = torch.tensor(generate(model, [[1, 2, 3]] * rows, 2, temperature=0.7, top_k=5, seed=3))
-    law = token_probs(model.logits(torch.tensor([[1, 2, 3]], device=device))[0, -1], 0.7, top_k=5).cpu()
+    probs = token_probs(model.logits(torch.tensor([[1, 2, 3]], device=device))[0, -1], 0.7, top_k=5).cpu()
     counts = torch.bincount(got[:, 0], minlength=64)
-    assert (counts[law == 0] == 0).all()
-    chi2 = ((counts - rows * law).square() / (rows * law).clamp(min=1e-9))[law > 0].sum()
+    assert (counts[probs == 0] == 0).all()
+    chi2 = ((counts - rows * probs).square() / (rows * probs).clamp(min=1e-9))[probs > 0].sum()
     assert chi2 < 25  # 4 degrees of freedom: beyond 25 in 5 of 100,000 draws
-    first = int(law.argmax())  # the second token, given the first
-    law2 = token_probs(model.logits(torch.tensor([[1, 2, 3, first]], device=device))[0, -1], 0.7, top_k=5).cpu()
+    first = int(probs.argmax())  # the second token, given the first
+    probs_2 = token_probs(model.logits(torch.tensor([[1, 2, 3, first]], device=device))[0, -1], 0.7, top_k=5).cpu()
     second = torch.bincount(got[got[:, 0] == first, 1], minlength=64)
-    assert (second / second.sum() - law2).abs().max() < 0.06
+    assert (second / second.sum() - probs_2).abs().max() < 0.06
 
 
 def test_same_seed_same_text_and_another_seed_another():
@@ -101,6 +101,7 @@ def trained(tiny_data, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_command_line(trained, tmp_path):
     one = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
     assert one.returncode == 0 and one.stdout.startswith('ab cd') and '20 tokens in' in one.stderr and 'cache' in one.stderr
@@ -112,6 +113,7 @@ def test_command_line(trained, tmp_path):
     assert again.stdout == one.stdout
 
 
+@pytest.mark.slow
 def test_stop_strings_and_utf8(trained, monkeypatch, capsys):
     """A stop string cut into tokens never shows; a character cut into bytes shows whole."""
     text = 'é日x END tail'.encode()
@@ -126,11 +128,11 @@ def test_stop_strings_and_utf8(trained, monkeypatch, capsys):
                 break
         return new
     monkeypatch.setattr(sample, 'generate', fake)
-    monkeypatch.setattr('sys.argv', ['sample.py', str(trained), 'p', '--stop=END', '--max_new_tokens=20'])
-    sample.main()
+    sample.main([str(trained), 'p', '--stop=END', '--max_new_tokens=20'])
     assert capsys.readouterr().out == 'pé日x \n'
 
 
+@pytest.mark.slow
 def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py'), 'which run?')
     assert_sentence(run('sample.py', tmp_path / 'none', 'a'), f'{tmp_path}/none is not a run folder')

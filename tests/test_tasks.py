@@ -30,12 +30,13 @@ def labelled(d, idx, targets):
 
 def test_the_papers_worked_example_is_reproduced_token_by_token():
     d = open_data(CHASE)
-    row = torch.tensor(d.task.encode([3, 0, 8], [[0, 1, 2], [0, 1, 2]]))
+    row = torch.tensor(d.task.encode([3, 0, 8], [[0, 1, 2], [0, 1, 2]]))[None]
+    idx = row[:, :-1]
     want = '''v3 = A v0 = B v8 = C    Q A v3 Q B v0 Q C v8
               A = D B = E C = F       Q D v3 Q E v0 Q F v8
               D = G E = H F = I       Q G'''.split()
-    assert words(d, row[:-1]) == want and len(want) == d.T == 6 * 3 * 2 + 3 * 3 + 2
-    (_, counted), = labelled(d, *d._batch(row[None].numpy()))
+    assert words(d, idx[0]) == want and len(want) == d.T == 6 * 3 * 2 + 3 * 3 + 2
+    (_, counted), = labelled(d, idx, row[:, 1:].where(d.task.counted(idx), -1))
     assert [(want[t], target) for t, target in counted] == [*zip('ABCDEFG', ['v3', 'v0', 'v8'] * 2 + ['v3'])]
 
 
@@ -225,6 +226,7 @@ def values(out):
     return {r['step']: {k: v for k, v in r.items() if k not in ('seconds', 'tokens_per_s', 'mfu')} for r in runs.read_log(out)}
 
 
+@pytest.mark.slow
 def test_scores_are_logged_and_eval_and_sample_know_the_task(trained):
     log = values(trained)
     assert [step for step in log if 'accuracy_2' in log[step]] == [4, 8] and 0 <= log[8]['accuracy_0'] <= 1
@@ -236,6 +238,7 @@ def test_scores_are_logged_and_eval_and_sample_know_the_task(trained):
     assert_sentence(run('sample.py', trained, 'v3 = Z', '--max_new_tokens=1'), "'Z' is no symbol of pointer_chasing:hops=2,keys=3,values=10")
 
 
+@pytest.mark.slow
 def test_a_task_resumes_on_the_same_rows_and_does_not_depend_on_processes(trained, tmp_path):
     out, want = shutil.copytree(trained, tmp_path / 'run'), values(trained)
     shutil.rmtree(out / 'ckpt/step_00000008')
@@ -248,6 +251,7 @@ def test_a_task_resumes_on_the_same_rows_and_does_not_depend_on_processes(traine
     assert got.keys() == want.keys() and all(got[step] == pytest.approx(want[step], rel=1e-3, abs=1e-4) for step in want)
 
 
+@pytest.mark.slow
 def test_other_rows_under_the_same_name_are_not_resumed(trained, tmp_path, monkeypatch):
     import train
     out = shutil.copytree(trained, tmp_path / 'run')

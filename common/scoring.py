@@ -1,0 +1,169 @@
+"""Judging a model on tokens: validation loss, and log-likelihoods of continuations. Processes share the work."""
+from collections.abc import Iterator
+from math import inf
+
+import torch
+import torch.distributed as dist
+
+from common.decoding import decodable, pad, roomy_cache
+from common.files import UserError
+
+MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
+SHARED = 64  # continuations of up to so many tokens share one reading of their context
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# ---- validation loss ----
+
+def counted(idx, targets, eos_id: int | None) -> int:
+    """How many positions the loss is a mean over: a target that counts, and an input that does not end a document."""
+    mask = targets >= 0
+    if eos_id is not None:
+        mask &= idx != eos_id
+    return int(mask.sum())
+
+
+@torch.no_grad()
+def validation_loss(model, data, T: int, n_windows: int, batch_size: int, device) -> tuple[float, int]:
+    """(nats per token, tokens that count) of the first validation windows of T tokens, summed in float64.
+
+    The tokens are the same for any number of processes.
+    """
+    totals = torch.zeros(2, dtype=torch.float64)
+    mine = range(rank(), n_windows, world())
+    for start in range(0, len(mine), batch_size):
+        idx, targets = data.val_batch(mine[start:start + batch_size], T)
+        count = counted(idx, targets, model.config.eos_id)
+        nll = model(idx.to(device), targets.to(device))['nll'].item()
+        totals += torch.tensor([nll * count, count], dtype=torch.float64)
+    if world() > 1:
+        dist.all_reduce(totals)
+    return (totals[0] / totals[1]).item(), int(totals[1])
+
+
+# ---- log-likelihoods ----
+
+class Scorer:
+    """Log-likelihoods of continuations under a model, in batches; with several processes each takes its share."""
+
+    def __init__(self, model, max_length: int, batch_tokens: int = 16384, batch_size: int | None = None,
+                 max_logits: int = MAX_LOGITS):
+        """max_length: tokens that the model sees at most. A batch has at most batch_tokens tokens, padding included."""
+        self.model, self.max_length, self.max_logits = model, max_length, max_logits
+        self.reader = decodable(model)  # the same, with `extend` in any case
+        self.batch_tokens, self.batch_size = batch_tokens, batch_size or inf
+        self.device = next(model.parameters()).device
+        self.truncated = 0  # requests whose context lost its start
+
+    def score(self, requests: list[tuple]) -> list[tuple[float, bool, bool]]:
+        """requests [(context ids, continuation ids)], none empty -> [(log-likelihood in nats, greedy, first greedy)].
+
+        Requests with equal contexts are read together: one prefill, then each continuation, rolled back after it.
+        """
+        results = {}
+        for number, batch in enumerate(self._batches(self._groups(requests))):
+            if number % world() == rank():
+                results |= self._score_batch(batch)
+        if world() > 1:
+            shares = [None] * world()
+            dist.all_gather_object(shares, results)
+            results = {i: result for share in shares for i, result in share.items()}
+        return [results[i] for i in range(len(requests))]
+
+    def _groups(self, requests) -> list[tuple]:
+        """[(context, [(index of a request, its continuation)])], those of like length one after the other."""
+        groups = {}
+        for i, (context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise UserError(f'a continuation of {len(continuation)} tokens does not fit '
+                                f'max_length = {self.max_length}')
+            room = self.max_length + 1 - len(continuation)  # the last token is predicted, never read
+            self.truncated += len(context) > room
+            context = tuple(context[-room:])
+            alone = None if len(continuation) <= SHARED else i
+            groups.setdefault((context, alone), []).append((i, continuation))
+
+        def order(group):
+            context, members = group
+            longest = max(len(continuation) for _, continuation in members) if len(members) == 1 else 0
+            return -longest, -len(context), -len(members)
+        return sorted(((context, members) for (context, _), members in groups.items()), key=order)
+
+    def _batches(self, groups) -> Iterator[list]:
+        """Cuts sorted groups into batches whose padded tokens and logits stay within bounds."""
+        batch, widths = [], (0, 0)
+        for context, members in groups:
+            own = len(context), max(len(continuation) for _, continuation in members)
+            wider = max(widths[0], own[0]), max(widths[1], own[1])
+            n_rows = len(batch) + 1
+            n_logits = n_rows * wider[1] * self.model.config.vocab_size
+            is_full = n_rows * sum(wider) > self.batch_tokens or n_logits > self.max_logits or n_rows > self.batch_size
+            if batch and is_full:
+                yield batch
+                batch, wider = [], own
+            batch.append((context, members))
+            widths = wider
+        if batch:
+            yield batch
+
+    def _score_batch(self, batch) -> dict:
+        """{index of a request: result} of groups of requests, a row each. A batch too big for the GPU is cut in two."""
+        try:
+            return self._score_rows(batch)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+        torch.cuda.empty_cache()
+        return self._score_batch(batch[:len(batch) // 2]) | self._score_batch(batch[len(batch) // 2:])
+
+    @torch.inference_mode()
+    def _score_rows(self, batch):
+        contexts = [context for context, _ in batch]
+        n_turns = max(len(members) for _, members in batch)
+        longest = max(len(continuation) for _, members in batch for _, continuation in members)
+        max_run = longest
+        if len(batch) == n_turns == 1:  # a long continuation is read in pieces, so that its logits stay within bounds
+            max_run = min(longest, max(1, self.max_logits // self.model.config.vocab_size))
+        cache = roomy_cache(self.model, contexts, longest, max_run)
+        tokens, lengths = pad(contexts, self.device)
+        first_logits = self.reader.extend(tokens, cache, lengths)
+        results = {}
+        for turn in range(n_turns):
+            members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
+            targets, lengths = pad([continuation for _, continuation in members], self.device)
+            nats, is_greedy = self._judge_turn(first_logits, targets, lengths, cache, max_run, turn + 1 < n_turns)
+            counted = torch.arange(targets.shape[1], device=self.device) < lengths[:, None]
+            totals, all_greedy = (nats * counted).sum(1).tolist(), (is_greedy | ~counted).all(1).tolist()
+            judged = zip(totals, all_greedy, is_greedy[:, 0].tolist())
+            results |= {i: result for (i, _), result in zip(members, judged) if i is not None}
+        return results
+
+    def _judge_turn(self, first_logits, targets, lengths, cache, max_run, forget):
+        """Log-probabilities of a continuation a row (B, n), and whether each token is the likeliest.
+
+        first_logits (B, V) follow the context. The continuation's tokens but the last are read in runs of max_run, of
+        which there are several only where one row is alone. With `forget` the cache ends as it began.
+        """
+        judged = [judge(first_logits[:, None], targets[:, :1])]
+        n_read = targets.shape[1] - 1
+        for start in range(0, n_read, max_run):
+            tokens = targets[:, start:min(start + max_run, n_read)]
+            n_new = (lengths - 1).clamp(1, tokens.shape[1]) if len(targets) > 1 else None
+            logits = self.reader.extend(tokens, cache, n_new, all_positions=True)
+            judged.append(judge(logits, targets[:, start + 1:start + 1 + tokens.shape[1]]))
+        if forget and n_read:
+            cache.rollback(tokens.shape[1] if n_new is None else n_new)
+        return (torch.cat(parts, 1) for parts in zip(*judged))
+
+
+def judge(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of targets (B, n) under logits (B, n, V), fp64 (B, n), and whether each is the likeliest."""
+    chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return (chosen.float() - logits.float().logsumexp(-1)).double(), logits.argmax(-1) == targets

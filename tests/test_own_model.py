@@ -1,0 +1,157 @@
+"""A sixth architecture: one file with `Config`, `forward` and `logits` is trained, judged and sampled by every script."""
+import importlib
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, assert_sentence, run, train_tiny
+
+import eval as judge
+from common import decoding, runs
+from common.decoding import generate, roomy_cache
+from common.scoring import Scorer
+from common.speculative import AutoLength, speculative_generate
+
+pytestmark = pytest.mark.slow
+
+BARE = '''
+"""A bigram model with nothing but what every model must have: one table of logits."""
+from dataclasses import dataclass
+
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class Config:
+    init_std: float = 0.02  # standard deviation of the initial logits
+    vocab_size: int = 320  # rows of the table: the real ids, then padding
+    n_ids: int = 257  # real token ids
+    eos_id: int | None = 256  # the id that ends a document
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+        nn.init.normal_(self.table.weight, std=config.init_std)
+
+    def forward(self, idx, targets):
+        if self.config.eos_id is not None:
+            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        loss = F.cross_entropy(self.table(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return {'loss': loss, 'nll': loss.detach()}
+
+    def logits(self, idx):
+        logits = self.table(idx).clone()
+        logits[..., self.config.n_ids:] = float('-inf')
+        return logits
+'''
+
+
+def models():
+    """{name: source}: the bare one, and README's own under "Your own model"."""
+    readme = (ROOT / 'README.md').read_text().partition('Your own model')[2]
+    block = re.search(r'```python\n(.*?)```', readme, re.S)
+    return {'bare': BARE} | ({'README': block[1]} if block and 'class Model' in block[1] else {})
+
+
+@pytest.fixture(scope='module', params=models())
+def bigram(request, tiny_data, tmp_path_factory):
+    """A trained run of model_bigram.py, in a folder that stands for the repository's while it is used."""
+    folder = tmp_path_factory.mktemp('own')
+    (folder / 'model_bigram.py').write_text(models()[request.param])
+    shutil.copy(ROOT / 'model_standard.py', folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, 'ROOT', folder)
+        patch.syspath_prepend(folder)
+        yield train_bigram(tiny_data, folder / 'run')
+    sys.modules.pop('model_bigram')
+
+
+def train_bigram(data, out, *more):
+    own = [f'--data={data}', f'--out_dir={out}', '--max_tokens=7680', '--block_size=32', '--batch_size=8', '--warmup_tokens=0',
+           '--learning_rate=0.1', '--eval_tokens=640', '--eval_interval=15', '--log_interval=1', '--save_interval=15', '--threads=1',
+           '--device=cpu', '--dtype=float32']
+    result = run('train.py', '--model=bigram', *own, *more)
+    assert result.returncode == 0, result.stderr
+    return out if not more else result
+
+
+def test_it_trains_and_dry_runs(bigram, tiny_data, tmp_path):
+    log = runs.read_log(bigram)
+    assert log[-1]['loss'] < log[0]['loss'] - 1 and log[-1]['val'] < log[0]['loss'] - 1 and 'mfu' not in log[0]
+    dry = train_bigram(tiny_data, tmp_path / 'run', '--dry_run').stdout
+    assert 'parameters' in dry and 'GiB for weights' in dry and 'FLOP' not in dry and not (tmp_path / 'run').exists()
+    shutil.rmtree(bigram / 'ckpt/step_00000030')
+    before = [record['loss'] for record in log]
+    assert 'from step 15' in train_bigram(tiny_data, bigram, '--resume').stdout
+    assert [record['loss'] for record in runs.read_log(bigram)] == before
+
+
+def test_it_samples_by_recomputing_and_says_so(bigram, capsys):
+    decoding._say_once.cache_clear()
+    sampled = run('sample.py', bigram, 'ab', '--max_new_tokens=12', '--temperature=0', '--dtype=float32')
+    assert sampled.returncode == 0 and sampled.stderr.count('model_bigram has no extend') == 1 and '12 tokens' in sampled.stderr
+    model, _ = runs.load_run(bigram)
+    prompts = [[97, 98], [99], [100, 97, 98, 32, 97]]
+    for prompt, new in zip(prompts, generate(model, prompts, 9, temperature=0)):
+        ids = list(prompt)
+        for _ in range(9):
+            ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
+        assert new == ids[len(prompt):]
+    assert 'no extend' not in capsys.readouterr().err  # once is enough
+    cache = roomy_cache(model, prompts, 9)
+    assert cache.max_tokens == 14 and cache.lengths.tolist() == [0, 0, 0] and cache.nbytes > 0
+
+
+def test_it_is_evaluated_and_scored(bigram):
+    judged = run('eval.py', bigram, '--val', '--val_tokens=640', '--dtype=float32')
+    last = [record['val'] for record in runs.read_log(bigram) if 'val' in record][-1]
+    assert judged.returncode == 0 and f'val nats_per_token {last:20,.4f}' in judged.stdout, judged.stderr
+    model, _ = runs.load_run(bigram)
+    requests = [([97, 98], [99, 100, 32]), ([97, 98], [32]), ([32], [97] * 5), ([97] * 30, [98] * 10)]
+    for max_logits in (2 ** 26, 700):  # continuations read at once, and in pieces
+        for (context, continuation), (nats, greedy, _) in zip(requests, Scorer(model, 32, max_logits=max_logits).score(requests)):
+            text = torch.tensor([(context + continuation)[-33:-1]])
+            logits = model.logits(text)[0, -len(continuation):].log_softmax(-1).detach()
+            targets = torch.tensor(continuation)
+            assert abs(float(logits.gather(1, targets[:, None]).sum()) - nats) < 1e-4
+            assert greedy == bool((logits.argmax(-1) == targets).all())
+
+
+def test_lm_eval_reads_it(bigram):
+    pytest.importorskip('lm_eval')
+    lm = judge.lm_eval_class()(run=str(bigram), dtype='float32', device='cpu')
+    request = lambda *args: type('Request', (), {'args': args})
+    model, _ = runs.load_run(bigram)
+    text = [256, *b'ab cd ab']  # lm-eval starts a document after eos
+    logits = model.logits(torch.tensor([text[:-1]]))[0].log_softmax(-1).detach()
+    want = logits.gather(1, torch.tensor(text[1:])[:, None]).sum()
+    assert abs(lm.loglikelihood_rolling([request('ab cd ab')])[0] - want) < 1e-4
+    assert len(lm.generate_until([request('ab', {'until': ['e'], 'max_gen_toks': 5})])[0]) <= 5
+
+
+@pytest.mark.parametrize('draft_len', [3, 'auto'])
+def test_it_drafts_and_is_drafted_for(bigram, draft_len):
+    """Greedy texts are those of plain decoding, whichever of the two models has no cache."""
+    model, record = runs.load_run(bigram)
+    standard = importlib.import_module('model_standard')
+    torch.manual_seed(0)
+    shape = {key: record['model_config'][key] for key in ('vocab_size', 'n_ids')}
+    other = standard.Model(standard.Config(n_layer=1, n_head=2, n_embd=16, eos_id=None, init_std=0.3, **shape)).eval()
+    prompts = [[97, 98], [99], [100, 97, 98, 32, 97]]
+    for target, draft in ((model, other), (other, model), (model, model)):
+        options = dict(draft=draft, draft_len=draft_len, auto=AutoLength(0.1), temperature=0)
+        new, statistics = speculative_generate(target, prompts, 15, **options)
+        assert new == generate(target, prompts, 15, temperature=0)
+        assert draft is not target or statistics.by_position[0] == 1
+
+
+def test_it_cannot_draft_for_itself_and_has_one_form(bigram, tiny_data, tmp_path):
+    assert_sentence(run('sample.py', bigram, 'ab', '--draft_len=2', '--max_new_tokens=4'), 'model_bigram cannot draft for itself')
+    assert_sentence(run('sample.py', bigram, 'ab', '--scan=loop', '--max_new_tokens=4'), 'has no fast form')
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--model=bigrams'), "unknown model 'bigrams': did you mean 'bigram'")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.files import UserError
-from common.runs import load_run, make_config, model_file, save_checkpoint, save_run
+from common.runs import UserError, load_run, make_config, model_file, save_checkpoint, save_run
 from data.tokenizers import Tokenizer, padded_vocab
 
 

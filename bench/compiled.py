@@ -1,6 +1,7 @@
-"""Compiles every Triton kernel for an H100 (sm_90), GPU or not, and prints what each takes: registers, stack, shared memory.
+"""Compiles every Triton kernel for an H100 (sm_90), GPU or not: what each takes of registers, stack, shared memory.
 
     python -m bench.compiled            fails if a kernel spills registers or asks for more shared memory than there is
+    python -m bench.compiled --short    each kernel once at each head size
 
 Compiling is not running: it proves that a variant builds and fits, not that it is right or fast.
 """
@@ -23,7 +24,8 @@ from scans import delta_rule
 from scans import gpn as scan
 
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
-TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32', torch.bool: 'i1'}
+TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32',
+         torch.bool: 'i1'}
 KERNELS = {(module, name): getattr(module, name) for module, names in (
     (K, ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel', '_combine_kernel')),
     (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')),
@@ -31,11 +33,12 @@ KERNELS = {(module, name): getattr(module, name) for module, names in (
             '_memory_inputs_kernel', '_memory_inputs_backward_kernel')))
     for name in names}
 PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
-    'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0), 'two streams, rho asks': (1, 2, 1)}
+    'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0),
+    'two streams, rho asks': (1, 2, 1)}
 
 
 def compile_launch(kernel, args, num_warps, num_stages):
-    """What Triton would build for a launch with these arguments: tensors (of any device), numbers, None, tuples of numbers."""
+    """What Triton would build for a launch with these: tensors (of any device), numbers, None, tuples of numbers."""
     signature, constants, attributes = {}, {}, {}
 
     def describe(path, value, always):
@@ -57,7 +60,8 @@ def compile_launch(kernel, args, num_warps, num_stages):
     for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
         signature[parameter.name] = describe((i,), value, parameter.is_constexpr)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
+    return triton.compile(source, target=GPUTarget('cuda', 90, 32),
+                          options=dict(num_warps=num_warps, num_stages=num_stages))
 
 
 def resources(built):
@@ -79,9 +83,23 @@ class Recorder:
     def __getitem__(self, grid):
         def launch(*args, num_warps, num_stages):
             registers, stack, shared = resources(compile_launch(self.kernel, args, num_warps, num_stages))
-            self.rows.append(self.variant | {'kernel': self.kernel.__name__.strip('_'), 'warps': num_warps, 'stages': num_stages,
-                                             'registers': registers, 'stack': stack, 'shared': shared})
+            self.rows.append(self.variant | {
+                'kernel': self.kernel.__name__.strip('_'), 'warps': num_warps, 'stages': num_stages,
+                'registers': registers, 'stack': stack, 'shared': shared})
         return launch
+
+
+GPN_SIZES = (2496, 6656, 15, 128, 256), (1920, 5120, 11, 128, 256), (256, 683, 4, 32, 64), (100, 300, 2, 70, 48)
+
+
+def short_variants():
+    """Each kernel once at each head size."""
+    for D in (16, 48, 64, 68, 70, 88, 128):
+        yield 'two streams', True, D, torch.bfloat16
+    for D in (64, 70, 128):
+        yield 'two streams', True, D, torch.bfloat16, 1
+    for sizes in GPN_SIZES:
+        yield 'gpn', True, sizes, torch.bfloat16
 
 
 def variants():
@@ -101,14 +119,14 @@ def variants():
         for run in runs:
             for D, dtype in ((64, torch.bfloat16), (70, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
                 yield pattern, True, D, dtype, run
-    for sizes in ((2496, 6656, 15, 128, 256), (1920, 5120, 11, 128, 256), (256, 683, 4, 32, 64), (100, 300, 2, 70, 48)):
+    for sizes in GPN_SIZES:
         for documents in (False, True):
             yield 'gpn', documents, sizes, torch.bfloat16
 
 
 def build(variant):
-    """Rows of the kernels that one attention, forward and backward, launches; or one attention of a run over a cache; or one step of
-    GPN, its gradient, and a replay of the memory."""
+    """A row for each kernel launched: by one attention, forward and backward; by one over a cache; or by a step of GPN,
+    its gradient and a replay of the memory."""
     pattern, documents, D, dtype, *run = variant
     if pattern == 'gpn':
         return build_gpn(documents, *D, dtype)
@@ -118,11 +136,14 @@ def build(variant):
     for (module, name), kernel in KERNELS.items():
         setattr(module, name, Recorder(kernel, rows, described))
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device='meta')
-    q, k, doc_start = empty(B, NQ, T, H, D), empty(B, NK, T, H, D), empty(B, T, dtype=torch.int64) if documents else None
+    q, k = empty(B, NQ, T, H, D), empty(B, NK, T, H, D)
+    doc_start = empty(B, T, dtype=torch.int64) if documents else None
     if run:
-        cache, table, positions = empty(B, H, 4096, D), empty(4096, 1, D // 2, dtype=torch.float32), empty(B, T, dtype=torch.int64)
+        cache, table = empty(B, H, 4096, D), empty(4096, 1, D // 2, dtype=torch.float32)
+        positions = empty(B, T, dtype=torch.int64)
         slots, ring_positions = empty(B, NK, T, dtype=torch.int64), None if NK == 1 else empty(B, 81, dtype=torch.int64)
-        K.decode_forward(q, k, k, cache, cache, table, table, positions, slots, doc_start, ring_positions, [2 ** 31 - 1, 64], first, 1,
+        K.decode_forward(q, k, k, cache, cache, table, table, positions, slots, doc_start, ring_positions,
+                         [2 ** 31 - 1, 64], first, 1,
                          'memory' if NK == 1 else 'both')
     else:
         out, lse = K.attention_forward(q, k, k, doc_start, [T, 64], first)
@@ -163,16 +184,17 @@ def build_gpn(documents, C, n_ffn, H, d_k, d_v, dtype):
     return rows
 
 
-def main():
+def main(argv=None):
+    short = '--short' in (sys.argv[1:] if argv is None else argv)
     if os.environ.get('TRITON_INTERPRET') == '1':
         sys.exit('bench.compiled: TRITON_INTERPRET=1 is set, and an interpreted kernel cannot be compiled: unset it')
     with ProcessPoolExecutor() as pool:
-        rows = [row for rows in pool.map(build, variants()) for row in rows]
+        rows = [row for rows in pool.map(build, short_variants() if short else variants()) for row in rows]
     print(markdown_table(rows))
     bad = [row for row in rows if row['stack'] > 0 or row['shared'] > SHARED_LIMIT]
     if bad:
-        sys.exit(f'\nbench.compiled: these spill registers or ask for more than {SHARED_LIMIT} bytes of shared memory: choose smaller tiles\n\n'
-                 + markdown_table(bad))
+        sys.exit(f'\nbench.compiled: these spill registers or ask for more than {SHARED_LIMIT} bytes of shared memory: '
+                 f'choose smaller tiles\n\n{markdown_table(bad)}')
 
 
 if __name__ == '__main__':

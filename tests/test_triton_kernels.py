@@ -129,6 +129,10 @@ def test_reference_can_be_forced(monkeypatch):
     assert K.attention(x[:, 0], x[:, 0], x[:, 0]) == K.two_stream_attention(x, x, x, 'input', 1) == 'reference'
 
 
-def test_every_variant_compiles_for_sm_90():
-    result = subprocess.run([sys.executable, '-m', 'bench.compiled'], capture_output=True, text=True, cwd=ROOT, timeout=900)
+@pytest.mark.slow
+@pytest.mark.parametrize('args', [['--short'], pytest.param([], marks=pytest.mark.long)], ids=['short', 'all'])
+def test_every_variant_compiles_for_sm_90(args):
+    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more memory than there is."""
+    command = [sys.executable, '-m', 'bench.compiled', *args]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -1311,8 +1311,7 @@ class Place:
 
     @functools.cached_property
     def seen_by_both(self):
-        """What queries of both streams see, x's first: (slots, mask (B, 2n, slots)), the ring's slots before the
-        memory's."""
+        """What queries of both streams see, x's first: (slots, mask (B, 2n, slots)), the ring before the memory."""
         (ring, memory), (in_ring, in_memory) = self._filled, self._key_positions
         x, rho = (in_ring, in_memory) if self.cache.ring_stream == 0 else (in_memory, in_ring)
         mask = two_stream_visible(self.positions, x, rho, self.cache.windows, self.doc_start)
@@ -1336,8 +1335,7 @@ AMPLIFIED = {torch.float32: 40, torch.bfloat16: 5}
 
 
 def import_scan(name):
-    """The module scans/<name>.py, or None where the folder has been removed. A module that is there but broken
-    raises."""
+    """The module scans/<name>.py, or None where the folder has been removed. One that is broken raises."""
     found = importlib.util.find_spec('scans') and importlib.util.find_spec(f'scans.{name}')
     return importlib.import_module(f'scans.{name}') if found else None
 
@@ -1367,9 +1365,8 @@ def choose_scan(model, scan, **for_the_check):
     compare = model.config.scan == 'auto' and scan is not None and not REFERENCE
     if model.config.scan == 'fast':
         report['scan'] = 'fast'
-    # DDP must know of parameters without gradient
     elif is_first and device.type != 'meta' and (compare or distributed):
-        hook = _inner_hook(model)
+        hook = _inner_hook(model)  # without a comparison the equations still run: DDP must know of unused parameters
         report |= _compare_forms(model, compare and not hook, for_the_check)
         if compare and hook:
             report['where'] = hook
@@ -1411,8 +1408,7 @@ def _inner_hook(model):
 
 
 class _Form(torch.nn.Module):
-    """States, loss and gradients of a model in one of its forms, as one call that `functional_call` can give other
-    weights."""
+    """States, loss and gradients of a model in one of its forms: what `functional_call` can give other weights."""
 
     def __init__(self, model, form):
         super().__init__()
@@ -1522,9 +1518,11 @@ def _noisy_weights_and_tokens(model, device, seed):
 
 
 def _difference(loop, fast):
-    """(difference, where): the largest relative difference of any output from the loop's. That of a gradient is
-    relative to its own size, or to a thousandth of all gradients' where that is larger: what is left by cancelling is
-    rounding."""
+    """The largest relative difference of any output from the loop's, and in which output: (difference, where).
+
+    That of a gradient is relative to its own size, or to a thousandth of all gradients' where that is larger: what
+    cancelling leaves is rounding.
+    """
     def size(x):
         return 0.0 if x is None else torch.linalg.vector_norm(x, dtype=torch.float64).item()
 

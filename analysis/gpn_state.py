@@ -107,15 +107,13 @@ def rank_correlation(a, b):
 
 
 def cosines(states, lags):
-    """Mean cosine of states (B, T, C) with those k later, as they are and with each window's mean taken out: two of
-    (lags,)."""
+    """Mean cosine of states (B, T, C) with those k later, as they are and without each window's mean: two of (lags,)."""
     return [torch.stack([F.cosine_similarity(x[:, :x.shape[1] - k], x[:, k:], dim=-1).mean() for k in lags])
             for x in (states, states - states.mean(1, keepdim=True))]
 
 
 def retention(log_decay, lags):
-    """What is left after k steps of what a head held: mean over places of the product of decays. (B, T, H) -> (H,
-    lags)."""
+    """What is left after k steps of what a head held: the mean product of decays. (B, T, H) -> (H, lags)."""
     total = F.pad(log_decay.double().cumsum(1), (0, 0, 1, 0))
     return torch.stack([(total[:, k:] - total[:, :total.shape[1] - k]).exp().mean((0, 1)) for k in lags], 1)
 

@@ -174,15 +174,13 @@ def _constant(value, device, dtype):
 
 
 def l2_normalize(x, eps):
-    """x / sqrt(|x|^2 + eps^2) over the last axis, and what it was divided by: the RMSNorm and the L2 norm, but for a
-    constant."""
+    """x / sqrt(|x|^2 + eps^2) over the last axis, and what it was divided by. RMSNorm is this but for a constant."""
     length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), _constant(eps, x.device, x.dtype))
     return x / length, length
 
 
 def l2_normalize_backward(grad, y, inverse):
-    """The gradient of x from that of y = `l2_normalize`(x). inverse is 1 / its length, and may be 0 where a ReLU cut
-    x."""
+    """The gradient of x from that of y = `l2_normalize`(x). inverse: 1 / its length; may be 0 where a ReLU cut x."""
     return torch.addcmul(grad, y, (y * grad).sum(-1, keepdim=True), value=-1).mul_(inverse)
 
 
@@ -233,8 +231,7 @@ def glu(z, memory_read, eps, dtype):
 
 
 def glu_backward(grad, z, memory_read, eps, out, y):
-    """From grad (N, Y), of what `glu` gives: writes the gradient of z to out, `glu` itself to y; returns that of
-    memory_read."""
+    """From grad (N, Y), of what `glu` gives: the gradient of z into out, `glu` into y; returns memory_read's."""
     n, wide = 0 if memory_read is None else memory_read.shape[1], torch.promote_types(z.dtype, torch.float32)
     Y = (z.shape[1] + n) // 2
     if use_triton(z):
@@ -484,8 +481,7 @@ class StepsInC:
         return wanted and device.type == 'cpu' and dtype in (torch.float32, torch.float64) and _build(dtype) is not None
 
     def __init__(self, products, rate, first_key, sizes, eps):
-        """products: as in `Weights`, of which the backward has no biases; eps: added to the lengths of state, read and
-        key."""
+        """products: as in `Weights` (the backward has no biases); eps: added to the lengths of state, read and key."""
         self.library, self.sizes, self.dtype = _build(rate.dtype), sizes, rate.dtype
         self.numbers = self.library.sizes(0, 0, *sizes, *eps)
         panels = [w if w is None or w.dim() == 1 else self._panels(w) for w in products]
@@ -722,8 +718,7 @@ def uses_graphs(x):
 
 
 def segment_weights(folded, *options):
-    """`Weights`, for `run_segment`. With graphs always the same tensors with new values: graphs read those they were
-    made with."""
+    """`Weights`, for `run_segment`. With graphs the same tensors with new values: graphs read what they were made with."""
     w = Weights(folded, *options)
     if not uses_graphs(folded[0]):
         return w
@@ -737,8 +732,7 @@ def segment_weights(folded, *options):
 
 
 def run_segment(function, w, inputs, *options):
-    """function(w, *options, *inputs), the inputs tensors or None; with graphs, results that the next call
-    overwrites."""
+    """function(w, *options, *inputs), inputs tensors or None; with graphs the next call overwrites the results."""
     if not w.graphs:
         return function(w, *options, *inputs)
     key = (function, w, *options, *(x if x is None else (x.shape, x.dtype) for x in inputs))
@@ -751,8 +745,7 @@ def run_segment(function, w, inputs, *options):
 
 
 def segments(T, segment_len, bptt_len):
-    """[(first step, end)] of the pieces whose memories are recomputed at once; a gradient's cut is always between
-    two."""
+    """[(first step, end)] of the pieces whose memories are recomputed at once; a gradient is cut only between two."""
     starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len)})
     return list(zip(starts, [*starts[1:], T]))
 
@@ -882,8 +875,7 @@ def scan(u, carry_mask, folded, sizes, eps, dtype, segment_len, bptt_len):
 
 
 def scan_window(model, u, carry_mask=None):
-    """`Model.loop` of a GPN: u (B, T, C) in fp32 at least, carry_mask (B, T, 1) or None -> the predicted states (B, T,
-    C)."""
+    """`Model.loop` of a GPN: u (B, T, C) in fp32 at least, carry_mask (B, T, 1) or None -> states (B, T, C)."""
     c, dtype = model.config, model.fuse.weight.dtype
     if u.is_cuda and torch.is_autocast_enabled('cuda'):
         dtype = torch.get_autocast_dtype('cuda')

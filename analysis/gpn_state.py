@@ -107,7 +107,7 @@ def rank_correlation(a, b):
 
 
 def cosines(states, lags):
-    """Mean cosine of states (B, T, C) with those k later, as they are and without each window's mean: two of (lags,)."""
+    """Mean cosine of states (B, T, C) with those k later, as they are, and without each window's mean: two (lags,)."""
     return [torch.stack([F.cosine_similarity(x[:, :x.shape[1] - k], x[:, k:], dim=-1).mean() for k in lags])
             for x in (states, states - states.mean(1, keepdim=True))]
 

@@ -718,7 +718,7 @@ def uses_graphs(x):
 
 
 def segment_weights(folded, *options):
-    """`Weights`, for `run_segment`. With graphs the same tensors with new values: graphs read what they were made with."""
+    """`Weights`, for `run_segment`. With graphs always the same tensors, which graphs read, with new values."""
     w = Weights(folded, *options)
     if not uses_graphs(folded[0]):
         return w

@@ -61,6 +61,16 @@ def test_kernels_in_bf16(pattern, D):
     assert_close(gradients(fast, *inputs), gradients(reference, *(x.double() for x in inputs)), 2e-2)
 
 
+def counting(function, calls):
+    """The function, which notes in calls {its name: how often it is called}."""
+    name = function.fn.__name__
+
+    def counted(*args):
+        calls[name] = calls.get(name, 0) + 1
+        return function(*args)
+    return counted
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason='counts calls, which only the interpreter makes one by one')
 @pytest.mark.parametrize('pattern, window, kind', [
     ('causal', None, None), ('causal', 64, None), ('causal', 3, 'many'), ('sps', 64, None), ('sps', 0, 'edges'), ('sps', 64, 'many'),
@@ -68,10 +78,7 @@ def test_kernels_in_bf16(pattern, D):
 def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, monkeypatch):
     T, visits = 200, {}
     for name in ('_forward_tile', '_query_gradient_tile', '_key_gradient_tile'):
-        def counted(*args, name=name, tile=getattr(K, name)):
-            visits[name] = visits.get(name, 0) + 1
-            return tile(*args)
-        monkeypatch.setattr(K, name, counted)
+        monkeypatch.setattr(K, name, counting(getattr(K, name), visits))
     fast, _, inputs = make_case(pattern, window, kind, T, 16, torch.float32, kernels_device)
     gradients(fast, *inputs)
 

@@ -580,6 +580,7 @@ def test_a_model_without_a_zero_layer_cannot_be_converted_to():
         make(variant='block_head').adopt(dict(make(K=1).named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_one_compiled_unroll_serves_every_depth(checkpointed):
     model, idx = make(K=6, checkpoint_unrolls=checkpointed).train(), tokens()
@@ -603,6 +604,7 @@ def test_one_compiled_unroll_serves_every_depth(checkpointed):
     assert len(graphs) == first and sum(n > 150 for n in nodes) == 2  # an unroll with a correction and one without
 
 
+@pytest.mark.slow
 @needs_scan
 def test_a_compiler_leaves_the_scan_alone():
     model, idx, graphs = make(bptt=True).train(), tokens(), []
@@ -612,6 +614,7 @@ def test_a_compiler_leaves_the_scan_alone():
     assert sum(len(graph.graph.nodes) for graph in graphs) < 60
 
 
+@pytest.mark.slow
 def test_a_compiler_compiles_one_step_of_the_loop(monkeypatch):
     """However many positions there are; the loss around it is compiled as ever."""
     model = make(bptt=True, scan='loop', window=3, segment_len=4, eos_id=EOS).train()
@@ -661,6 +664,7 @@ def test_flops_count_the_unrolls():
 CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('more', [[], ['--bptt=True', '--scan=loop', '--segment_len=8']], ids=['unrolls', 'loop'])
 def test_losses_do_not_depend_on_micro_batches_and_processes(more, tiny_data, tmp_path):
     losses = []
@@ -672,6 +676,7 @@ def test_losses_do_not_depend_on_micro_batches_and_processes(more, tiny_data, tm
     assert max(abs(a - b) for other in losses[1:] for a, b in zip(losses[0], other)) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'roformer', '--model=context_ready', '--K=1', steps=6)
     assert result.returncode == 0, result.stderr

@@ -243,8 +243,12 @@ def test_bad_configs_are_sentences(values, says):
         model_nextlat.Config(**values)
 
 
-def test_a_horizon_longer_than_the_window_is_a_sentence(tiny_data, tmp_path):
+def test_a_horizon_longer_than_the_window_is_a_sentence():
     with pytest.raises(ValueError, match='horizon = 9 does not fit windows of 9 tokens'):
         make(horizon=9)(torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 9, dtype=torch.int64))
+
+
+@pytest.mark.slow
+def test_train_py_says_that_a_horizon_is_longer_than_the_window(tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'run', '--model=nextlat', '--horizon=40')
     assert_sentence(result, 'horizon = 40 does not fit windows of 32 tokens')

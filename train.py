@@ -20,7 +20,7 @@ import random
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait leave the core to others
@@ -107,11 +107,13 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
         record = runs.read_run(s.out_dir)
         if s.dtype == 'auto':
             given.pop('dtype', None)  # the run recorded what auto was
+        saved = saved_settings(Settings, record['settings'], f'{s.out_dir}/config.json')
         if s.resume:
-            check_unchanged(s.out_dir, record, given)
+            check_unchanged(s.out_dir, {**asdict(saved), **asdict(runs.saved_config(record, s.out_dir))}, given)
         asked = {name: value for name, value in given.items() if name in own}
-        values = {**record['settings'], **asked, 'out_dir': s.out_dir}
-        s = saved_settings(Settings, values, f'{s.out_dir}/config.json')
+        s = replace(saved, **{**asked, 'out_dir': s.out_dir})
+        if not s.data:
+            raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
     elif s.init_from:  # what is not given is as in the source
         source = runs.read_run(s.init_from)
         source = source['model_config'] if source['model'] == s.model else {}
@@ -121,11 +123,10 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 
-def check_unchanged(folder, record, given):
+def check_unchanged(folder, saved, given):
     """Raises UserError if a resumed run is given other settings than it was started with, but for MAY_CHANGE."""
-    saved = {**record['settings'], **record['model_config']}
     for name in given.keys() - MAY_CHANGE:
-        if saved.get(name, given[name]) != given[name]:
+        if saved[name] != given[name]:
             raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go '
                             f'on as it was with python train.py --out_dir={folder} --resume, or start another with '
                             'another --out_dir')
@@ -247,15 +248,15 @@ def choose_scan(model, machine) -> dict:
         report = runs.choose_scan(model)
     if report is None:
         return {}
-    scan, difference = report['scan'], report['difference']
+    scan, difference, seconds = report['scan'], report['difference'], report['seconds']
     if difference is None:
-        verdict = 'not compared with another form'
+        print(f'scan: {scan}, not compared with another form')
     elif scan == 'fast':
-        verdict = f'within {difference:.0e} of the equations'
+        print(f'scan: fast, within {difference:.0e} of the equations (checked in {seconds:.1f} s)')
     else:
-        verdict = f'the fast form differs by {difference:.0e} in {report["where"]}'
-    print(f'scan: {scan}, {verdict} (checked in {report["seconds"]:.1f} s)')
-    return {'scan': scan, 'scan_difference': difference, 'scan_seconds': report['seconds']}
+        print(f'scan: loop, as the fast form differs by {difference:.0e} in {report["where"]} (checked in '
+              f'{seconds:.1f} s)')
+    return {'scan': scan, 'scan_difference': difference, 'scan_seconds': seconds}
 
 
 def learning_rate(s: Settings, tokens: int) -> float:

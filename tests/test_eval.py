@@ -161,6 +161,7 @@ def test_llama_there_and_back(trained, tmp_path):
     assert torch.equal(before.logits(idx), after.logits(idx))
     assert run('sample.py', tmp_path / 'back', 'ab', '--max_new_tokens=5').returncode == 0
     assert_sentence(run('eval.py', tmp_path / 'back', '--val'), 'give --data=FOLDER')
+    assert_sentence(run('train.py', f'--out_dir={tmp_path / "back"}', '--eval_only'), 'give --data=FOLDER')
     assert_sentence(run('eval.py', trained, f'--to_llama={tmp_path / "llama"}'), 'exists')
     assert_sentence(run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "other"}', '--tokenizer=gpt3'), 'unknown tokenizer')
 

@@ -142,10 +142,22 @@ FILTERS = [dict(), dict(temperature=0.7), dict(top_k=2), dict(top_p=0.8), dict(m
 @pytest.mark.parametrize('filters', FILTERS, ids=str)
 @pytest.mark.parametrize('name, drafts', [('nextlat', None), ('standard', 'sps')])
 def test_every_text_has_the_probability_of_plain_sampling(name, drafts, filters, draft_len, monkeypatch):
-    values = dict(TINY, spread=0.4)
+    check_distribution(monkeypatch, name, drafts, 3, draft_len, filters)
+
+
+@pytest.mark.parametrize('draft_len', [2, 'auto'])
+@pytest.mark.parametrize('name, drafts', [('nextlat', None), ('standard', 'sps')])
+@pytest.mark.parametrize('n_ids, filters', [(2, {}), (2, dict(temperature=0.7)), pytest.param(3, {}, marks=pytest.mark.long)])
+def test_texts_of_two_drafted_tokens_have_it_too(name, drafts, n_ids, filters, draft_len, monkeypatch):
+    """Of four tokens, a prefill gives the first and a round drafts two. Three ids, as above, take minutes."""
+    check_distribution(monkeypatch, name, drafts, 4, draft_len, filters, n_ids=n_ids)
+
+
+def check_distribution(monkeypatch, name, drafts, n, draft_len, filters, **values):
+    values = dict(TINY, spread=0.4) | values
     model, draft = make(name, **values), drafts and make(drafts, seed=1, **values)
-    n = 4 if drafts is None and not filters and draft_len == 'auto' else 3  # tokens; where drafts differ in length, a round more
-    prompts, row = [[1, 0, 2], [2], [0, 0]], 1
+    prompts, row = [[1, 0, 1], [1], [0, 0]], 1
+
     def one():
         return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, auto=AutoLength(0.4), **filters)[0][row]
     with torch.inference_mode():

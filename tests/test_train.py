@@ -360,6 +360,7 @@ def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
     assert sampled.returncode == 0 and '4 tokens' in sampled.stderr, sampled.stderr
     judged = run('eval.py', old_run, '--val')
     assert judged.returncode == 0 and 'val nats_per_token' in judged.stdout, judged.stderr
+    assert_sentence(run('train.py', f'--out_dir={old_run}', '--resume', '--checkpoint_blocks'), 'has checkpoint_blocks = False')
     result = run('train.py', f'--out_dir={old_run}', '--resume')
     assert result.returncode == 0 and 'from step 15' in result.stdout, result.stderr
     assert losses(old_run) == losses(undisturbed)

@@ -1278,19 +1278,20 @@ class Place:
 
 # ---- equations and their fast form ----
 #
-# GPN, and Context-Ready trained by backpropagation through time, have a fast form of their equations in scans/. It stands in
-# for them only where both are shown, on the spot, to be one function: an edited equation, an override, a hook, a swapped
-# module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed about the source of either.
+# GPN, and Context-Ready trained by backpropagation through time, have a fast form of their equations in scans/. It
+# stands in for them only where both are shown, on the spot, to be one function: an edited equation, an override, a
+# hook, a swapped module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed about the
+# source of either.
 
-# The largest relative difference that is rounding. In fp32 GPN's forms are mostly 2e-6 apart, and an edit of one part in a
-# thousand gives 1e-4 and more. Where both agree in float64 and rounding grows from step to step, fp32 may be AMPLIFIED times
-# as far off as the equations themselves are in fp32: gradients that nearly cancel were up to 30.
+# The largest relative difference that is rounding. In fp32 GPN's forms are mostly 2e-6 apart, and an edit of one part
+# in a thousand gives 1e-4 and more. Where both agree in float64 and rounding grows from step to step, fp32 may be
+# AMPLIFIED times as far off as the equations themselves are in fp32: gradients that nearly cancel were up to 30.
 TOLERANCE = {torch.float32: 5e-5, torch.float64: 1e-9, torch.bfloat16: 0.05}
 AMPLIFIED = {torch.float32: 40, torch.bfloat16: 5}
 
 
 def import_scan(name):
-    """The module scans/<name>.py, or None where the folder has been removed. A module that is there but broken raises."""
+    """The module scans/<name>.py, or None where there is no such file. One that is there but broken raises."""
     found = importlib.util.find_spec('scans') and importlib.util.find_spec(f'scans.{name}')
     return importlib.import_module(f'scans.{name}') if found else None
 
@@ -1305,10 +1306,11 @@ def choose_scan(model, scan, **for_the_check):
         seconds     that the check took
         device      the type of device it holds for
 
-    By model.config.scan: 'loop', 'fast', or 'auto', which is fast where states, loss and all gradients agree to rounding.
-    The model has `states(idx)`, `forward(idx, targets)` with a 'loss', and runs the form that its `scan_report['scan']`
-    names. for_the_check: settings of its config during the check, so small that every boundary comes in a few tokens.
-    With several processes the first decides for all. Raises ValueError for 'fast' without a scan.
+    By model.config.scan: 'loop', 'fast', or 'auto', which is fast where states, loss and all gradients agree to
+    rounding. Call it under the autocast that the model will run under. The model has `states(idx)`, `forward(idx,
+    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. for_the_check: settings of its
+    config during the check, so small that every boundary comes in a few tokens. With several processes the first
+    decides for all. Raises ValueError for 'fast' without a scan.
     """
     start, device = time.perf_counter(), next(model.parameters()).device
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -1319,7 +1321,7 @@ def choose_scan(model, scan, **for_the_check):
     compare = model.config.scan == 'auto' and scan is not None and not REFERENCE
     if model.config.scan == 'fast':
         report['scan'] = 'fast'
-    elif is_first and device.type != 'meta' and (compare or distributed):  # DDP must know of parameters without gradient
+    elif is_first and device.type != 'meta' and (compare or distributed):  # DDP must know of unused parameters
         hook = _inner_hook(model)
         report |= _compare_forms(model, compare and not hook, for_the_check)
         if compare and hook:
@@ -1362,7 +1364,7 @@ def _inner_hook(model):
 
 
 class _Form(torch.nn.Module):
-    """States, loss and gradients of a model in one of its forms, as one call that `functional_call` can give other weights."""
+    """States, loss and gradients of a model in one form: one call, which `functional_call` can give other weights."""
 
     def __init__(self, model, form):
         super().__init__()
@@ -1385,8 +1387,9 @@ class _Form(torch.nn.Module):
 def _compare_forms(model, with_scan, for_the_check):
     """What `choose_scan` reports of the equations and, with_scan, of how far the fast form is from them.
 
-    Two windows of a few tokens, with a document's end where the model has documents; weights moved off their values by noise,
-    because many are zero at first and hide what comes before them; in training mode, with the settings for_the_check.
+    Two windows of a few tokens, with a document's end where the model has documents; weights moved off their values by
+    noise, because many are zero at first and hide what comes before them; in training mode, with the settings
+    for_the_check.
     """
     config, device = model.config, next(model.parameters()).device
     settings, modes = {key: getattr(config, key) for key in for_the_check}, {m: m.training for m in model.modules()}
@@ -1423,23 +1426,26 @@ def _compare_once(model, with_scan, weights, idx):
     def run(form, weights):
         return functional_call(_Form(model, form), weights, (weights, idx))
 
+    def compare(loop, weights):
+        try:
+            return _difference(loop, run('fast', weights))
+        except Exception as error:  # a swapped module may not have what the fast form reads
+            return math.inf, f'{type(error).__name__}: {error}'
+
     for dtype in [wide, torch.bfloat16] if autocast else [wide]:
         with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
             loop = run('loop', weights)
             report['unused'] = [name for name, x in loop.items() if x is None]
             if not with_scan:
                 return report
-            try:
-                report['difference'], report['where'] = _difference(loop, run('fast', weights))
-            except Exception as error:  # a swapped module may not have what the fast form reads
-                return report | {'difference': math.inf, 'where': f'{type(error).__name__}: {error}'}
+            report['difference'], report['where'] = compare(loop, weights)
         if not report['difference'] <= TOLERANCE[dtype]:
-            if dtype == torch.float64:
+            if dtype == torch.float64 or report['difference'] == math.inf:
                 return report
             if dtype != torch.bfloat16:
                 digits = {name: _in_float64(w) for name, w in weights.items()}
                 exact = run('loop', digits)
-                difference, where = _difference(exact, run('fast', digits))
+                difference, where = compare(exact, digits)
                 if not difference <= TOLERANCE[torch.float64]:  # two functions, then, not one and its rounding
                     return report | {'difference': difference, 'where': where}
                 report['rounding'] = True
@@ -1471,8 +1477,9 @@ def _noisy_weights_and_tokens(model, device, seed):
 
 
 def _difference(loop, fast):
-    """(difference, where): the largest relative difference of any output from the loop's. That of a gradient is relative to
-    its own size, or to a thousandth of all gradients' where that is larger: what is left by cancelling is rounding."""
+    """(difference, where): the largest relative difference of any output from the loop's. That of a gradient is
+    relative to its own size, or to a thousandth of all gradients' where that is larger: what is left by cancelling is
+    rounding."""
     def size(x):
         return 0.0 if x is None else torch.linalg.vector_norm(x, dtype=torch.float64).item()
 

@@ -1335,7 +1335,7 @@ AMPLIFIED = {torch.float32: 40, torch.bfloat16: 5}
 
 
 def import_scan(name):
-    """The module scans/<name>.py, or None where the folder has been removed. One that is broken raises."""
+    """The module scans/<name>.py, or None where there is no such file. One that is there but broken raises."""
     found = importlib.util.find_spec('scans') and importlib.util.find_spec(f'scans.{name}')
     return importlib.import_module(f'scans.{name}') if found else None
 
@@ -1351,10 +1351,10 @@ def choose_scan(model, scan, **for_the_check):
         device      the type of device it holds for
 
     By model.config.scan: 'loop', 'fast', or 'auto', which is fast where states, loss and all gradients agree to
-    rounding. The model has `states(idx)`, `forward(idx, targets)` with a 'loss', and runs the form that its
-    `scan_report['scan']` names. for_the_check: settings of its config during the check, so small that every boundary
-    comes in a few tokens. With several processes the first decides for all. Raises ValueError for 'fast' without a
-    scan.
+    rounding. Call it under the autocast that the model will run under. The model has `states(idx)`, `forward(idx,
+    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. for_the_check: settings of its
+    config during the check, so small that every boundary comes in a few tokens. With several processes the first
+    decides for all. Raises ValueError for 'fast' without a scan.
     """
     start, device = time.perf_counter(), next(model.parameters()).device
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -1365,8 +1365,8 @@ def choose_scan(model, scan, **for_the_check):
     compare = model.config.scan == 'auto' and scan is not None and not REFERENCE
     if model.config.scan == 'fast':
         report['scan'] = 'fast'
-    elif is_first and device.type != 'meta' and (compare or distributed):
-        hook = _inner_hook(model)  # without a comparison the equations still run: DDP must know of unused parameters
+    elif is_first and device.type != 'meta' and (compare or distributed):  # DDP must know of unused parameters
+        hook = _inner_hook(model)
         report |= _compare_forms(model, compare and not hook, for_the_check)
         if compare and hook:
             report['where'] = hook
@@ -1408,7 +1408,7 @@ def _inner_hook(model):
 
 
 class _Form(torch.nn.Module):
-    """States, loss and gradients of a model in one of its forms: what `functional_call` can give other weights."""
+    """States, loss and gradients of a model in one form: one call, which `functional_call` can give other weights."""
 
     def __init__(self, model, form):
         super().__init__()
@@ -1470,23 +1470,26 @@ def _compare_once(model, with_scan, weights, idx):
     def run(form, weights):
         return functional_call(_Form(model, form), weights, (weights, idx))
 
+    def compare(loop, weights):
+        try:
+            return _difference(loop, run('fast', weights))
+        except Exception as error:  # a swapped module may not have what the fast form reads
+            return math.inf, f'{type(error).__name__}: {error}'
+
     for dtype in [wide, torch.bfloat16] if autocast else [wide]:
         with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
             loop = run('loop', weights)
             report['unused'] = [name for name, x in loop.items() if x is None]
             if not with_scan:
                 return report
-            try:
-                report['difference'], report['where'] = _difference(loop, run('fast', weights))
-            except Exception as error:  # a swapped module may not have what the fast form reads
-                return report | {'difference': math.inf, 'where': f'{type(error).__name__}: {error}'}
+            report['difference'], report['where'] = compare(loop, weights)
         if not report['difference'] <= TOLERANCE[dtype]:
-            if dtype == torch.float64:
+            if dtype == torch.float64 or report['difference'] == math.inf:
                 return report
             if dtype != torch.bfloat16:
                 digits = {name: _in_float64(w) for name, w in weights.items()}
                 exact = run('loop', digits)
-                difference, where = _difference(exact, run('fast', digits))
+                difference, where = compare(exact, digits)
                 if not difference <= TOLERANCE[torch.float64]:  # two functions, then, not one and its rounding
                     return report | {'difference': difference, 'where': where}
                 report['rounding'] = True

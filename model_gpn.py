@@ -227,6 +227,8 @@ class Model(nn.Module):
         """
         for_the_check = dict(segment_len=4) | (dict(bptt_len=5) if self.config.bptt_len else {})
         self.scan_report = choose_scan(self, fast, **for_the_check)
+        if fast is not None:
+            fast.forget_graphs()  # of the check's few tokens
 
     def _uses_fast_form(self):
         if self.scan_report is None or self.scan_report['device'] != self.fuse.weight.device.type:

@@ -713,6 +713,12 @@ class Graph:
 _graphs, _graph_weights = {}, {}  # made once for each shape, and kept
 
 
+def forget_graphs():
+    """Frees the graphs and their weights; they are made again when they are needed."""
+    _graphs.clear()
+    _graph_weights.clear()
+
+
 def uses_graphs(x):
     return USE_GRAPHS and x.is_cuda
 

@@ -339,12 +339,13 @@ class LoopDecoder:
 
     def steps(self, state, u, carry_mask, active):
         """Next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), new state."""
-        states = [u[:, :0]]
-        for t in range(u.shape[1]):
-            new = self.model.step(u[:, t], *start_documents(state, carry_mask[:, t]))
-            state = choose_rows(active[:, t], new, state)
-            states.append(state[0].unsqueeze(1))
-        return torch.cat(states, 1), state
+        states = []
+        with torch.autocast('cpu', enabled=False):  # as in `Model.loop`
+            for t in range(u.shape[1]):
+                new = self.model.step(u[:, t], *start_documents(state, carry_mask[:, t]))
+                state = choose_rows(active[:, t], new, state)
+                states.append(state[0])
+        return torch.stack(states, 1), state
 
 
 class Cache:
@@ -375,8 +376,9 @@ class Cache:
 
     def advance(self, u, carry_mask, active):
         """Takes n tokens where active (B, n): u (B, n, C), carry_mask (B, n, 1) -> the states after them (B, n, C)."""
-        with torch.autocast('cpu', enabled=False):
-            states, new = self.decoder.steps(self.state, u, carry_mask, active)
+        if u.shape[1] == 0:
+            return u
+        states, new = self.decoder.steps(self.state, u, carry_mask, active)
         for own, x in zip(self.state, new):
             own.copy_(x)  # the same tensors each time, as a CUDA graph needs
         return states

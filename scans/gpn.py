@@ -915,7 +915,7 @@ class Decoder:
 
         The memory of `state` is written in place.
         """
-        states = [u[:, :0]]
+        states = []
         for a in range(0, u.shape[1], self.segment_len):  # a part's products are held at once
             part = [x[:, a:a + self.segment_len].transpose(0, 1) for x in (u, carry_mask, active.unsqueeze(-1))]
             *state, outputs = steps(self.weights, *state, *part)

@@ -302,6 +302,15 @@ def test_an_edit_that_does_nothing_at_the_first_weights_is_seen(monkeypatch):
 
 
 @needs_scan
+def test_dropout_and_autocast_do_not_keep_the_fast_form_from_being_chosen(capsys):
+    model = make(bptt=True, dropout=0.3, window=8, segment_len=7).train()
+    with torch.autocast('cpu', torch.bfloat16):
+        assert model(tokens(), tokens())['loss'].isfinite() and model.scan_report['scan'] == 'fast'
+    c = model.config
+    assert (c.dropout, c.window, c.segment_len) == (0.3, 8, 7) and capsys.readouterr().err == ''
+
+
+@needs_scan
 def test_a_swapped_layer_of_a_living_model_takes_effect_when_asked(monkeypatch):
     model, idx = make(bptt=True), tokens()
     before = model(idx, idx)['loss']

@@ -217,6 +217,24 @@ def test_drafts_are_what_the_training_loss_scores(case, documents):
             model.draft(tokens[:, -1], cache, 1, pick)
 
 
+@pytest.mark.parametrize('case', [dict(horizon=1), dict(objective='mtp', horizon=3), dict(objective='jtp', horizon=3)])
+def test_drafts_after_a_ragged_prompt_are_those_of_each_row_alone(case):
+    model = make(**case).eval()
+    idx, lengths = torch.randint(0, 19, (3, 9), generator=torch.Generator().manual_seed(3)), [6, 9, 7]
+
+    def greedy(logits):
+        return logits.argmax(-1), logits.softmax(-1)
+    cache = model.new_cache(3, 12, max_run=3)
+    model.extend(idx, cache, torch.tensor(lengths))
+    _, probs = model.draft(idx[:, 0], cache, 3, greedy)
+    for b, length in enumerate(lengths):
+        alone = model.new_cache(1, 12, max_run=3)
+        for t in range(length):
+            model.extend(idx[b:b + 1, t:t + 1], alone)
+        _, want = model.draft(idx[b:b + 1, 0], alone, 3, greedy)
+        assert (probs[b] - want[0]).abs().max() < 1e-8
+
+
 def test_mtp_memory_hardly_grows_with_the_horizon():
     """What autograd keeps for the backward: for each further head the trunk's shares, not a layer's activations."""
     def kept(**values):

@@ -190,12 +190,13 @@ def decodable(model):
     """The model if it has `extend`; else the same calls by way of its `logits`, which is said once on stderr."""
     if hasattr(model, 'extend') or isinstance(model, Recomputing):
         return model
-    _say_once(f'{type(model).__module__} has no extend: decoding recomputes the whole text at every step')
+    say_once(f'{type(model).__module__} has no extend: decoding recomputes the whole text at every step')
     return Recomputing(model)
 
 
 @functools.cache
-def _say_once(line):
+def say_once(line: str) -> None:
+    """A line on stderr, the first time only."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,5 @@
 """Judging a model on tokens: validation loss, and log-likelihoods of continuations. Processes share the work."""
+import functools
 from collections.abc import Iterator
 from math import inf
 
@@ -57,10 +58,14 @@ class Scorer:
                  max_logits: int = MAX_LOGITS):
         """max_length: tokens that the model sees at most. A batch has at most batch_tokens tokens, padding included."""
         self.model, self.max_length, self.max_logits = model, max_length, max_logits
-        self.reader = decodable(model)  # the same, with `extend` in any case
         self.batch_tokens, self.batch_size = batch_tokens, batch_size or inf
         self.device = next(model.parameters()).device
         self.truncated = 0  # requests whose context lost its start
+
+    @functools.cached_property
+    def reader(self):
+        """The model, with `extend` in any case."""
+        return decodable(self.model)
 
     def score(self, requests: list[tuple]) -> list[tuple[float, bool, bool]]:
         """requests [(context ids, continuation ids)], none empty -> [(log-likelihood in nats, greedy, first greedy)].

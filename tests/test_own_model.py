@@ -93,7 +93,7 @@ def test_it_trains_and_dry_runs(bigram, tiny_data, tmp_path):
 
 
 def test_it_samples_by_recomputing_and_says_so(bigram, capsys):
-    decoding._say_once.cache_clear()
+    decoding.say_once.cache_clear()
     sampled = run('sample.py', bigram, 'ab', '--max_new_tokens=12', '--temperature=0', '--dtype=float32')
     assert sampled.returncode == 0 and sampled.stderr.count('model_bigram has no extend') == 1 and '12 tokens' in sampled.stderr
     model, _ = runs.load_run(bigram)
@@ -109,8 +109,10 @@ def test_it_samples_by_recomputing_and_says_so(bigram, capsys):
 
 
 def test_it_is_evaluated_and_scored(bigram):
+    decoding.say_once.cache_clear()
     judged = run('eval.py', bigram, '--val', '--val_tokens=640', '--dtype=float32')
     last = [record['val'] for record in runs.read_log(bigram) if 'val' in record][-1]
+    assert 'no extend' not in judged.stderr  # a validation loss needs none
     assert judged.returncode == 0 and f'val nats_per_token {last:20,.4f}' in judged.stdout, judged.stderr
     model, _ = runs.load_run(bigram)
     requests = [([97, 98], [99, 100, 32]), ([97, 98], [32]), ([32], [97] * 5), ([97] * 30, [98] * 10)]

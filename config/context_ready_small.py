@@ -1,4 +1,5 @@
-# Context-Ready, D = 2, on this Python installation's own documentation: table 3's narrowest row at a size for two cores.
+# Context-Ready, D = 2, on this Python installation's own documentation: table 3's narrowest row at a size for two
+# cores.
 model = 'context_ready'
 data = 'python_docs'
 documents = False

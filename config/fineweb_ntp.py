@@ -1,4 +1,5 @@
-# Next-token baseline of the NextLat paper, 1.32B: 100B tokens of FineWeb-Edu (its table of hyperparameters; text: "FineWeb-Edu Pretraining").
+# Next-token baseline of the NextLat paper, 1.32B: 100B tokens of FineWeb-Edu (its table of hyperparameters; text:
+# "FineWeb-Edu Pretraining").
 model = 'nextlat'
 objective = 'ntp'
 n_layer = 22

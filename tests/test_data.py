@@ -1,5 +1,4 @@
 """Data folders: what is written, the order it is read in, and the sentence when it is damaged."""
-import json
 import shutil
 import sysconfig
 from pathlib import Path

@@ -202,8 +202,9 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     assert_sentence(train_tiny(tiny_data, tmp_path / 'mine', '--overwrite'), 'is not a run folder')
     assert (tmp_path / 'mine/.thesis').exists()
     copy = shutil.copytree(undisturbed, tmp_path / 'copy')
+    (copy / 'eval.jsonl').write_text('of the run before')
     assert train_tiny(tiny_data, copy, '--overwrite', steps=2).returncode == 0
-    assert len(losses(copy)) == 2 and sorted(p.name for p in tmp_path.iterdir()) == ['copy', 'mine']
+    assert not (copy / 'eval.jsonl').exists() and len(losses(copy)) == 2 and sorted(p.name for p in tmp_path.iterdir()) == ['copy', 'mine']
 
 
 @pytest.mark.parametrize('args, parts', [

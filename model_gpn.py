@@ -184,13 +184,12 @@ class Model(nn.Module):
         return s, g, memory
 
     def head_input(self, s):
-        """Predicted states (..., C) -> the vectors (..., E) that the head compares with every token's embedding; eq.
-        6."""
+        """Predicted states (..., C) -> what the head compares with every token's embedding (..., E); eq. 6."""
         return self.decode(self.norm(s))
 
     def first_state(self, batch_size, device=None):
         """s, g and M before a document's first token: zeros, in fp32 at least."""
-        c, weight = self.config, self.fuse.weight
+        c, weight = self.config, next(self.parameters())
         wide = dict(device=device or weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
         s = torch.zeros(batch_size, c.n_embd, **wide)
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
@@ -199,8 +198,7 @@ class Model(nn.Module):
     def loop(self, u, carry_mask=None, compiled=False):
         """`step` over windows: u (B, T, C), carry_mask (B, T, 1) or None -> the predicted states (B, T, C).
 
-        For the backward only the states and the M at the start of each segment are held; its steps are taken a second
-        time.
+        For the backward only s, g and M at the start of each segment are held; its steps are taken a second time.
         """
         step = torch.compile(self.step) if compiled else self.step
         state, states = self.first_state(len(u), u.device), []
@@ -211,8 +209,7 @@ class Model(nn.Module):
         return torch.cat(states, 1)
 
     def _segment(self, step, start, u, carry_mask, *state):
-        """The steps of `loop` from `start` on, segment_len of them at most -> their states (B, S, C), then the last s,
-        g, M."""
+        """Steps of `loop` from `start` on, segment_len at most -> their states (B, S, C) and the last s, g, M."""
         c, states = self.config, []
         for t in range(start, min(start + c.segment_len, u.shape[1])):
             if c.bptt_len and t % c.bptt_len == 0:
@@ -237,13 +234,12 @@ class Model(nn.Module):
             fast.forget_graphs()  # of the check's few tokens
 
     def _uses_fast_form(self):
-        if self.scan_report is None or self.scan_report['device'] != self.fuse.weight.device.type:
+        if self.scan_report is None or self.scan_report['device'] != next(self.parameters()).device.type:
             self.choose_scan()
         return self.scan_report['scan'] == 'fast'
 
     def states(self, idx):
-        """The predicted states (B, T, C) of windows idx (B, T), in fp32 at least, in the form that `choose_scan`
-        chose."""
+        """The predicted states (B, T, C) of windows idx (B, T), fp32 at least, in the form `choose_scan` chose."""
         u, carry_mask = self.ground_input(idx), None
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         if self.config.eos_id is not None:
@@ -284,7 +280,7 @@ class Model(nn.Module):
 
         The fast form makes its weights ready here: a cache made before they change goes on with the old ones.
         """
-        weight = self.fuse.weight
+        weight = next(self.parameters())
         device, dtype = device or weight.device, dtype or weight.dtype
         decoder = fast.Decoder(self, device) if self._uses_fast_form() else LoopDecoder(self, device)
         return Cache(self.config, decoder, batch_size, max_tokens, max_run, device, dtype)

@@ -77,7 +77,8 @@ def l2_normalize(x):
 
 
 def read(memory, x):
-    """M^T x of each head: memory (B, H, K, D), x (B, H, K) -> (B, H, D). Autocast would make a matrix product bf16."""
+    """M^T x of each head: memory (B, H, K, D), x (B, H, K) -> (B, H, D). A sum, not a product, which autocast would
+    make bf16."""
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
@@ -116,7 +117,8 @@ class Write(nn.Module):
 
 
 class Layer(nn.Module):
-    """Predicts the next state: what the gate carries over, the feed-forward net and a read from the memory, summed."""
+    """Predicts the next state: the sum of what the gate carries over, the feed-forward net and a read from the
+    memory."""
 
     def __init__(self, config):
         super().__init__()
@@ -131,7 +133,8 @@ class Layer(nn.Module):
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)
 
     def forward(self, x, memory):
-        """x (B, C), the grounded state or the layer before, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
+        """x (B, C), the grounded state or the layer before, and M (B, H, K, D) -> (B, C); eq. 7, without a memory eq.
+        5."""
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
         y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(gate) * up)
         if self.n_head == 0:
@@ -170,7 +173,8 @@ class Model(nn.Module):
         return self.fuse(self.embed_norm(self.embed(idx)))
 
     def step(self, u, s, g, memory):
-        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> its s, g, M."""
+        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> s, g, M of this
+        one."""
         last, g = g, torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u  # eq. 4
         if self.write is not None:
             memory = self.write(last, g, memory)
@@ -180,12 +184,12 @@ class Model(nn.Module):
         return s, g, memory
 
     def head_input(self, s):
-        """Eq. 6: predicted states (..., C) -> vectors (..., E), which the head compares with every embedding."""
+        """Predicted states (..., C) -> what the head compares with every token's embedding (..., E); eq. 6."""
         return self.decode(self.norm(s))
 
     def first_state(self, batch_size, device=None):
         """s, g and M before a document's first token: zeros, in fp32 at least."""
-        c, weight = self.config, self.fuse.weight
+        c, weight = self.config, next(self.parameters())
         wide = dict(device=device or weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
         s = torch.zeros(batch_size, c.n_embd, **wide)
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
@@ -194,8 +198,7 @@ class Model(nn.Module):
     def loop(self, u, carry_mask=None, compiled=False):
         """`step` over windows: u (B, T, C), carry_mask (B, T, 1) or None -> the predicted states (B, T, C).
 
-        For the backward only the states and the M at the start of each segment are held; its steps are taken a second
-        time.
+        For the backward only s, g and M at the start of each segment are held; its steps are taken a second time.
         """
         step = torch.compile(self.step) if compiled else self.step
         state, states = self.first_state(len(u), u.device), []
@@ -206,7 +209,7 @@ class Model(nn.Module):
         return torch.cat(states, 1)
 
     def _segment(self, step, start, u, carry_mask, *state):
-        """At most segment_len steps of `loop` from `start` on -> their states (B, S, C), then the last s, g, M."""
+        """Steps of `loop` from `start` on, segment_len at most -> their states (B, S, C) and the last s, g, M."""
         c, states = self.config, []
         for t in range(start, min(start + c.segment_len, u.shape[1])):
             if c.bptt_len and t % c.bptt_len == 0:
@@ -231,12 +234,12 @@ class Model(nn.Module):
             fast.forget_graphs()  # of the check's few tokens
 
     def _uses_fast_form(self):
-        if self.scan_report is None or self.scan_report['device'] != self.fuse.weight.device.type:
+        if self.scan_report is None or self.scan_report['device'] != next(self.parameters()).device.type:
             self.choose_scan()
         return self.scan_report['scan'] == 'fast'
 
     def states(self, idx):
-        """The predicted states (B, T, C) of windows idx (B, T), in fp32 at least, by the form that was chosen."""
+        """The predicted states (B, T, C) of windows idx (B, T), fp32 at least, in the form `choose_scan` chose."""
         u, carry_mask = self.ground_input(idx), None
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         if self.config.eos_id is not None:
@@ -277,7 +280,7 @@ class Model(nn.Module):
 
         The fast form makes its weights ready here: a cache made before they change goes on with the old ones.
         """
-        weight = self.fuse.weight
+        weight = next(self.parameters())
         device, dtype = device or weight.device, dtype or weight.dtype
         decoder = fast.Decoder(self, device) if self._uses_fast_form() else LoopDecoder(self, device)
         return Cache(self.config, decoder, batch_size, max_tokens, max_run, device, dtype)
@@ -305,11 +308,9 @@ class Model(nn.Module):
         return self._logits(h)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and the memory's products.
-
-        These are the write's error and update, 3 times that in the backward and once more to recompute, and a read of
-        each layer, 2 times that in the backward.
-        """
+        """Matmul FLOPs of training one token: 6 a weight used (2 forward, 4 backward), and the memory's products: the
+        write's error and update, 3 times that in the backward, once more to recompute, and a read of each layer, 2
+        times in the backward."""
         c = self.config
         modules = [self.fuse, self.ground_gate, self.decode, self.head, *self.layers.modules()]
         if self.write is not None:
@@ -329,7 +330,8 @@ def choose_rows(mask, a, b):
 
 
 class LoopDecoder:
-    """Decoding by `Model.step`, from s, g, M to s, g, M. scans.gpn.Decoder is the same on folded weights."""
+    """Decoding by `Model.step`: what goes from token to token is s, g, M. scans.gpn.Decoder is the same on folded
+    weights."""
 
     def __init__(self, model, device):
         self.model, self.device = model, device
@@ -338,7 +340,8 @@ class LoopDecoder:
         return self.model.first_state(batch_size, self.device)
 
     def steps(self, state, u, carry_mask, active):
-        """Next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), new state."""
+        """The next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), the new
+        state."""
         states = []
         with torch.autocast('cpu', enabled=False):  # as in `Model.loop`
             for t in range(u.shape[1]):
@@ -384,11 +387,9 @@ class Cache:
         return states
 
     def read(self, tokens, u, n_new):
-        """Takes n_new (B,) of tokens (B, n), u (B, n, C).
-
-        Returns states (B, n - m, C) of the early ones, (B, m, C) of the tail, m = min(n, max_run), and where each row's
-        tail starts (B,). Beyond a row's tokens the states mean nothing.
-        """
+        """Takes n_new (B,) of tokens (B, n), u (B, n, C) -> states (B, n - m, C) of the early ones, (B, m, C) of the
+        tail, m = min(n, max_run), and where each row's tail starts (B,). Beyond a row's tokens the states mean
+        nothing."""
         n, m = tokens.shape[1], min(tokens.shape[1], self.max_run)
         u, position = u.to(self.tail_u.dtype), torch.arange(n, device=u.device)
         carry_mask = torch.ones_like(u[..., :1])

@@ -1521,24 +1521,24 @@ def _noisy_weights_and_tokens(model, device, seed):
 
 
 def _difference(loop, fast):
-    """The largest relative difference of any output from the loop's, and in which output: (difference, where).
+    """The largest relative difference of any output of both, and in which output: (difference, where).
 
-    That of a gradient is relative to its own size, or to a thousandth of all gradients' where that is larger: what
+    It is relative to the larger of the two; of a gradient to a thousandth of all gradients where that is more, as what
     cancelling leaves is rounding.
     """
     def size(x):
         return 0.0 if x is None else torch.linalg.vector_norm(x, dtype=torch.float64).item()
 
     outputs = ('the states', 'the loss')
-    sizes = {name: size(x) for name, x in loop.items()}
-    all_gradients = math.hypot(*(n for name, n in sizes.items() if name not in outputs))
+    all_gradients = math.hypot(*(size(x) for name, x in loop.items() if name not in outputs))
     largest, where = 0.0, 'nothing'
     for name, x in loop.items():
         y = fast[name]
         if x is not None and y is not None and x.shape != y.shape:
             raise ValueError(f'{name} of shape {tuple(y.shape)} and not {tuple(x.shape)}')
         apart = size(x if y is None else y if x is None else y - x)
-        difference = apart / max(sizes[name], 0.0 if name in outputs else 1e-3 * all_gradients, 1e-30)
+        floor = 1e-30 if name in outputs else max(1e-3 * all_gradients, 1e-30)
+        difference = apart / max(size(x), size(y), floor)
         if not difference <= largest:  # a NaN is a difference too
             largest, where = difference, name if name in outputs else f'the gradient of {name}'
         if math.isnan(difference):

@@ -1366,7 +1366,7 @@ def choose_scan(model, scan, **for_the_check):
     if model.config.scan == 'fast':
         report['scan'] = 'fast'
     elif is_first and device.type != 'meta' and (compare or distributed):  # DDP must know of unused parameters
-        hook = _inner_hook(model)
+        hook = _inner_hook(model)  # without a comparison the equations still run: DDP must know of unused parameters
         report |= _compare_forms(model, compare and not hook, for_the_check)
         if compare and hook:
             report['where'] = hook

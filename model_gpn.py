@@ -77,8 +77,7 @@ def l2_normalize(x):
 
 
 def read(memory, x):
-    """M^T x of each head: memory (B, H, K, D), x (B, H, K) -> (B, H, D). A sum, not a product, which autocast would
-    make bf16."""
+    """M^T x of each head: memory (B, H, K, D), x (B, H, K) -> (B, H, D). Autocast would make a matrix product bf16."""
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
@@ -117,8 +116,7 @@ class Write(nn.Module):
 
 
 class Layer(nn.Module):
-    """Predicts the next state: the sum of what the gate carries over, the feed-forward net and a read from the
-    memory."""
+    """Predicts the next state: what the gate carries over, the feed-forward net and a read from the memory, summed."""
 
     def __init__(self, config):
         super().__init__()
@@ -133,8 +131,7 @@ class Layer(nn.Module):
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)
 
     def forward(self, x, memory):
-        """x (B, C), the grounded state or the layer before, and M (B, H, K, D) -> (B, C); eq. 7, without a memory eq.
-        5."""
+        """x (B, C), the grounded state or the layer before, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
         y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(gate) * up)
         if self.n_head == 0:
@@ -173,8 +170,7 @@ class Model(nn.Module):
         return self.fuse(self.embed_norm(self.embed(idx)))
 
     def step(self, u, s, g, memory):
-        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> s, g, M of this
-        one."""
+        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> its s, g, M."""
         last, g = g, torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u  # eq. 4
         if self.write is not None:
             memory = self.write(last, g, memory)
@@ -308,9 +304,11 @@ class Model(nn.Module):
         return self._logits(h)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token: 6 a weight used (2 forward, 4 backward), and the memory's products: the
-        write's error and update, 3 times that in the backward, once more to recompute, and a read of each layer, 2
-        times in the backward."""
+        """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and the memory's products.
+
+        These are the write's error and update, 3 times that in the backward and once more to recompute, and a read of
+        each layer, 2 times that in the backward.
+        """
         c = self.config
         modules = [self.fuse, self.ground_gate, self.decode, self.head, *self.layers.modules()]
         if self.write is not None:
@@ -330,8 +328,7 @@ def choose_rows(mask, a, b):
 
 
 class LoopDecoder:
-    """Decoding by `Model.step`: what goes from token to token is s, g, M. scans.gpn.Decoder is the same on folded
-    weights."""
+    """Decoding by `Model.step`, from s, g, M to s, g, M. scans.gpn.Decoder is the same on folded weights."""
 
     def __init__(self, model, device):
         self.model, self.device = model, device
@@ -340,8 +337,7 @@ class LoopDecoder:
         return self.model.first_state(batch_size, self.device)
 
     def steps(self, state, u, carry_mask, active):
-        """The next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), the new
-        state."""
+        """Next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), new state."""
         states = []
         with torch.autocast('cpu', enabled=False):  # as in `Model.loop`
             for t in range(u.shape[1]):
@@ -387,9 +383,11 @@ class Cache:
         return states
 
     def read(self, tokens, u, n_new):
-        """Takes n_new (B,) of tokens (B, n), u (B, n, C) -> states (B, n - m, C) of the early ones, (B, m, C) of the
-        tail, m = min(n, max_run), and where each row's tail starts (B,). Beyond a row's tokens the states mean
-        nothing."""
+        """Takes n_new (B,) of tokens (B, n), u (B, n, C).
+
+        Returns states (B, n - m, C) of the early ones, (B, m, C) of the tail, m = min(n, max_run), and where each row's
+        tail starts (B,). Beyond a row's tokens the states mean nothing.
+        """
         n, m = tokens.shape[1], min(tokens.shape[1], self.max_run)
         u, position = u.to(self.tail_u.dtype), torch.arange(n, device=u.device)
         carry_mask = torch.ones_like(u[..., :1])

@@ -32,8 +32,10 @@ attn_kernels.import_scan('gpn')  # and its kernels
 os.environ.pop('TRITON_INTERPRET', None)
 attn_kernels.KERNELS_ON_CPU = False
 
-TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_size=4', '--warmup_tokens=256', '--learning_rate=1e-2',
-        '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5', '--sample_tokens=0', '--threads=1',
+TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_size=4', '--warmup_tokens=256',
+        '--learning_rate=1e-2',
+        '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5', '--sample_tokens=0',
+        '--threads=1',
         '--device=cpu', '--dtype=float32']
 STEP_TOKENS = 4 * 32
 
@@ -48,7 +50,8 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in dropped]
 
 
-@pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
+@pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(),
+                                                                             reason='needs a GPU'))])
 def device(request):
     return request.param
 
@@ -69,7 +72,8 @@ def tiny_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp('data') / 'tiny'
     rng = random.Random(0)
     words = [''.join(rng.choices('abcdefgh', k=rng.randint(1, 6))) for _ in range(40)]
-    documents = [('val' if i % 10 == 0 else 'train', ' '.join(rng.choices(words, k=rng.randint(3, 30)))) for i in range(300)]
+    documents = [('val' if i % 10 == 0 else 'train', ' '.join(rng.choices(words, k=rng.randint(3, 30))))
+                 for i in range(300)]
     write_data(folder, load_tokenizer('byte'), documents, shard_tokens=5000)
     return folder
 
@@ -79,12 +83,13 @@ def tiny_data(tmp_path_factory):
 def run(*args, processes=1, **kwargs):
     """A script of the repository, or a module after '-m', with its arguments: {returncode, stdout, stderr}.
 
-    Its main(argv) is called in this process, which spares the imports. With several processes (torchrun's), or with options
-    of subprocess.run, it gets processes of its own.
+    Its main(argv) is called in this process, which spares the imports. With several processes (torchrun's), or with
+    options of subprocess.run, it gets processes of its own.
     """
     args = [*map(str, args)]
     if processes > 1:
-        return run_apart('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', *args, **kwargs)
+        return run_apart('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', *args,
+                         **kwargs)
     if kwargs:
         return run_apart(*args, **kwargs)
     name, argv = (args[1], args[2:]) if args[0] == '-m' else (Path(args[0]).stem, args[1:])
@@ -103,7 +108,8 @@ def run_here(main, argv):
     out, err, code = io.StringIO(), io.StringIO(), 0
     threads, stdin = torch.get_num_threads(), sys.stdin
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with open(os.devnull) as nothing, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (open(os.devnull) as nothing, torch.random.fork_rng(devices=[]),
+          contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
         sys.stdin = nothing
         try:
             main(argv)
@@ -121,7 +127,8 @@ def run_here(main, argv):
 
 
 def train_tiny(data, out, *args, steps=20, **kwargs):
-    return run('train.py', *TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *args, **kwargs)
+    return run('train.py', *TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *args,
+               **kwargs)
 
 
 def assert_sentence(result, *parts):

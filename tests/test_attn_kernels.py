@@ -19,7 +19,8 @@ def documents(kind, B, T):
 def gradients(function, *inputs):
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     out = function(*inputs)
-    cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape).to(out.dtype)
+    cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64,
+                                       device=out.device)).view(out.shape).to(out.dtype)
     return out, *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], cotangent)
 
 
@@ -30,7 +31,8 @@ def assert_close(got, want, tolerance):
 
 @pytest.mark.parametrize('T, window, kind, D', [
     (1, None, None, 16), (17, None, None, 16), (129, 0, 'many', 48), (300, 64, 'edges', 64), (300, None, 'edges', 70),
-    (64, 1, None, 16), (520, None, 'many', 16), (520, 3, None, 64), (1100, 64, 'many', 16), (1100, None, 'edges', 16), (1100, None, None, 16)])
+    (64, 1, None, 16), (520, None, 'many', 16), (520, 3, None, 64), (1100, 64, 'many', 16), (1100, None, 'edges', 16),
+    (1100, None, None, 16)])
 def test_attention_equals_dense_reference(T, window, kind, D, device):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, T, 2, D, device=device)
@@ -39,7 +41,8 @@ def test_attention_equals_dense_reference(T, window, kind, D, device):
     assert_close(gradients(lambda q, k, v: K.attention(q, k, v, starts, window), q, k, v), want, 2e-5)
 
 
-@pytest.mark.parametrize('T, window, kind', [(64, None, None), (300, 64, 'edges'), (520, None, 'many'), (1100, 64, 'many')])
+@pytest.mark.parametrize('T, window, kind', [(64, None, None), (300, 64, 'edges'), (520, None, 'many'),
+                                             (1100, 64, 'many')])
 def test_attention_in_bf16_stays_close_to_float64(T, window, kind, device):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, T, 2, 16, device=device).bfloat16()
@@ -49,7 +52,8 @@ def test_attention_in_bf16_stays_close_to_float64(T, window, kind, device):
 
 
 @pytest.mark.parametrize('T, persistent, window, kind, queries', [
-    (1, 'input', 0, None, 'both'), (17, 'predict', 1, 'many', 'both'), (129, 'both', None, 'many', 'predict'), (300, 'input', 64, 'edges', 'both'),
+    (1, 'input', 0, None, 'both'), (17, 'predict', 1, 'many', 'both'), (129, 'both', None, 'many', 'predict'),
+    (300, 'input', 64, 'edges', 'both'),
     (300, 'predict', 3, 'edges', 'input'), (520, 'input', 0, None, 'predict'), (520, 'input', 600, 'many', 'both'),
     (1100, 'input', 64, None, 'both'), (1100, 'predict', 64, 'edges', 'predict')])
 def test_two_stream_attention_equals_dense_reference(T, persistent, window, kind, queries, device):
@@ -58,7 +62,8 @@ def test_two_stream_attention_equals_dense_reference(T, persistent, window, kind
     if queries != 'both':
         q = q[:, :1]
     starts = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
-    for dtype, persistent_window, tolerance in ((torch.float32, None, 2e-5), (torch.float32, 5, 2e-5), (torch.bfloat16, None, 1e-2)):
+    for dtype, persistent_window, tolerance in ((torch.float32, None, 2e-5), (torch.float32, 5, 2e-5),
+                                                (torch.bfloat16, None, 1e-2)):
         inputs = [x.to(dtype) for x in (q, k, v)]
         options = persistent, window, starts, persistent_window, queries
         reference, fast = (lambda q, k, v, f=f, options=options: f(q, k, v, *options)
@@ -137,27 +142,33 @@ def test_linear_cross_entropy_of_hopeless_targets_and_of_none(device):
     assert loss == 0 and (grad == 0).all()
 
 
-@pytest.mark.parametrize('d, chunk, head_frozen', [(1, 2 ** 26, True), (1, 2 ** 26, False), (3, 300 * 320, False), (2, 300 * 320, True)])
+@pytest.mark.parametrize('d, chunk, head_frozen', [(1, 2 ** 26, True), (1, 2 ** 26, False), (3, 300 * 320, False),
+                                                   (2, 300 * 320, True)])
 def test_linear_cross_entropy_kl_equals_reference(d, chunk, head_frozen, device):
     torch.manual_seed(0)
     states, weight = torch.randn(1 + d, 600, 24, device=device), torch.randn(320, 24, device=device) * 0.4
     targets = torch.randint(-1, 320, (600,), device=device)
     counts = torch.rand(d, 600, device=device) < 0.7
     def both(function):
-        return gradients(lambda s, w: torch.stack(function(s, w)) * torch.tensor([1.0, 0.3], device=device), states.double(), weight.double())
+        return gradients(lambda s, w: torch.stack(function(s, w)) * torch.tensor([1.0, 0.3], device=device),
+                         states.double(), weight.double())
     want = both(lambda s, w: K.linear_cross_entropy_kl_reference(s, w, targets, counts, head_frozen))
     assert_close(both(lambda s, w: K.linear_cross_entropy_kl(s, w, targets, counts, head_frozen, chunk)), want, 1e-6)
     got = gradients(lambda s, w: torch.stack(K.linear_cross_entropy_kl(s, w, targets, counts, head_frozen, chunk))
                     * torch.tensor([1.0, 0.3], device=device), states, weight)
     assert_close(got, want, 2e-5)
     with torch.autocast(device, torch.bfloat16):
-        for half, exact in zip(K.linear_cross_entropy_kl(states, weight, targets, counts, head_frozen, chunk), want[0] / torch.tensor([1.0, 0.3], device=device)):
+        for half, exact in zip(K.linear_cross_entropy_kl(states, weight, targets, counts, head_frozen, chunk),
+                               want[0] / torch.tensor([1.0, 0.3], device=device)):
             assert abs(half - exact) < 2e-3 * (1 + exact)
 
 
 def test_weighted_linear_cross_entropy_equals_reference(device):
     torch.manual_seed(0)
-    hidden, weight, row_weights = torch.randn(600, 24, device=device), torch.randn(320, 24, device=device), torch.rand(600, device=device)
+    hidden, weight = torch.randn(600, 24, device=device), torch.randn(320, 24, device=device)
+    row_weights = torch.rand(600, device=device)
     targets = torch.randint(-1, 320, (600,), device=device)
-    want = gradients(lambda h, w: K.linear_cross_entropy_reference(h, w, targets, row_weights.double()), hidden.double(), weight.double())
-    assert_close(gradients(lambda h, w: K.linear_cross_entropy(h, w, targets, 300 * 320, row_weights), hidden, weight), want, 2e-5)
+    want = gradients(lambda h, w: K.linear_cross_entropy_reference(h, w, targets, row_weights.double()),
+                     hidden.double(), weight.double())
+    assert_close(gradients(lambda h, w: K.linear_cross_entropy(h, w, targets, 300 * 320, row_weights), hidden, weight),
+                 want, 2e-5)

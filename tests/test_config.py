@@ -29,8 +29,10 @@ class Example:
 
 
 @pytest.mark.parametrize('arg, name, value', [
-    ('--count=20e9', 'count', 20_000_000_000), ('--rate=2', 'rate', 2.0), ('--text=a=b', 'text', 'a=b'), ('--text=1', 'text', '1'),
-    ('--limit=None', 'limit', None), ('--limit=7', 'limit', 7), ('--flag', 'flag', True), ('--flag=false', 'flag', False),
+    ('--count=20e9', 'count', 20_000_000_000), ('--rate=2', 'rate', 2.0), ('--text=a=b', 'text', 'a=b'),
+    ('--text=1', 'text', '1'),
+    ('--limit=None', 'limit', None), ('--limit=7', 'limit', 7), ('--flag', 'flag', True),
+    ('--flag=false', 'flag', False),
     ('--name=x', 'name', 'x'), ('--name=None', 'name', None), ('--rate=1e-4', 'rate', 1e-4)])
 def test_values_take_the_type_of_their_setting(arg, name, value):
     settings, _, given = load_settings(Example, [arg])
@@ -58,7 +60,8 @@ def write(path, text):
 
 
 def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
-    path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nfrom math import sqrt\nn_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
+    path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nfrom math import sqrt\n'
+                 'n_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
     settings, _, given = load_settings(with_warmup(), [path, '--count=5'], config_of=model_config_class)
     assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'count': 5}
     assert settings.count == 5
@@ -84,7 +87,8 @@ def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence
     assert sentence.format(path) in str(error.value)
 
 
-@pytest.mark.parametrize('path', sorted(p for p in Path('config').rglob('*.py') if p.name != '__init__.py'), ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', sorted(p for p in Path('config').rglob('*.py') if p.name != '__init__.py'),
+                         ids=lambda p: p.stem)
 def test_every_config_file_is_a_model_and_settings(path):
     _, _, given = load_settings(train.Settings, [str(path)], config_of=model_config_class)
     names = {f.name for f in dataclasses.fields(runs.model_file(given.get('model', 'standard')).Config)}
@@ -110,7 +114,8 @@ def test_help_lists_every_setting_with_type_default_and_comment(capsys):
 @pytest.fixture
 def run_folder(tmp_path):
     for step in (1, 2):
-        runs.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}}, {'step': step})
+        runs.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}},
+                             {'step': step})
     return tmp_path
 
 
@@ -135,7 +140,8 @@ def test_a_new_checkpoint_outlives_damaged_ones_with_higher_steps(run_folder):
 
 
 @pytest.mark.parametrize('name, damage', [
-    ('model.safetensors', lambda b: b[:-1]), ('model.safetensors', lambda b: b[:-1] + bytes([b[-1] ^ 1])), ('state.json', lambda b: b''),
+    ('model.safetensors', lambda b: b[:-1]), ('model.safetensors', lambda b: b[:-1] + bytes([b[-1] ^ 1])),
+    ('state.json', lambda b: b''),
     ('state.json', lambda b: b.replace(b'2', b'3')), ('SHA256SUMS', lambda b: b[:10]), ('SHA256SUMS', lambda b: b'')])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run_folder, capsys, name, damage):
     path = run_folder / 'ckpt/step_00000002' / name

@@ -65,7 +65,8 @@ def test_embedded_data_is_deduplicated_and_split_by_hash(tmp_path):
     python_docs.build(tmp_path / 'a')
     splits = Data(tmp_path / 'a').splits
     assert 1.5e6 < splits['train']['tokens'] < 4e6 and splits['val']['tokens'] > 3e4
-    texts = {split: bytes(min(i, 255) for i in np.concatenate(Data(tmp_path / 'a').shards[split])).split(b'\xff') for split in ('train', 'val')}
+    texts = {split: bytes(min(i, 255) for i in np.concatenate(Data(tmp_path / 'a').shards[split])).split(b'\xff')
+             for split in ('train', 'val')}
     assert not set(texts['train'][:-1]) & set(texts['val'][:-1])
     assert len(set(texts['train'][:-1])) == splits['train']['documents']
 
@@ -121,7 +122,8 @@ def test_damaged_data_is_a_sentence(copy):
     meta = copy / 'meta.json'
     meta.write_text(meta.read_text()[:50])
     expect(f'{copy}/meta.json is damaged', lambda: Data(copy))
-    expect('no data at nowhere: expected a folder with meta.json or with .txt files, or built-in data (path_star, pointer_chasing, python_docs)', lambda: data.open_data('nowhere'))
+    expect('no data at nowhere: expected a folder with meta.json or with .txt files, or built-in data (path_star, '
+           'pointer_chasing, python_docs)', lambda: data.open_data('nowhere'))
 
 
 def test_writing_never_replaces_data_and_needs_both_splits(tiny_data, tmp_path):

@@ -1,4 +1,5 @@
-"""eval.py: log-likelihoods against whole-window logits and against lm-eval's own Hugging Face model, tasks from local files, Llama folders."""
+"""eval.py: log-likelihoods against whole-window logits and against lm-eval's own Hugging Face model, tasks from local
+files, Llama folders."""
 import json
 import math
 import random
@@ -33,13 +34,20 @@ def benchmarks(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp('benchmarks'), random.Random(0)
     words = lambda n: ' '.join(''.join(rng.choices('abcdefgh', k=rng.randint(1, 4))) for _ in range(n))
     files = {
-        'arc_easy': [{'query': f'Question: {words(4)}?', 'choices': [words(1) for _ in range(4)], 'gold': i % 4} for i in range(6)],
-        'arc_challenge': [{'id': str(i), 'question': {'stem': words(4), 'choices': [{'text': words(1), 'label': x} for x in 'ABCD']}, 'answerKey': 'C'} for i in range(4)],
+        'arc_easy': [{'query': f'Question: {words(4)}?', 'choices': [words(1) for _ in range(4)], 'gold': i % 4}
+                     for i in range(6)],
+        'arc_challenge': [{'id': str(i), 'question': {'stem': words(4),
+                                                      'choices': [{'text': words(1), 'label': x} for x in 'ABCD']},
+                           'answerKey': 'C'} for i in range(4)],
         'piqa': [{'goal': words(3), 'sol1': words(2), 'sol2': words(2)} for _ in range(5)],
-        'sciq': [{'question': words(3), 'distractor1': words(1), 'distractor2': words(1), 'distractor3': words(1), 'correct_answer': words(1), 'support': words(4)} for _ in range(4)],
-        'hellaswag': [{'activity_label': words(1), 'ctx_a': words(3), 'ctx_b': words(1), 'endings': [words(2) for _ in range(4)], 'label': '1'} for _ in range(4)],
-        'winogrande': [{'sentence': f'{words(2)} _ {words(2)}', 'option1': 'ab', 'option2': 'cd', 'answer': '2'} for _ in range(4)],
-        'social_iqa': [{'context': words(3), 'question': words(2), 'answerA': 'a', 'answerB': 'b', 'answerC': 'c'} for _ in range(3)],
+        'sciq': [{'question': words(3), 'distractor1': words(1), 'distractor2': words(1), 'distractor3': words(1),
+                  'correct_answer': words(1), 'support': words(4)} for _ in range(4)],
+        'hellaswag': [{'activity_label': words(1), 'ctx_a': words(3), 'ctx_b': words(1),
+                       'endings': [words(2) for _ in range(4)], 'label': '1'} for _ in range(4)],
+        'winogrande': [{'sentence': f'{words(2)} _ {words(2)}', 'option1': 'ab', 'option2': 'cd', 'answer': '2'}
+                       for _ in range(4)],
+        'social_iqa': [{'context': words(3), 'question': words(2), 'answerA': 'a', 'answerB': 'b', 'answerC': 'c'}
+                       for _ in range(3)],
         'lambada_openai': [{'context': words(6), 'continuation': words(1)} for _ in range(6)],
         'lambada_standard': [{'text': words(6)} for _ in range(3)],
         'wikitext': [{'page': f' = {words(1)} = \n {words(30)} @-@ {words(9)}'} for _ in range(2)],
@@ -86,7 +94,8 @@ def llama_model(folder, max_length):
     bytewise = Tokenizer(models.BPE({**{c: byte for byte, c in character.items()}, '[EOS]': 256}, []))
     bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token='[EOS]', pad_token='[EOS]')
-    return HFLM(pretrained=str(folder), tokenizer=tokenizer, batch_size=4, device='cpu', max_length=max_length, dtype='float32')
+    return HFLM(pretrained=str(folder), tokenizer=tokenizer, batch_size=4, device='cpu', max_length=max_length,
+                dtype='float32')
 
 
 @pytest.mark.slow
@@ -94,9 +103,11 @@ def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     pytest.importorskip('accelerate')
     assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
     model, _ = runs.load_run(trained)
-    tasks, settings = ['arc_easy', 'piqa', 'sciq', 'hellaswag', 'lambada_openai', 'wikitext', 'govreport'], judge.Settings(data_dir=str(benchmarks))
+    tasks, settings = ['arc_easy', 'piqa', 'sciq', 'hellaswag', 'lambada_openai', 'wikitext',
+                       'govreport'], judge.Settings(data_dir=str(benchmarks))
     ours = judge.lm_eval_class()(scorer=judge.Scorer(model, 64), encoding=load_tokenizer('byte'))
-    found = [judge.run_tasks(lm, tasks, settings, log_samples=True) for lm in (ours, llama_model(tmp_path / 'llama', 64))]
+    found = [judge.run_tasks(lm, tasks, settings, log_samples=True)
+             for lm in (ours, llama_model(tmp_path / 'llama', 64))]
     for task in tasks:
         for mine, theirs in zip(*(f['samples'][task] for f in found), strict=True):
             assert mine['arguments'] == theirs['arguments']
@@ -104,15 +115,19 @@ def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
                 a, b = (x if isinstance(x, (tuple, list)) else (x,) for x in (a, b))
                 assert abs(a[0] - b[0]) < 1e-3 and a[1:] == b[1:]
     mine, theirs = map(judge.task_metrics, found)
-    assert mine['arc_easy'] == theirs['arc_easy'] and mine['wikitext']['word_perplexity'] == pytest.approx(theirs['wikitext']['word_perplexity'], rel=1e-4)
+    assert mine['arc_easy'] == theirs['arc_easy']
+    perplexity = theirs['wikitext']['word_perplexity']
+    assert mine['wikitext']['word_perplexity'] == pytest.approx(perplexity, rel=1e-4)
 
 
 @pytest.mark.slow
 def test_generation_and_the_registered_name(trained):
     from lm_eval.api.registry import get_model
     judge.lm_eval_class()
-    lm = get_model('run').create_from_arg_obj({'run': str(trained), 'dtype': 'float32'}, {'batch_size': 2, 'device': 'cpu'})
-    requests = [type('Request', (), {'args': (text, {'until': ['e'], 'max_gen_toks': n})}) for text, n in (('ab cd', 12), ('', 5), ('a' * 60, 12), ('ab', 12))]
+    lm = get_model('run').create_from_arg_obj({'run': str(trained), 'dtype': 'float32'},
+                                              {'batch_size': 2, 'device': 'cpu'})
+    requests = [type('Request', (), {'args': (text, {'until': ['e'], 'max_gen_toks': n})})
+                for text, n in (('ab cd', 12), ('', 5), ('a' * 60, 12), ('ab', 12))]
     texts = lm.generate_until(requests)
     assert texts == [lm.generate_until([request])[0] for request in requests]
     assert not any('e' in text for text in texts) and len(texts[1]) <= 5
@@ -121,10 +136,12 @@ def test_generation_and_the_registered_name(trained):
 @pytest.mark.slow
 def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_data, tmp_path):
     sets = {'sps': ['arc_easy acc_norm', 'books3 nats_per_word', 'average accuracy', 'average nats_per_word'],
-            'nextlat': ['wikitext word_perplexity', 'social_iqa acc', 'winogrande acc', 'arc_challenge acc_norm'], 'gpn': ['lambada_first_token perplexity']}
+            'nextlat': ['wikitext word_perplexity', 'social_iqa acc', 'winogrande acc', 'arc_challenge acc_norm'],
+            'gpn': ['lambada_first_token perplexity']}
     out = shutil.copytree(trained, tmp_path / 'run')
     for paper, rows in sets.items():
-        result = run('eval.py', out, '--val', '--val_tokens=640', f'--paper={paper}', f'--data_dir={benchmarks}', '--max_length=200', '--device=cpu', '--dtype=float32')
+        result = run('eval.py', out, '--val', '--val_tokens=640', f'--paper={paper}', f'--data_dir={benchmarks}',
+                     '--max_length=200', '--device=cpu', '--dtype=float32')
         assert result.returncode == 0, result.stderr
         for row in rows:
             assert row in result.stdout
@@ -140,7 +157,8 @@ def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('tasks', ['lambada_first_token', pytest.param('arc_easy,lambada_openai', marks=pytest.mark.long)])
+@pytest.mark.parametrize('tasks', ['lambada_first_token',
+                                   pytest.param('arc_easy,lambada_openai', marks=pytest.mark.long)])
 def test_processes_share_the_work(trained, benchmarks, tasks):
     args = [trained, '--val', f'--tasks={tasks}', f'--data_dir={benchmarks}', '--device=cpu', '--dtype=float32']
     one, two = run('eval.py', *args), run('eval.py', *args, processes=2)
@@ -163,7 +181,8 @@ def test_llama_there_and_back(trained, tmp_path):
     assert_sentence(run('eval.py', tmp_path / 'back', '--val'), 'give --data=FOLDER')
     assert_sentence(run('train.py', f'--out_dir={tmp_path / "back"}', '--eval_only'), 'give --data=FOLDER')
     assert_sentence(run('eval.py', trained, f'--to_llama={tmp_path / "llama"}'), 'exists')
-    assert_sentence(run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "other"}', '--tokenizer=gpt3'), 'unknown tokenizer')
+    assert_sentence(run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "other"}', '--tokenizer=gpt3'),
+                    'unknown tokenizer')
 
 
 @pytest.mark.slow

@@ -42,7 +42,8 @@ def test_all_measures_of_a_small_model(values, tmp_path):
     batches = [(idx, idx.roll(-1, 1)), (idx.flip(0), idx.flip(0).roll(-1, 1))]
     rows = gpn_state.measure(model, batches, torch.arange(64), str)
     parts = {part for part, *_ in rows}
-    assert {'geometry', 'mean direction', 'running mean', 'cosine', 'perplexity'} <= parts and ('half-life' in parts) == bool(model.config.n_head)
+    assert {'geometry', 'mean direction', 'running mean', 'cosine',
+            'perplexity'} <= parts and ('half-life' in parts) == bool(model.config.n_head)
     ppl = {name: v for part, name, _, v in rows if part == 'perplexity'}
     assert ppl['as it is'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
     assert len(set(ppl.values())) == len(ppl)

@@ -27,10 +27,12 @@ VARIANTS = {
     'sps, window 0, top layer': ('sps', dict(eos_id=None, window=0, predict_layers=1)),
     'sps, persistent window': ('sps', dict(eos_id=59, window=2, persistent_window=5)),
     'two_x_memory': ('sps', dict(eos_id=59, method='two_x_memory', window=None)),
-    'two_x_memory, no documents, top layer': ('sps', dict(eos_id=None, method='two_x_memory', window=None, predict_layers=1)),
+    'two_x_memory, no documents, top layer': ('sps', dict(eos_id=None, method='two_x_memory', window=None,
+                                                          predict_layers=1)),
     'delayed_state': ('sps', dict(eos_id=59, method='delayed_state', window=3)),
     'delayed_state, window 0, no documents': ('sps', dict(eos_id=None, method='delayed_state', window=0)),
-    'delayed_state, beyond the paper': ('sps', dict(eos_id=59, method='delayed_state', window=3, predict_layers=2, predict_input='token')),
+    'delayed_state, beyond the paper': ('sps', dict(eos_id=59, method='delayed_state', window=3, predict_layers=2,
+                                                    predict_input='token')),
     'reverse_sps': ('sps', dict(eos_id=59, method='reverse_sps', window=3)),
     'reverse_sps, window 0': ('sps', dict(eos_id=59, method='reverse_sps', window=0)),
     'reverse_sps, all': ('sps', dict(eos_id=59, method='reverse_sps', window=None)),
@@ -63,7 +65,8 @@ def make(variant, device='cpu'):
     torch.manual_seed(0)
     module = runs.model_file(name)
     model = module.Model(module.Config(**SMALL | values)).to(device).eval()
-    for weight, p in model.named_parameters():  # larger than at the start of training, so that attention is far from uniform
+    # larger than at the start of training, so that attention is far from uniform
+    for weight, p in model.named_parameters():
         if p.dim() >= 2:  # but a recurrence must not be chaotic: fp32 would tell nothing
             recurrent = weight.startswith('correction.') or values.get('variant') == 'tied'
             torch.nn.init.normal_(p, std=0.05 if recurrent else 0.1 if name == 'gpn' else 0.15)
@@ -113,7 +116,8 @@ def decode_in_pieces(variant, seed, device, T, max_run):
             back = [rng.choice([0, min(n, max_run)]) for n in run]
             cache.rollback(torch.tensor(back, device=device))
             done = [d - n for d, n in zip(done, back)]
-        if max(done) + max_run <= T and rng.random() < 0.5:  # a draft that is refused: wrong tokens, ends of documents among them
+        # a draft that is refused: wrong tokens, ends of documents among them
+        if max(done) + max_run <= T and rng.random() < 0.5:
             wrong = torch.tensor([[rng.choice([59, 3, 8]) for _ in range(max_run)] for _ in range(3)], device=device)
             drafted = [rng.randint(1, max_run) for _ in range(3)]
             keep = [rng.choice([0, n, rng.randint(0, n)]) for n in drafted]
@@ -148,17 +152,20 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     logits = model.head(model.final_hidden(idx))  # padding ids take part in the training softmax
     if model.config.eos_id is not None:
         targets = targets.masked_fill(idx == 59, -1)
-    assert torch.allclose(out['nll'], F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-5)
+    assert torch.allclose(out['nll'], F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1),
+                          atol=1e-5)
     out['loss'].backward()
     assert all(p.grad is not None for p in model.parameters())
     assert (model.logits(idx)[..., 60:] == float('-inf')).all()
 
 
-ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps', 'nextlat, documents, tied',
+ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps',
+               'nextlat, documents, tied',
                'mtp, documents', 'jtp, documents']
 
 
-@pytest.mark.parametrize('variant', [*ONE_OF_EACH, 'context_ready, documents, window', 'roformer', 'gpn, one layer, documents'])
+@pytest.mark.parametrize('variant', [*ONE_OF_EACH, 'context_ready, documents, window', 'roformer',
+                                     'gpn, one layer, documents'])
 def test_bf16_weights_and_autocast_stay_close_to_fp32(variant, device):
     model, idx = make(variant, device), some_tokens(2, 30).to(device)
     want, loss = model.logits(idx)[..., :60], model(idx, idx)['loss']
@@ -169,7 +176,8 @@ def test_bf16_weights_and_autocast_stay_close_to_fp32(variant, device):
     half = copy.deepcopy(model).to(torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         cache = half.new_cache(2, 30, dtype=dtype)
-        got = torch.cat([half.extend(idx[:, :20], cache, all_positions=True), half.extend(idx[:, 20:], cache, all_positions=True)], 1)
+        got = torch.cat([half.extend(idx[:, :20], cache, all_positions=True),
+                         half.extend(idx[:, 20:], cache, all_positions=True)], 1)
         assert (got[..., :60].float() - want).abs().mean() < 0.05 * want.abs().mean()
 
 
@@ -204,7 +212,8 @@ def test_short_runs_never_wait_for_a_device(variant, monkeypatch):
     """Tensors of the meta device have no values: whatever would wait for one on a GPU fails here."""
     name, values = VARIANTS[variant]
     module = runs.model_file(name)
-    monkeypatch.setattr(module, 'rms_norm', attn_kernels.rms_norm_reference, raising=False)  # autocast does not know the meta device
+    # autocast does not know the meta device
+    monkeypatch.setattr(module, 'rms_norm', attn_kernels.rms_norm_reference, raising=False)
     with torch.device('meta'):
         model = module.Model(module.Config(**SMALL | values)).eval()
         cache = model.new_cache(2, 90, max_run=4)

@@ -104,7 +104,8 @@ def trained(tiny_data, tmp_path_factory):
 @pytest.mark.slow
 def test_command_line(trained, tmp_path):
     one = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
-    assert one.returncode == 0 and one.stdout.startswith('ab cd') and '20 tokens in' in one.stderr and 'cache' in one.stderr
+    assert one.returncode == 0 and one.stdout.startswith('ab cd')
+    assert '20 tokens in' in one.stderr and 'cache' in one.stderr
     assert_sentence(run('sample.py', trained, 'a', '--stop', 'END'), '--stop needs a value: write --stop=VALUE')
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
@@ -139,5 +140,6 @@ def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py', trained), 'a prompt is empty')
     assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
     assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')
-    assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones', '64', '--truncate')
+    assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones',
+                    '64', '--truncate')
     assert run('sample.py', trained, 'a' * 60, '--max_new_tokens=20', '--truncate').returncode == 0

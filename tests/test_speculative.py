@@ -15,7 +15,8 @@ from common.runs import read_log
 from common.speculative import AutoLength, speculative_generate
 
 SHAPES = {'standard': (model_standard, {}), 'sps': (model_sps, dict(window=2)), 'nextlat': (model_nextlat, dict()),
-          'mtp': (model_nextlat, dict(objective='mtp', horizon=2)), 'jtp': (model_nextlat, dict(objective='jtp', horizon=3))}
+          'mtp': (model_nextlat, dict(objective='mtp', horizon=2)),
+          'jtp': (model_nextlat, dict(objective='jtp', horizon=3))}
 
 
 def make(name, seed=0, spread=0.3, **values):
@@ -42,15 +43,18 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 COST = 0.07
 
 
-@pytest.mark.parametrize('name, drafts', [('nextlat', None), ('mtp', None), ('jtp', None), ('standard', 'standard'), ('standard', 'sps'), ('sps', 'standard'),
+@pytest.mark.parametrize('name, drafts', [('nextlat', None), ('mtp', None), ('jtp', None), ('standard', 'standard'),
+                                          ('standard', 'sps'), ('sps', 'standard'),
                                           ('nextlat', 'nextlat')])
 @pytest.mark.parametrize('draft_len', [1, 2, 'auto'])
 def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
     """100 prompts of different lengths; new texts of 30 tokens; models that end documents."""
     model = make(name, eos_id=59)
     draft = None if drafts is None else near(model) if drafts == name else make(drafts, seed=1, eos_id=59)
-    prompts = [torch.randint(0, 60, (1 + i % 9,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(100)]
-    got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0, auto=AutoLength(COST))
+    prompts = [torch.randint(0, 60, (1 + i % 9,), generator=torch.Generator().manual_seed(i)).tolist()
+               for i in range(100)]
+    got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0,
+                                           auto=AutoLength(COST))
     assert got == generate(model, prompts, 30, temperature=0)
     assert statistics.tokens >= 100 * 29 and all(0 <= share <= 1 for share in statistics.by_position)
     if drafts == name:
@@ -61,7 +65,8 @@ def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
 def test_a_draft_by_the_same_weights_is_always_accepted(name):
     model = make(name)
     _, statistics = speculative_generate(model, PROMPTS, 30, draft=near(model, 0.0), draft_len=3, temperature=0)
-    assert statistics.by_position == [1, 1, 1] and statistics.rounds == 3 * 8  # 1 token of the prefill, 4 in each of 7 rounds, 1
+    # 1 token of the prefill, 4 in each of 7 rounds, 1
+    assert statistics.by_position == [1, 1, 1] and statistics.rounds == 3 * 8
 
 
 def test_rows_end_at_eos_and_at_finished():
@@ -69,13 +74,15 @@ def test_rows_end_at_eos_and_at_finished():
     free = generate(model, PROMPTS, 20, temperature=0)
     end = free[0][4]
     for options in (dict(eos_id=end), dict(finished=lambda row, ids: row == 1 and len(ids) == 3)):
-        assert speculative_generate(model, PROMPTS, 20, temperature=0, draft_len=3, **options)[0] == generate(model, PROMPTS, 20, temperature=0, **options)
+        drafted, _ = speculative_generate(model, PROMPTS, 20, temperature=0, draft_len=3, **options)
+        assert drafted == generate(model, PROMPTS, 20, temperature=0, **options)
 
 
 # ---- the distribution, by enumeration ----
 
 class Choices:
-    """Makes every decision of one run by a script; beyond its end takes the first option. Remembers the options and the probability."""
+    """Makes every decision of one run by a script; beyond its end takes the first option. Remembers the options and the
+    probability."""
 
     def __init__(self, script, row):
         self.script, self.row, self.options, self.probability = script, row, [], 1.0
@@ -135,7 +142,8 @@ def plain_distribution(model, prompt, n, **filters):
     return distribution
 
 
-FILTERS = [dict(), dict(temperature=0.7), dict(top_k=2), dict(top_p=0.8), dict(min_p=0.3), dict(temperature=1.5, top_k=2, top_p=0.9, min_p=0.1), dict(temperature=0)]
+FILTERS = [dict(), dict(temperature=0.7), dict(top_k=2), dict(top_p=0.8), dict(min_p=0.3),
+           dict(temperature=1.5, top_k=2, top_p=0.9, min_p=0.1), dict(temperature=0)]
 
 
 @pytest.mark.parametrize('draft_len', [1, 2, 'auto'])
@@ -147,7 +155,8 @@ def test_every_text_has_the_probability_of_plain_sampling(name, drafts, filters,
 
 @pytest.mark.parametrize('draft_len', [2, 'auto'])
 @pytest.mark.parametrize('name, drafts', [('nextlat', None), ('standard', 'sps')])
-@pytest.mark.parametrize('n_ids, filters', [(2, {}), (2, dict(temperature=0.7)), pytest.param(3, {}, marks=pytest.mark.long)])
+@pytest.mark.parametrize('n_ids, filters', [(2, {}), (2, dict(temperature=0.7)),
+                                            pytest.param(3, {}, marks=pytest.mark.long)])
 def test_texts_of_two_drafted_tokens_have_it_too(name, drafts, n_ids, filters, draft_len, monkeypatch):
     """Of four tokens, a prefill gives the first and a round drafts two. Three ids, as above, take minutes."""
     check_distribution(monkeypatch, name, drafts, 4, draft_len, filters, n_ids=n_ids)
@@ -159,7 +168,8 @@ def check_distribution(monkeypatch, name, drafts, n, draft_len, filters, **value
     prompts, row = [[1, 0, 1], [1], [0, 0]], 1
 
     def one():
-        return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, auto=AutoLength(0.4), **filters)[0][row]
+        return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, auto=AutoLength(0.4),
+                                    **filters)[0][row]
     with torch.inference_mode():
         got, want = distribution_of(one, row, monkeypatch), plain_distribution(model, prompts[row], n, **filters)
     assert abs(sum(got.values()) - 1) < 1e-6
@@ -171,7 +181,8 @@ def test_drawn_texts_follow_the_distribution():
     """A seeded draw of 200,000 texts, with the random numbers that users get."""
     model = make('nextlat', spread=0.4, **TINY)
     rows, n = 200_000, 4
-    got = [text for seed in range(20) for text in speculative_generate(model, [[1, 0]] * (rows // 20), n, draft_len=2, temperature=0.8, seed=seed)[0]]
+    got = [text for seed in range(20) for text in speculative_generate(model, [[1, 0]] * (rows // 20), n, draft_len=2,
+                                                                       temperature=0.8, seed=seed)[0]]
     with torch.inference_mode():
         distribution = plain_distribution(model, [1, 0], n, temperature=0.8)
     counts = dict.fromkeys(distribution, 0)
@@ -223,7 +234,8 @@ def test_auto_measures_what_a_token_costs():
 @pytest.fixture(scope='module')
 def runs(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp('runs')
-    for name, options in (('nextlat', ['--model=nextlat', '--acceptance_prompts=2']), ('ntp', ['--model=nextlat', '--objective=ntp']), ('standard', [])):
+    for name, options in (('nextlat', ['--model=nextlat', '--acceptance_prompts=2']),
+                          ('ntp', ['--model=nextlat', '--objective=ntp']), ('standard', [])):
         assert train_tiny(tiny_data, folder / name, '--block_size=64', *options, steps=5).returncode == 0
     return folder
 
@@ -238,19 +250,22 @@ def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
 def test_table_of_draft_lengths(runs):
     small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto']
     result = run('eval.py', runs / 'nextlat', '--speculative', *small)
-    assert result.returncode == 0 and 'speculative speedup auto' in result.stdout and 'speculative accepted 3' in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert 'speculative speedup auto' in result.stdout and 'speculative accepted 3' in result.stdout
     rows = [line.split(',') for line in (runs / 'nextlat/speculative.csv').read_text().splitlines()]
     assert rows[0][:5] == ['draft_len', 'speedup', 'accepted', 'tokens_per_s', 'cumulative_1'] and [row[0] for row in rows[1:]] == ['1', '3', 'auto']
     shares = [float(share) for share in rows[2][4:7]]
     assert sorted(shares, reverse=True) == shares and 0 <= shares[-1] and shares[0] <= 1
     assert (runs / 'nextlat/speculative.png').stat().st_size > 10_000
     assert_sentence(run('eval.py', runs / 'ntp', '--speculative', *small), 'cannot draft for itself')
-    assert_sentence(run('eval.py', runs / 'nextlat', '--speculative'), 'do not fit the context of 64 tokens', 'lower prompt_tokens')
+    assert_sentence(run('eval.py', runs / 'nextlat', '--speculative'), 'do not fit the context of 64 tokens',
+                    'lower prompt_tokens')
 
 
 @pytest.mark.slow
 def test_command_line(runs):
-    for options in (['--draft_len=auto'], ['--draft_len=3'], ['--draft', runs / 'standard', '--draft_len=2'], ['--draft', runs / 'ntp']):
+    for options in (['--draft_len=auto'], ['--draft_len=3'], ['--draft', runs / 'standard', '--draft_len=2'],
+                    ['--draft', runs / 'ntp']):
         options = [f'--draft={options[1]}', *options[2:]] if options[0] == '--draft' else options
         one = run('sample.py', runs / 'nextlat', 'ab cd', '--max_new_tokens=20', '--ignore_eos', *options)
         assert one.returncode == 0 and one.stdout.startswith('ab cd'), one.stderr

@@ -11,7 +11,8 @@ from common import runs, settings
 
 EOS = 59
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
-PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps') for window in (0, 1, 3, 16, None)] + [('two_x_memory', None)]
+PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps')
+            for window in (0, 1, 3, 16, None)] + [('two_x_memory', None)]
 
 
 def make(module=model_sps, **values):
@@ -24,7 +25,8 @@ def make(module=model_sps, **values):
 
 
 def layouts(T=22):
-    """Rows with no end of document, several, one alone at the end of a document that it is all of, and one at the very start."""
+    """Rows with no end of document, several, one alone at the end of a document that it is all of, and one at the very
+    start."""
     idx = torch.randint(0, 59, (4, T), generator=torch.Generator().manual_seed(1))
     idx[1, [3, 9, 17]] = EOS
     idx[2, 7:9] = EOS
@@ -33,13 +35,15 @@ def layouts(T=22):
 
 
 def sees(config, query, key, document):
-    """Whether a query (step, stream) sees a key (step, stream): the paper's section 3 and 4, in words. document: of each step."""
+    """Whether a query (step, stream) sees a key (step, stream): the paper's section 3 and 4, in words. document: of
+    each step."""
     (i, asks), (k, read) = query, key
     if k > i or document[k] != document[i]:
         return False
     if k == i and asks == 'x' and read == 'rho':  # x_i comes before rho_i
         return False
-    persistent = {'sps': 'x', 'two_x_memory': 'x rho', 'delayed_state': 'rho', 'reverse_sps': 'rho'}[config.method].split()
+    persistent = {'sps': 'x', 'two_x_memory': 'x rho', 'delayed_state': 'rho',
+                  'reverse_sps': 'rho'}[config.method].split()
     limit = config.persistent_window if read in persistent else config.window
     return limit is None or k >= i - limit
 
@@ -64,7 +68,8 @@ def interleaved_logits(model, idx):
     is_rho = torch.arange(2 * T) % 2 == 1
     norm = lambda h, layer: h / (h.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * layer.weight
     D = c.n_embd // c.n_head
-    angles = torch.arange(T, dtype=torch.float32).repeat_interleave(2)[:, None] * c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
+    frequencies = c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
+    angles = torch.arange(T, dtype=torch.float32).repeat_interleave(2)[:, None] * frequencies
     turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]  # (2T, 1, D/2)
 
     def rotated(x):
@@ -89,7 +94,8 @@ def relative_error(got, want):
     return (got.double() - want).abs().max() / want.abs().max()
 
 
-BEYOND = [dict(), dict(predict_input='token', predict_layers=2), dict(persistent_window=5), dict(predict_layers=1, persistent_window=0)]
+BEYOND = [dict(), dict(predict_input='token', predict_layers=2), dict(persistent_window=5),
+          dict(predict_layers=1, persistent_window=0)]
 
 
 @pytest.mark.parametrize('beyond', BEYOND, ids=lambda b: '-'.join(b) or 'paper')
@@ -123,7 +129,10 @@ def test_last_layer_elision_is_exact(method, window):
     want = model.logits(idx)
     last, forward = model.blocks[-1], model.blocks[-1].forward
     emitting = {'input': slice(0, 1), 'predict': slice(1, 2)}
-    last.forward = lambda h, rotate, attend, streams, emits: forward(h, rotate, attend, streams, streams)[:, emitting[emits]]
+
+    def both_streams(h, rotate, attend, streams, emits):
+        return forward(h, rotate, attend, streams, streams)[:, emitting[emits]]
+    last.forward = both_streams
     assert relative_error(model.logits(idx)[..., :60], want[..., :60].double()) < 1e-5
 
 
@@ -137,7 +146,8 @@ def test_prefill_without_a_window_runs_x_alone_and_is_exact(eos_id):
     got, want = model.extend(idx, fast, lengths), model.extend(idx, slow, lengths, all_positions=True)
     assert streams == [(1, 22), (1, max_run), (2, 22)]
     assert relative_error(got[:, :60], want[torch.arange(4), lengths - 1, :60].double()) < 1e-5
-    for n in (3, 1, 7):  # and the cache goes on alike, after a prefill, a step, and a long run on a cache that is not empty
+    # and the cache goes on alike, after a prefill, a step, and a long run on a cache that is not empty
+    for n in (3, 1, 7):
         got, want = model.extend(idx[:, :n], fast), model.extend(idx[:, :n], slow, all_positions=True)[:, -1]
         assert relative_error(got[:, :60], want[:, :60].double()) < 1e-5
 
@@ -145,7 +155,8 @@ def test_prefill_without_a_window_runs_x_alone_and_is_exact(eos_id):
 @pytest.mark.parametrize('max_run', [1, 4, 8, 20])
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps'])
 def test_after_the_longest_rollback_the_window_is_still_in_the_ring(method, max_run):
-    model, idx = make(method=method, window=3, eos_id=None), torch.randint(0, 59, (2, 60), generator=torch.Generator().manual_seed(2))
+    model, idx = make(method=method, window=3, eos_id=None), torch.randint(0, 59, (2, 60),
+                                                                           generator=torch.Generator().manual_seed(2))
     want, cache, lengths = model.logits(idx), model.new_cache(2, 90, max_run), torch.tensor([40, 50])
     model.extend(idx[:, :50], cache, lengths)
     cache.rollback(max_run)
@@ -171,7 +182,8 @@ def test_every_method_has_exactly_the_parameters_of_standard(scale):
         values = settings.read_config_file(f'config/{name}_{scale}.py')
         module = runs.model_file(values.get('model', 'standard'))
         with torch.device('meta'):
-            model = module.Model(module.Config(**{k: v for k, v in values.items() if k in module.Config.__dataclass_fields__}))
+            model = module.Model(module.Config(**{k: v for k, v in values.items()
+                                                  if k in module.Config.__dataclass_fields__}))
         sizes[name] = {key: p.shape for key, p in model.named_parameters()}
         assert name == 'standard' or model.config.method == name
     assert all(shapes == sizes['standard'] for shapes in sizes.values())
@@ -187,8 +199,10 @@ def test_cache_is_the_size_of_standards_and_a_ring():
     assert sizes['two_x_memory'] / sizes['standard'] == pytest.approx(2, abs=0.005)
 
 
-@pytest.mark.parametrize('values', [dict(), dict(window=0), dict(window=3, predict_layers=2), dict(method='two_x_memory', window=None),
-                                    dict(method='delayed_state', window=4, persistent_window=6), dict(method='reverse_sps', window=50)])
+@pytest.mark.parametrize('values', [dict(), dict(window=0), dict(window=3, predict_layers=2),
+                                    dict(method='two_x_memory', window=None),
+                                    dict(method='delayed_state', window=4, persistent_window=6),
+                                    dict(method='reverse_sps', window=50)])
 def test_flops_count_the_pairs_of_the_pattern(values):
     model, T, C, L = make(eos_id=None, **values), 12, 32, 3
     c = model.config
@@ -204,7 +218,8 @@ def test_flops_count_the_pairs_of_the_pattern(values):
 
 @pytest.mark.parametrize('values, sentence', [
     (dict(window=-1), 'window = -1: expected 0 or more positions, or None for all'),
-    (dict(method='two_x_memory', window=64), 'window = 64 with method = two_x_memory, where both streams persist: set window = None'),
+    (dict(method='two_x_memory', window=64),
+     'window = 64 with method = two_x_memory, where both streams persist: set window = None'),
     (dict(method='sp'), "method = 'sp': expected one of sps, two_x_memory, delayed_state, reverse_sps"),
     (dict(predict_input='x'), "predict_input = 'x': expected 'predict' or 'token'"),
     (dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None for all'),

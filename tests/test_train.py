@@ -1,4 +1,5 @@
-"""Training: the same losses however it is cut up, nothing lost however it is stopped, a sentence for whatever is wrong."""
+"""Training: the same losses however it is cut up, nothing lost however it is stopped, a sentence for whatever is
+wrong."""
 import importlib.util
 import json
 import os
@@ -64,8 +65,10 @@ def test_a_run_of_another_model_resumes_on_the_same_losses_and_generates(args, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('args, processes', [(['--micro_batch_size=1'], 1), (['--micro_batch_size=2'], 1), (['--micro_batch_size=3'], 1),
-                                             (['--micro_batch_size=1'], 2), pytest.param([], 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize('args, processes', [(['--micro_batch_size=1'], 1), (['--micro_batch_size=2'], 1),
+                                             (['--micro_batch_size=3'], 1),
+                                             (['--micro_batch_size=1'], 2), pytest.param([], 2,
+                                                                                         marks=pytest.mark.long)])
 def test_losses_do_not_depend_on_processes_and_micro_batches(tiny_data, undisturbed, tmp_path, args, processes):
     result = train_tiny(tiny_data, tmp_path / 'run', *args, processes=processes)
     assert result.returncode == 0, result.stderr
@@ -73,11 +76,12 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(tiny_data, undistur
     assert want.keys() == got.keys()
     for step in want:
         for a, b in zip(want[step], got[step]):
-            assert (a is None) == (b is None) and (a is None or abs(a - b) < 1e-4 * (1 + abs(a))), (step, want[step], got[step])
+            assert (a is None) == (b is None) and (a is None or abs(a - b) < 1e-4 * (1 + abs(a))), (step, want[step],
+                                                                                                    got[step])
 
 
-# Runs train.py in a process that kills itself: 'time' after that many seconds of training, 'write' at that call of the functions
-# that put a checkpoint on the disk.
+# Runs train.py in a process that kills itself: 'time' after that many seconds of training, 'write' at that call of the
+# functions that put a checkpoint on the disk.
 KILLED = '''
 import os, signal, sys, threading
 kind, when = sys.argv.pop(1), float(sys.argv.pop(1))
@@ -103,7 +107,8 @@ else:
                 die()
             return function(*args, **kwargs)
         return wrapper
-    for module, name in ((runs, 'save_file'), (runs, 'write_json'), (runs, 'sync_folder'), (os, 'fsync'), (os, 'replace'), (runs.shutil, 'rmtree')):
+    for module, name in ((runs, 'save_file'), (runs, 'write_json'), (runs, 'sync_folder'), (os, 'fsync'),
+                         (os, 'replace'), (runs.shutil, 'rmtree')):
         setattr(module, name, counted(getattr(module, name)))
 train.main()
 '''
@@ -112,15 +117,18 @@ train.main()
 @pytest.mark.slow
 @pytest.mark.parametrize('n_kills, steps', [(5, 100), pytest.param(20, 300, marks=pytest.mark.long)])
 def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
-    """kill -9 at random moments, half of them inside the writing of a checkpoint: --resume gives the undisturbed losses, bitwise."""
+    """kill -9 at random moments, half of them inside the writing of a checkpoint: --resume gives the undisturbed
+    losses, bitwise."""
     rng, out = random.Random(7), tmp_path / 'killed'
     whole = train_tiny(tiny_data, tmp_path / 'whole', steps=steps)
     assert whole.returncode == 0, whole.stderr
-    command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', '--save_interval=2']
+    command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}',
+               '--save_interval=2']
     for i in range(n_kills):
         kind, when = ('time', rng.uniform(0, 0.15)) if i % 2 else ('write', rng.randint(1, 45))
         resume = ['--resume'] if (out / 'config.json').exists() else []
-        killed = subprocess.run([sys.executable, '-c', KILLED, kind, str(when), *command, *resume], cwd=ROOT, capture_output=True, text=True)
+        killed = subprocess.run([sys.executable, '-c', KILLED, kind, str(when), *command, *resume], cwd=ROOT,
+                                capture_output=True, text=True)
         assert killed.returncode == -signal.SIGKILL, (i, killed.stdout, killed.stderr)
     result = run('train.py', *command, '--resume')
     assert result.returncode == 0, result.stderr
@@ -132,8 +140,10 @@ def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
 @pytest.mark.parametrize('sig', [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny_data, tmp_path, sig):
     out = tmp_path / 'stopped'
-    command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={5000 * STEP_TOKENS}', '--save_interval=5000', '--eval_interval=5000']
-    process = subprocess.Popen([sys.executable, 'train.py', *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={5000 * STEP_TOKENS}',
+               '--save_interval=5000', '--eval_interval=5000']
+    process = subprocess.Popen([sys.executable, 'train.py', *command], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
     while len(runs.read_log(out)) < 3 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(sig)
@@ -147,7 +157,8 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny_data, tmp_p
 @pytest.mark.slow
 def test_a_stop_of_two_processes_is_agreed(tiny_data, tmp_path):
     out = tmp_path / 'stopped'
-    command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={50000 * STEP_TOKENS}', '--eval_interval=50000']
+    command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={50000 * STEP_TOKENS}',
+               '--eval_interval=50000']
     start = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py']
     process = subprocess.Popen([*start, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(runs.read_log(out)) < 3 and process.poll() is None:
@@ -204,7 +215,8 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     copy = shutil.copytree(undisturbed, tmp_path / 'copy')
     (copy / 'eval.jsonl').write_text('of the run before')
     assert train_tiny(tiny_data, copy, '--overwrite', steps=2).returncode == 0
-    assert not (copy / 'eval.jsonl').exists() and len(losses(copy)) == 2 and sorted(p.name for p in tmp_path.iterdir()) == ['copy', 'mine']
+    assert not (copy / 'eval.jsonl').exists() and len(losses(copy)) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['copy', 'mine']
 
 
 @pytest.mark.parametrize('args, parts', [
@@ -250,7 +262,8 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, un
     out = shutil.copytree(undisturbed, tmp_path / 'run')
     shutil.rmtree(out / 'ckpt/step_00000020')
     limit = 20_000  # bytes a file may have: fewer than the weights need
-    result = run_apart('train.py', f'--out_dir={out}', '--resume', preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    result = run_apart('train.py', f'--out_dir={out}', '--resume',
+                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     assert_sentence(result, 'step_00000020 could not be written', 'make room', '--resume')
     assert [p.name for p in (out / 'ckpt').iterdir()] == ['step_00000015']
     assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
@@ -264,7 +277,8 @@ def test_resume_wants_the_same_data(tiny_data, undisturbed, tmp_path):
     record = json.loads((out / 'config.json').read_text())
     record['settings']['data'] = str(other)
     (out / 'config.json').write_text(json.dumps(record))
-    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), f'{other} is not the data that the run in {out} was trained on')
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'),
+                    f'{other} is not the data that the run in {out} was trained on')
 
 
 @pytest.mark.slow
@@ -275,7 +289,8 @@ def test_a_vocabulary_that_does_not_fit_the_run_is_a_sentence(tiny_data, undistu
     record = json.loads((out / 'config.json').read_text())
     record['settings']['data'] = str(other)
     (out / 'config.json').write_text(json.dumps(record))
-    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), "has tokenizer 'byte' with 300 ids", "'byte' and 257")
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), "has tokenizer 'byte' with 300 ids",
+                    "'byte' and 257")
 
 
 @pytest.mark.slow
@@ -308,7 +323,8 @@ def test_schedules():
 
 def test_the_loss_weighs_tokens_not_micro_batches(tiny_data):
     """One micro-batch with few counted tokens weighs little: the gradient is that of the global mean."""
-    s = train.Settings(data=str(tiny_data), batch_size=4, micro_batch_size=1, block_size=32, warmup_tokens=0, grad_clip=0.0)
+    s = train.Settings(data=str(tiny_data), batch_size=4, micro_batch_size=1, block_size=32, warmup_tokens=0,
+                       grad_clip=0.0)
     data = open_data(s.data)
     c = runs.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256))
     torch.manual_seed(0)
@@ -326,14 +342,20 @@ def test_the_loss_weighs_tokens_not_micro_batches(tiny_data):
 OLD_CONFIG = {  # config.json as a version before `scan` and `acceptance_prompts` wrote it, but for folders
     'model': 'standard',
     'settings': {
-        'model': 'standard', 'out_dir': 'out/old', 'resume': False, 'overwrite': False, 'init_from': None, 'eval_only': False,
-        'dry_run': False, 'seed': 1337, 'documents': True, 'verify': False, 'batch_size': 4, 'micro_batch_size': 8, 'block_size': 32,
-        'max_tokens': 2560, 'learning_rate': 0.01, 'min_lr': None, 'schedule': 'wsd', 'warmup_tokens': 256, 'decay_fraction': 0.1,
-        'beta1': 0.9, 'beta2': 0.95, 'weight_decay': 0.1, 'grad_clip': 1.0, 'eval_interval': 10, 'eval_tokens': 640, 'log_interval': 1,
-        'save_interval': 5, 'keep_checkpoints': 2, 'sample_tokens': 0, 'wandb_project': None, 'device': 'cpu', 'dtype': 'float32',
+        'model': 'standard', 'out_dir': 'out/old', 'resume': False, 'overwrite': False, 'init_from': None,
+        'eval_only': False,
+        'dry_run': False, 'seed': 1337, 'documents': True, 'verify': False, 'batch_size': 4, 'micro_batch_size': 8,
+        'block_size': 32,
+        'max_tokens': 2560, 'learning_rate': 0.01, 'min_lr': None, 'schedule': 'wsd', 'warmup_tokens': 256,
+        'decay_fraction': 0.1,
+        'beta1': 0.9, 'beta2': 0.95, 'weight_decay': 0.1, 'grad_clip': 1.0, 'eval_interval': 10, 'eval_tokens': 640,
+        'log_interval': 1,
+        'save_interval': 5, 'keep_checkpoints': 2, 'sample_tokens': 0, 'wandb_project': None, 'device': 'cpu',
+        'dtype': 'float32',
         'compile': None, 'threads': 1},
     'model_config': {
-        'n_layer': 2, 'n_head': 2, 'n_embd': 16, 'n_ffn': 48, 'window': None, 'rope_theta': 10000.0, 'norm_eps': 1e-05, 'init_std': 0.02,
+        'n_layer': 2, 'n_head': 2, 'n_embd': 16, 'n_ffn': 48, 'window': None, 'rope_theta': 10000.0, 'norm_eps': 1e-05,
+        'init_std': 0.02,
         'tied_head': True, 'vocab_size': 320, 'n_ids': 257, 'eos_id': 256}}
 
 
@@ -361,7 +383,8 @@ def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
     assert sampled.returncode == 0 and '4 tokens' in sampled.stderr, sampled.stderr
     judged = run('eval.py', old_run, '--val')
     assert judged.returncode == 0 and 'val nats_per_token' in judged.stdout, judged.stderr
-    assert_sentence(run('train.py', f'--out_dir={old_run}', '--resume', '--checkpoint_blocks'), 'has checkpoint_blocks = False')
+    assert_sentence(run('train.py', f'--out_dir={old_run}', '--resume', '--checkpoint_blocks'),
+                    'has checkpoint_blocks = False')
     result = run('train.py', f'--out_dir={old_run}', '--resume')
     assert result.returncode == 0 and 'from step 15' in result.stdout, result.stderr
     assert losses(old_run) == losses(undisturbed)
@@ -374,8 +397,10 @@ def test_settings_that_were_renamed_are_mapped_and_unknown_ones_named(old_run, m
     assert train.read_settings([f'--out_dir={old_run}', '--resume'])[0].learning_rate == 0.5
     assert runs.load_run(old_run)[0].config.n_head == 4
     write_old(old_run, model_config={'colours': 3})
-    for command in (['sample.py', old_run, 'ab'], ['eval.py', old_run, '--val'], ['train.py', f'--out_dir={old_run}', '--resume']):
-        assert_sentence(run(*command), f'{old_run}/config.json has settings that model_standard.py does not know: colours')
+    for command in (['sample.py', old_run, 'ab'], ['eval.py', old_run, '--val'],
+                    ['train.py', f'--out_dir={old_run}', '--resume']):
+        assert_sentence(run(*command),
+                        f'{old_run}/config.json has settings that model_standard.py does not know: colours')
 
 
 # ---- two forms of a model's equations ----
@@ -444,7 +469,8 @@ def scan_lines(out):
 def test_the_form_that_trains_is_printed_and_logged_and_may_change(two_forms, tiny_data, tmp_path):
     out, args = tmp_path / 'run', [*FORMS, f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}', '--max_tokens=2560']
     result = run('train.py', *args)
-    assert result.returncode == 0 and 'scan: fast, within 3e-07 of the equations (checked in 0.1 s)' in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert 'scan: fast, within 3e-07 of the equations (checked in 0.1 s)' in result.stdout
     want = losses(out)
     assert scan_lines(out) == [{'step': 0, 'scan': 'fast', 'scan_difference': 3e-7, 'scan_seconds': 0.125}]
     assert sorted(want) == list(range(1, 21)) and (out / 'loss.png').exists()
@@ -452,7 +478,8 @@ def test_the_form_that_trains_is_printed_and_logged_and_may_change(two_forms, ti
     result = run('train.py', *args, '--resume', '--scan=loop')
     assert result.returncode == 0 and 'scan: loop' in result.stdout, result.stderr
     assert [line['scan'] for line in scan_lines(out)] == ['fast', 'loop'] and losses(out) == want
-    assert runs.load_run(out)[0].scan_report['scan'] == 'fast' and runs.load_run(out, scan='loop')[0].scan_report['scan'] == 'loop'
+    assert runs.load_run(out)[0].scan_report['scan'] == 'fast'
+    assert runs.load_run(out, scan='loop')[0].scan_report['scan'] == 'loop'
     assert run('eval.py', out, '--val', '--scan=loop').returncode == 0
     assert run('sample.py', out, 'ab', '--scan=loop', '--max_new_tokens=2').returncode == 0
     assert_sentence(run('sample.py', out, 'ab', '--scan=slow'), "scan = 'slow'")
@@ -477,8 +504,11 @@ def test_weights_that_the_equations_do_not_use_are_no_trouble_for_two_processes(
 @pytest.mark.slow
 def test_a_call_leaves_the_process_as_it_was(tiny_data, tmp_path):
     """Signals and working folder; what train.py sets on purpose, threads and allocator, is restored by `run`."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], os.getcwd(), torch.get_num_threads(), torch.get_rng_state()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = handlers, os.getcwd(), torch.get_num_threads(), torch.get_rng_state()
     train.main([*TINY, f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}', '--max_tokens=256'])
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before[0] and os.getcwd() == before[1]
-    assert run('train.py', *TINY, f'--data={tiny_data}', f'--out_dir={tmp_path / "other"}', '--max_tokens=256', '--threads=2').returncode == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT,
+                                                    signal.SIGTERM)] == before[0] and os.getcwd() == before[1]
+    assert run('train.py', *TINY, f'--data={tiny_data}', f'--out_dir={tmp_path / "other"}', '--max_tokens=256',
+               '--threads=2').returncode == 0
     assert torch.get_num_threads() == before[2]

@@ -1,4 +1,5 @@
-"""The Triton kernels against float64 references: on a GPU, or in Triton's interpreter, which runs the same code on CPU."""
+"""The Triton kernels against float64 references: on a GPU, or in Triton's interpreter, which runs the same code on
+CPU."""
 import itertools
 import random
 import subprocess
@@ -25,7 +26,8 @@ def pairwise(*options):
     pairs = lambda case: set(itertools.combinations(enumerate(case), 2))
     missing = set().union(*map(pairs, itertools.product(*options)))
     while missing:
-        cases.append(max(([rng.choice(axis) for axis in options] for _ in range(200)), key=lambda case: len(pairs(case) & missing)))
+        cases.append(max(([rng.choice(axis) for axis in options] for _ in range(200)),
+                         key=lambda case: len(pairs(case) & missing)))
         missing -= pairs(cases[-1])
     return cases
 
@@ -38,15 +40,18 @@ def make_case(pattern, window, kind, T, D, dtype, device):
     doc_start = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
     if streams == 1:
         q, k, v = q[:, 0], k[:, 0], v[:, 0]
-        return lambda q, k, v: K.attention(q, k, v, doc_start, window), lambda q, k, v: K.attention_reference(q, k, v, doc_start, window), [q, k, v]
+        return (lambda q, k, v: K.attention(q, k, v, doc_start, window),
+                lambda q, k, v: K.attention_reference(q, k, v, doc_start, window), [q, k, v])
     persistent, queries = PATTERNS[pattern]
     options = persistent, None if persistent == 'both' else window, doc_start, None, queries
-    return (lambda q, k, v: K.two_stream_attention(q, k, v, *options), lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options),
+    return (lambda q, k, v: K.two_stream_attention(q, k, v, *options),
+            lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options),
             [q[:, K.STREAMS[queries]], k, v])
 
 
 @pytest.mark.parametrize('pattern, window, kind, T, D, dtype', pairwise(
-    list(PATTERNS), [0, 1, 3, 64, None], [None, 'many', 'edges'], [1, 17, 64, 129, 200], [16, 48, 64, 70, 128], [torch.float32, torch.float16]))
+    list(PATTERNS), [0, 1, 3, 64, None], [None, 'many', 'edges'], [1, 17, 64, 129, 200], [16, 48, 64, 70, 128],
+    [torch.float32, torch.float16]))
 def test_kernels_equal_the_reference(pattern, window, kind, T, D, dtype, kernels_device):
     fast, reference, inputs = make_case(pattern, window, kind, T, D, dtype, kernels_device)
     want = gradients(reference, *(x.double() for x in inputs))
@@ -73,8 +78,10 @@ def counting(function, calls):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='counts calls, which only the interpreter makes one by one')
 @pytest.mark.parametrize('pattern, window, kind', [
-    ('causal', None, None), ('causal', 64, None), ('causal', 3, 'many'), ('sps', 64, None), ('sps', 0, 'edges'), ('sps', 64, 'many'),
-    ('sps last layer', 64, 'edges'), ('two_x_memory', None, 'edges'), ('delayed_state', 1, 'many'), ('reverse_sps last layer', 64, None)])
+    ('causal', None, None), ('causal', 64, None), ('causal', 3, 'many'), ('sps', 64, None), ('sps', 0, 'edges'),
+    ('sps', 64, 'many'),
+    ('sps last layer', 64, 'edges'), ('two_x_memory', None, 'edges'), ('delayed_state', 1, 'many'),
+    ('reverse_sps last layer', 64, None)])
 def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, monkeypatch):
     T, visits = 200, {}
     for name in ('_forward_tile', '_query_gradient_tile', '_key_gradient_tile'):
@@ -88,7 +95,8 @@ def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, mo
         mask = K.visible(position, position, doc_start, window)[:, None, :, None]
     else:
         persistent, queries = PATTERNS[pattern]
-        mask = K.two_stream_visible(position, position, position, K.stream_windows(persistent, window), doc_start, queries)
+        mask = K.two_stream_visible(position, position, position, K.stream_windows(persistent, window), doc_start,
+                                    queries)
         mask = mask.unflatten(-1, (2, T)).unflatten(1, (-1, T))  # (B, streams that ask, T, streams of keys, T)
     least = {}
     for kind_of_pass in ('forward', 'query_gradient', 'key_gradient'):
@@ -102,7 +110,8 @@ def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, mo
 
 
 @pytest.mark.parametrize('variant, max_run, share', [
-    ('standard', 4, 256), ('standard, window', 1, 8), ('sps', 1, 256), ('sps', 4, 8), ('sps, window 0', 4, 8), ('sps, beyond the paper', 2, 8),
+    ('standard', 4, 256), ('standard, window', 1, 8), ('sps', 1, 256), ('sps', 4, 8), ('sps, window 0', 4, 8),
+    ('sps, beyond the paper', 2, 8),
     ('two_x_memory', 2, 8), ('delayed_state', 4, 8), ('delayed_state, beyond the paper', 1, 8), ('reverse_sps', 1, 8)])
 def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_device, monkeypatch):
     monkeypatch.setattr(K, 'DECODE_SHARE', share)
@@ -114,7 +123,8 @@ def test_operators_keep_pytorchs_rules(kernels_device):
     fast, _, (q, k, v) = make_case('sps', 3, 'edges', 17, 16, torch.float32, kernels_device)
     doc_start = K.document_starts(documents('edges', 2, 17), 9).to(kernels_device)
     args = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(K._attention_op, (*args, doc_start, [17, 3], 0), test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
+    torch.library.opcheck(K._attention_op, (*args, doc_start, [17, 3], 0),
+                          test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps'])
@@ -124,7 +134,8 @@ def test_models_compile_to_one_graph(name, kernels_device):
     want = model(idx, idx)['loss']
     got = torch.compile(model, backend='aot_eager', fullgraph=True)(idx, idx)['loss']
     torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got, list(model.parameters())), torch.autograd.grad(want, list(model.parameters()))):
+    for a, b in zip(torch.autograd.grad(got, list(model.parameters())),
+                    torch.autograd.grad(want, list(model.parameters()))):
         torch.testing.assert_close(a, b)
 
 
@@ -139,7 +150,8 @@ def test_reference_can_be_forced(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('args', [['--short'], pytest.param([], marks=pytest.mark.long)], ids=['short', 'all'])
 def test_every_variant_compiles_for_sm_90(args):
-    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more memory than there is."""
+    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more memory than there
+    is."""
     command = [sys.executable, '-m', 'bench.compiled', *args]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

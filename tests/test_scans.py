@@ -2,6 +2,7 @@
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,8 +83,8 @@ def a_norm_of_another_kind(model, monkeypatch):
     model.ground_norm = torch.nn.LayerNorm(model.config.n_embd, dtype=torch.float64)
 
 
-def a_hidden_activation(model, monkeypatch):
-    monkeypatch.setattr(G.F, 'silu', F.gelu)
+def a_hidden_activation(model, monkeypatch, silu=F.gelu):
+    monkeypatch.setattr(G, 'F', SimpleNamespace(**vars(F) | {'silu': silu}))
 
 
 def another_layer(model, monkeypatch):
@@ -150,6 +151,25 @@ def test_an_edit_behind_weights_that_start_at_zero_is_seen(monkeypatch, capsys):
     set_form(model, 'auto')
     assert model.scan_report['scan'] == 'loop' and model.scan_report['difference'] > 0.01
     assert 'the equations' in capsys.readouterr().err
+
+
+def test_an_edit_of_gradients_that_are_zero_at_first_is_seen(monkeypatch):
+    """While the output weights are zero, no gradient reaches the SiLU: without noise on the weights both forms agree."""
+    model, _ = initial(n_head=0)
+    a_hidden_activation(model, monkeypatch, lambda x: F.silu(x).detach())
+    model.choose_scan()
+    assert model.scan_report['scan'] == 'loop' and 'gradient' in model.scan_report['where']
+
+
+def test_an_edit_for_training_alone_is_seen_by_a_model_that_evaluates():
+    class Dropping(G.Layer):
+        def forward(self, x, memory):
+            return F.dropout(super().forward(x, memory), 0.1, self.training)
+
+    model, _ = initial()
+    model.layers[0].__class__ = Dropping
+    model.eval().choose_scan()
+    assert model.scan_report['scan'] == 'loop' and not model.layers[0].training
 
 
 def test_edits_of_one_part_in_a_thousand_are_seen_in_fp32():

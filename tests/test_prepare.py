@@ -69,10 +69,9 @@ def test_a_streamed_dataset_becomes_shards(prepared, records):
         assert documents(prepared, split) == [r['text'].encode() for r in records if split_of(r['id'], 0.1) == split]
     d = Data(prepared)
     d.verify()
-    assert len(d.shards['train']) > 5 and {p.name for p in prepared.iterdir()} == {'meta.json',
-                                                                                   *(s['file']
-                                                                                     for i in d.splits.values()
-                                                                                     for s in i['shards'])}
+    assert len(d.shards['train']) > 5
+    shards = {shard['file'] for info in d.splits.values() for shard in info['shards']}
+    assert {p.name for p in prepared.iterdir()} == {'meta.json', *shards}
 
 
 @pytest.mark.parametrize('n_kills', [2, pytest.param(6, marks=pytest.mark.long)])

@@ -56,6 +56,13 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """After each test, however many threads it set."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def kernels_device(monkeypatch):
     """Where Triton's kernels run: on a GPU if there is one, else in the interpreter."""

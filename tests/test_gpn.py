@@ -1,4 +1,5 @@
-"""The Grounded Prediction Network: the equations against the paper, both forms against the equations, decoding, bad input."""
+"""The Grounded Prediction Network: the equations against the paper, both forms against the equations, decoding, bad
+input."""
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, 
 
 
 def make(**values):
-    """A float64 model whose every weight matters, norms and biases included, and windows (3, 23) with ends of documents (59)."""
+    """A float64 model whose every weight matters, norms and biases included, and windows (3, 23) with ends of documents
+    (59)."""
     torch.manual_seed(0)
     model = G.Model(G.Config(**SMALL | values)).double()
     for p in model.parameters():
@@ -78,7 +80,9 @@ def by_the_paper(model, idx):
         for i in range(c.n_layer):
             n = f'layers.{i}.'
             gate, up = linear(rms(s, n + 'ffn_norm'), n + 'gate_up').split(c.n_ffn)
-            new = torch.sigmoid(linear(rms(s, n + 'gate_norm'), n + 'gate')) * s + linear(F.silu(gate) * up, n + 'ffn_out')  # eq. 5
+            # eq. 5
+            new = torch.sigmoid(linear(rms(s, n + 'gate_norm'), n + 'gate')) * s + linear(F.silu(gate) * up,
+                                                                                          n + 'ffn_out')
             if c.n_head:
                 query = linear(rms(s, n + 'read_norm'), n + 'query')
                 read = torch.cat([memory[h] @ unit(query[h * c.d_k:(h + 1) * c.d_k].relu()) for h in heads])
@@ -90,7 +94,8 @@ def by_the_paper(model, idx):
 
 
 def plain_states(model, idx):
-    """The states of windows idx by `Model.step` alone, nothing recomputed: what every form must equal, with its gradients."""
+    """The states of windows idx by `Model.step` alone, nothing recomputed: what every form must equal, with its
+    gradients."""
     c, (B, T) = model.config, idx.shape
     u, state, states = model.ground_input(idx), model.first_state(B), []
     for t in range(T):
@@ -175,7 +180,8 @@ def test_a_compiled_loop_is_the_loop(eos_id):
     got = model(idx, idx)['loss']
     model.step = step
     assert 1 <= len(graphs) <= 3 and max(graphs) < 300  # not one a step, and none of many steps
-    for a, b in zip(torch.autograd.grad(got, list(model.parameters())), torch.autograd.grad(want, list(model.parameters()))):
+    for a, b in zip(torch.autograd.grad(got, list(model.parameters())),
+                    torch.autograd.grad(want, list(model.parameters()))):
         assert (a - b).norm() <= 1e-10 * b.norm()
 
 
@@ -221,7 +227,8 @@ def test_speculative_decoding_gives_the_text_of_plain_decoding(form, draft_len):
     for p in draft.parameters():
         p.data += 0.1 * p.data.std() * torch.randn_like(p)
     draft = set_form(draft.float().eval(), form)
-    prompts = [torch.randint(0, 60, (1 + i % 7,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(12)]
+    prompts = [torch.randint(0, 60, (1 + i % 7,), generator=torch.Generator().manual_seed(i)).tolist()
+               for i in range(12)]
     got, statistics = speculative_generate(model, prompts, 20, draft=draft, draft_len=draft_len, temperature=0)
     assert got == generate(model, prompts, 20, temperature=0)
     assert statistics.accepted_per_step > 0.2  # drafts are taken and refused
@@ -247,7 +254,9 @@ class Recorder(TorchDispatchMode):
                     own.copy_(x)
 
 
-@pytest.mark.parametrize('form', ['loop', pytest.param('fast', marks=pytest.mark.skipif(scan is None, reason='scans/ is not here'))])
+@pytest.mark.parametrize('form', ['loop', pytest.param('fast',
+                                                       marks=pytest.mark.skipif(scan is None,
+                                                                                reason='scans/ is not here'))])
 @torch.no_grad()
 def test_a_recorded_step_decodes_as_the_step_does(form, monkeypatch):
     """Nothing of the state is frozen into a graph: tensors stay the same, and no value comes to Python."""

@@ -107,8 +107,10 @@ def a_kernel_that_raises(model, monkeypatch):
 
 
 EDITS = {  # edit: whether training's loss changes at once, at initial weights
-    zero_layer: True, zero_write: True, another_step: True, a_hook: True, a_gradient_hook: False, a_hook_that_only_looks: False,
-    a_scaled_module: True, a_norm_of_another_kind: False, a_hidden_activation: True, another_layer: True, a_wrong_kernel: False,
+    zero_layer: True, zero_write: True, another_step: True, a_hook: True, a_gradient_hook: False,
+    a_hook_that_only_looks: False,
+    a_scaled_module: True, a_norm_of_another_kind: False, a_hidden_activation: True, another_layer: True,
+    a_wrong_kernel: False,
     a_kernel_that_raises: False}
 
 
@@ -147,14 +149,16 @@ def test_an_edit_behind_weights_that_start_at_zero_is_seen(monkeypatch, capsys):
     model, idx = initial(n_head=0)
     loss = model(idx, idx)['loss'].item()
     a_hidden_activation(model, monkeypatch)
-    assert model(idx, idx)['loss'].item() == set_form(model, 'loop')(idx, idx)['loss'].item() == pytest.approx(loss, rel=1e-12)
+    by_the_loop = set_form(model, 'loop')(idx, idx)['loss'].item()
+    assert model(idx, idx)['loss'].item() == by_the_loop == pytest.approx(loss, rel=1e-12)
     set_form(model, 'auto')
     assert model.scan_report['scan'] == 'loop' and model.scan_report['difference'] > 0.01
     assert 'the equations' in capsys.readouterr().err
 
 
 def test_an_edit_of_gradients_that_are_zero_at_first_is_seen(monkeypatch):
-    """While the output weights are zero, no gradient reaches the SiLU: without noise on the weights both forms agree."""
+    """While the output weights are zero, no gradient reaches the SiLU: without noise on the weights both forms
+    agree."""
     model, _ = initial(n_head=0)
     a_hidden_activation(model, monkeypatch, lambda x: F.silu(x).detach())
     model.choose_scan()
@@ -201,7 +205,8 @@ def test_a_parametrized_module_gives_the_numbers_of_the_loop():
 
 # ---- the choice itself ----
 
-@pytest.mark.parametrize('values', [dict(), dict(n_head=0, n_layer=1), dict(n_layer=3, bptt_len=1), dict(eos_id=None, bptt_len=None, segment_len=1)])
+@pytest.mark.parametrize('values', [dict(), dict(n_head=0, n_layer=1), dict(n_layer=3, bptt_len=1),
+                                    dict(eos_id=None, bptt_len=None, segment_len=1)])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize('trained', [False, True])
 def test_an_unedited_model_is_fast_and_says_nothing(values, dtype, trained, capsys):
@@ -244,7 +249,8 @@ def test_the_check_leaves_no_trace():
     model.choose_scan()
     assert torch.equal(torch.get_rng_state(), state) and vars(model.config) == settings
     assert all(torch.equal(p, w) and p.grad is None for p, w in zip(model.parameters(), weights))
-    assert not model.training and not model.layers[1].training and model.layers[0].training and model.layers[0].gate.training is True
+    assert not model.training and not model.layers[1].training
+    assert model.layers[0].training and model.layers[0].gate.training
 
 
 def test_the_choice_is_made_once_and_anew_elsewhere(monkeypatch):
@@ -318,7 +324,8 @@ def train(values, dtype, steps):
         logits = model.eval().extend(idx, model.new_cache(2, 30, 3), all_positions=True)
     return losses, gradients, logits, model.scan_report['scan']
 '''
-QUICK = dict(n_layer=1, n_head=4, n_embd=256, d_emb=128, d_k=32, d_v=64, vocab_size=320, n_ids=257)  # config/gpn_quick.py
+# config/gpn_quick.py
+QUICK = dict(n_layer=1, n_head=4, n_embd=256, d_emb=128, d_k=32, d_v=64, vocab_size=320, n_ids=257)
 RUNS = [(QUICK, torch.float32, 1), (QUICK | dict(n_layer=2, n_embd=176, eos_id=9, bptt_len=20), torch.float32, 1),
         (SMALL | dict(n_layer=2), torch.float64, 20)]
 
@@ -330,7 +337,8 @@ def test_the_folder_can_be_deleted(tmp_path, monkeypatch):
         shutil.copy(ROOT / name, tmp_path)
     script = WITHOUT_SCANS + f'torch.save([train(*run) for run in {RUNS}], sys.argv[1])'
     (tmp_path / 'script.py').write_text(script)
-    result = subprocess.run([sys.executable, 'script.py', 'out.pt'], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, 'script.py', 'out.pt'], cwd=tmp_path, capture_output=True, text=True,
+                            timeout=300)
     assert result.returncode == 0 and result.stderr == '', result.stderr
     names = {}
     exec(WITHOUT_SCANS.replace('assert G.fast is None', ''), names)
@@ -358,7 +366,8 @@ if sys.argv[1] == 'edited':
 elif sys.argv[1] == 'edited on one' and rank == 1:
     G.fast = None  # the first process decides
 torch.manual_seed(0)
-model = G.Model(G.Config(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
+model = G.Model(G.Config(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60,
+                         segment_len=5,
                          scan=sys.argv[2]))
 torch.manual_seed(1)
 idx = torch.randint(0, 60, (4, 17))
@@ -377,10 +386,12 @@ finally:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('edit, setting, form', [('none', 'loop', 'loop'), ('edited', 'auto', 'loop'), ('none', 'auto', 'fast')])
+@pytest.mark.parametrize('edit, setting, form', [('none', 'loop', 'loop'), ('edited', 'auto', 'loop'),
+                                                 ('none', 'auto', 'fast')])
 def test_two_processes_train_in_one_form(edit, setting, form, tmp_path):
     (tmp_path / 'script.py').write_text(TWO_PROCESSES)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', tmp_path / 'script.py']
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+               tmp_path / 'script.py']
     result = subprocess.run([*command, edit, setting, tmp_path / 'out'], capture_output=True, text=True, timeout=300,
                             env={'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PATH': '/usr/bin:/bin'})
     assert result.returncode == 0, result.stderr[-3000:]
@@ -443,11 +454,13 @@ def test_memory_is_not_held_at_every_step():
         scan.scan(u.transpose(0, 1), None, folded, scan.Sizes.of(c), c.norm_eps, torch.float32, 8, T)
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
-    assert sum(held.values()) == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # u, too
+    # u, too
+    assert sum(held.values()) == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))
 
 
 def test_products_in_bf16_stay_close():
-    """The dtypes of training on a GPU, on whatever there is: state and memory in fp32, products and what is saved of them in bf16."""
+    """The dtypes of training on a GPU, on whatever there is: state and memory in fp32, products and what is saved of
+    them in bf16."""
     model, idx = make(n_layer=2)
     model = model.float()
     for p in model.parameters():
@@ -480,7 +493,9 @@ class Rerun:
         return self.results
 
 
-@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda',
+                                                        marks=pytest.mark.skipif(not torch.cuda.is_available(),
+                                                                                 reason='needs a GPU'))])
 @pytest.mark.parametrize('values', [dict(n_head=0), dict(n_layer=2, eos_id=59, bptt_len=10)], ids=str)
 def test_graphs_of_segments_give_what_the_steps_do(values, device, monkeypatch):
     """Two models of one shape share the graphs, the forward of one between forward and backward of the other."""
@@ -563,7 +578,8 @@ def test_delta_kernels_equal_the_reference(shape, with_documents, kernels_device
 
 
 def pieces_equal_their_definitions(reads, N, C, H, K, D, dtype, device, tolerance):
-    """The pieces of a step with their gradients, beside definitions in float64 and autograd; z are columns of a wider tensor."""
+    """The pieces of a step with their gradients, beside definitions in float64 and autograd; z are columns of a wider
+    tensor."""
     torch.manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -589,7 +605,8 @@ def pieces_equal_their_definitions(reads, N, C, H, K, D, dtype, device, toleranc
     assert_close([scan.gated_add_norm_backward(dn, n, 1 / length, d, gate_value)], want, tolerance)
 
     n = H * D if reads else 0
-    z, read, dy, out, y = columns(2 * C + n), random(N, n) if reads else None, random(N, C + n), columns(2 * C + n), random(N, C + n)
+    z, out, read = columns(2 * C + n), columns(2 * C + n), random(N, n) if reads else None
+    dy, y = random(N, C + n), random(N, C + n)
     both = expect(lambda z, *a: [F.silu(z[:, :C + n]) * torch.cat([z[:, C + n:], *(unit(x, 0.3) for x in a)], 1)],
                   [z] + [read] * reads, [dy])
     assert_close([scan.glu(z, read, 0.3, dtype)], both[0], tolerance)
@@ -656,7 +673,8 @@ def test_the_model_compiles_to_one_graph(kernels_device):
     want = model(idx, idx)['loss']
     got = torch.compile(model, backend='aot_eager', fullgraph=True)(idx, idx)['loss']
     torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got, list(model.parameters())), torch.autograd.grad(want, list(model.parameters()))):
+    for a, b in zip(torch.autograd.grad(got, list(model.parameters())),
+                    torch.autograd.grad(want, list(model.parameters()))):
         torch.testing.assert_close(a, b)
 
 
@@ -683,6 +701,7 @@ def test_a_compiled_model_trains_by_the_loop_to_the_same_numbers():
 def test_the_bench_runs_at_toy_size(capsys):
     from bench import gpn
     rows = gpn.main(['--toy'])
-    assert all(name in str(rows) for name in (['tokens_per_s'] if torch.cuda.is_available() else ['loop_peak_growth_mb', 'plain over']))
+    assert all(name in str(rows) for name in (['tokens_per_s']
+                                              if torch.cuda.is_available() else ['loop_peak_growth_mb', 'plain over']))
     with pytest.raises(SystemExit):
         gpn.main(['--teapot'])

@@ -365,18 +365,17 @@ class Model(nn.Module):
             return self.loop(idx, compiled)
 
     def choose_scan(self):
-        """Decides whether `stream` runs `loop` or its fast form, and returns why: see `attn_kernels.choose_scan`.
+        """Decides whether `stream` runs `loop` or its fast form: the report of `attn_kernels.choose_scan`.
 
         The first forward does so, and the first on a device of another type. Call it again after an edit of a living
-        model, as a swapped module. Only bptt has a fast form.
+        model, as a swapped module. Without bptt there is nothing to choose: None, and `stream` runs the loop.
         """
         c = self.config
-        if c.bptt:
-            window = None if c.window is None else min(c.window, 5)
-            self.scan_report = attn_kernels.choose_scan(self, fast, dropout=0.0, segment_len=4, window=window)
-        else:
-            self.scan_report = {'scan': 'loop', 'difference': None, 'where': None, 'unused': [], 'seconds': 0.0,
-                                'device': self.embed.weight.device.type}
+        if not c.bptt:
+            self.scan_report = {'scan': 'loop', 'device': self.embed.weight.device.type, 'unused': []}
+            return None
+        window = None if c.window is None else min(c.window, 5)
+        self.scan_report = attn_kernels.choose_scan(self, fast, dropout=0.0, segment_len=4, window=window)
         return self.scan_report
 
     @torch.compiler.disable

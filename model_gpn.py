@@ -220,7 +220,7 @@ class Model(nn.Module):
 
     @torch.compiler.disable
     def choose_scan(self):
-        """Decides whether the equations run or their fast form in scans/gpn.py, and notes why in `scan_report`.
+        """Decides whether the equations run or scans/gpn.py: the report of `attn_kernels.choose_scan`.
 
         It happens at the first use, and again on another type of device. Call it after a change of a module.
         """
@@ -228,6 +228,7 @@ class Model(nn.Module):
         self.scan_report = choose_scan(self, fast, **for_the_check)
         if fast is not None:
             fast.forget_graphs()  # of the check's few tokens
+        return self.scan_report
 
     def _uses_fast_form(self):
         if self.scan_report is None or self.scan_report['device'] != next(self.parameters()).device.type:

@@ -20,9 +20,8 @@ from triton.compiler import ASTSource
 
 import attn_kernels as K
 from bench import markdown_table
-from scans import delta_rule
-from scans import gpn as scan
 
+delta_rule, scan = K.import_scan('delta_rule'), K.import_scan('gpn')  # None where the folder scans/ has been removed
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32',
          torch.bool: 'i1'}
@@ -31,7 +30,7 @@ KERNELS = {(module, name): getattr(module, name) for module, names in (
     (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')),
     (scan, ('_gated_add_norm_kernel', '_gated_add_norm_backward_kernel', '_glu_kernel', '_glu_backward_kernel',
             '_memory_inputs_kernel', '_memory_inputs_backward_kernel')))
-    for name in names}
+    for name in names if module}
 PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
     'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0),
     'two streams, rho asks': (1, 2, 1)}
@@ -98,7 +97,7 @@ def short_variants():
         yield 'two streams', True, D, torch.bfloat16
     for D in (64, 70, 128):
         yield 'two streams', True, D, torch.bfloat16, 1
-    for sizes in GPN_SIZES:
+    for sizes in GPN_SIZES if scan else ():
         yield 'gpn', True, sizes, torch.bfloat16
 
 
@@ -119,7 +118,7 @@ def variants():
         for run in runs:
             for D, dtype in ((64, torch.bfloat16), (70, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
                 yield pattern, True, D, dtype, run
-    for sizes in GPN_SIZES:
+    for sizes in GPN_SIZES if scan else ():
         for documents in (False, True):
             yield 'gpn', documents, sizes, torch.bfloat16
 

@@ -66,14 +66,13 @@ def saved_config(record: dict, folder):
 
 
 def choose_scan(model: torch.nn.Module) -> dict | None:
-    """Lets a model with a fast form of its equations choose between the two: its report, None for other models."""
+    """Lets a model with a fast form of its equations choose between the two: its report, None if there is none."""
     if not hasattr(model, 'choose_scan'):
         return None
     try:
-        model.choose_scan()
+        return model.choose_scan()
     except ValueError as error:
         raise UserError(str(error))
-    return model.scan_report
 
 
 def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:

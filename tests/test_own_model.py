@@ -1,5 +1,4 @@
-"""A sixth architecture: one file with `Config`, `forward` and `logits` is trained, judged and sampled by every
-script."""
+"""A sixth architecture: one file with `Config`, `forward` and `logits` works with every script."""
 import importlib
 import re
 import shutil
@@ -10,6 +9,7 @@ import torch
 from conftest import ROOT, assert_sentence, run, train_tiny
 
 import eval as judge
+import test_models
 from common import decoding, runs
 from common.decoding import generate, roomy_cache
 from common.scoring import Scorer
@@ -75,10 +75,8 @@ def bigram(request, tiny_data, tmp_path_factory):
 
 def train_bigram(data, out, *more):
     own = [f'--data={data}', f'--out_dir={out}', '--max_tokens=7680', '--block_size=32', '--batch_size=8',
-           '--warmup_tokens=0',
-           '--learning_rate=0.1', '--eval_tokens=640', '--eval_interval=15', '--log_interval=1', '--save_interval=15',
-           '--threads=1',
-           '--device=cpu', '--dtype=float32']
+           '--warmup_tokens=0', '--learning_rate=0.1', '--eval_tokens=640', '--eval_interval=15', '--log_interval=1',
+           '--save_interval=15', '--threads=1', '--device=cpu', '--dtype=float32']
     result = run('train.py', '--model=bigram', *own, *more)
     assert result.returncode == 0, result.stderr
     return out if not more else result
@@ -93,6 +91,15 @@ def test_it_trains_and_dry_runs(bigram, tiny_data, tmp_path):
     before = [record['loss'] for record in log]
     assert 'from step 15' in train_bigram(tiny_data, bigram, '--resume').stdout
     assert [record['loss'] for record in runs.read_log(bigram)] == before
+
+
+def test_one_line_puts_it_into_the_tests_of_all_models(bigram, monkeypatch):
+    monkeypatch.setitem(test_models.VARIANTS, 'bigram', ('bigram', dict(eos_id=59)))
+    test_models.test_loss_is_the_mean_nll_of_the_counted_targets('bigram')
+    for test in (test_models.test_cached_decoding_equals_full_forward,
+                 test_models.test_final_hidden_is_what_the_head_multiplies_in_the_cache_too):
+        with pytest.raises(pytest.skip.Exception, match='bigram has no'):
+            test('bigram', *[0, 'cpu'][:test.__code__.co_argcount - 1])
 
 
 def test_it_samples_by_recomputing_and_says_so(bigram, capsys):

@@ -435,6 +435,7 @@ class Model(nn.Module):
         form, difference = {'auto': ('fast', 3e-7), 'loop': ('loop', None), 'fast': ('fast', None)}[self.config.scan]
         self.scan_report = {'scan': form, 'difference': difference, 'where': 'loss', 'seconds': 0.125, 'device': 'cpu',
                             'unused': ['unused'] if form == 'loop' else []}
+        return self.scan_report
 
     def forward(self, idx, targets):
         targets = targets.masked_fill(idx == self.config.eos_id, -1)

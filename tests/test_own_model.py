@@ -5,11 +5,11 @@ import shutil
 import sys
 
 import pytest
+import test_models
 import torch
 from conftest import ROOT, assert_sentence, run, train_tiny
 
 import eval as judge
-import test_models
 from common import decoding, runs
 from common.decoding import generate, roomy_cache
 from common.scoring import Scorer

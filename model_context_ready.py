@@ -126,8 +126,8 @@ class Attention(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) turns queries and keys (B, T, 2H, D) to their positions; attend(layer, q, k, v) is the attention:
-        over a whole window in training, over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v) is the
+        attention, over the whole window in training and over a cache in decoding.
         """
         B, T, C = h.shape
         qkv = self.qkv(self.norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)
@@ -282,7 +282,7 @@ class Model(nn.Module):
         return checkpoint(self._unroll, *args, use_reentrant=False)
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token.
+        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
 
         Of the last unroll (section 3.2), which in training is the one that `begin_step` drew, or of streaming. With
         documents on, positions whose input is eos do not count.
@@ -456,7 +456,7 @@ class Model(nn.Module):
         return logits
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows of up to max_tokens tokens; runs of up to max_run have static shapes."""
+        """An empty cache for batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
         weight = self.embed.weight
         device, dtype = device or weight.device, dtype or weight.dtype
         return Cache(self.config, batch_size, max_tokens, max_run, device, dtype, weight.dtype)
@@ -466,7 +466,7 @@ class Model(nn.Module):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a speculative run are this one call. Runs of n <= cache.max_run are
+        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run are
         streamed, have static shapes and never wait for the device; longer ones go as `prefill` says. Raises
         ValueError if a row has no room left (`KVCache.begin`).
         """

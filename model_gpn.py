@@ -250,7 +250,7 @@ class Model(nn.Module):
         return self.head_input(self.states(idx))
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats a counted token.
+        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
 
         With documents on, positions whose input is eos do not count: what follows them is another document.
         """
@@ -287,7 +287,7 @@ class Model(nn.Module):
         """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Prefill,
-        decoding and the verification of a speculative run are this one call. Shapes are static for a given n, and
+        decoding and the verification of a draft are this one call. Shapes are static for a given n, and
         nothing waits for the device.
         """
         n = tokens.shape[1]

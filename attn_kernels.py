@@ -1139,9 +1139,11 @@ class KVCache:
                  rope_theta=10000.0, eos_id=None, device=None, dtype=None):
         self.max_tokens, self.max_run, self.windows = max_tokens, max_run, list(windows)
         self.ring_stream, self.eos_id = ring_stream, eos_id
-        self.ring_slots, self.longest_run = 0, max_tokens  # longer runs on a filled cache go in pieces of longest_run
+        self.ring_slots = 0
+        self.longest_run = max_tokens  # a longer run on a filled cache goes in pieces
         if ring_stream is not None:
-            self.ring_slots, longest, window = max_tokens + 1, max(max_run, 4), windows[ring_stream]
+            self.ring_slots, window = max_tokens + 1, windows[ring_stream]
+            longest = max(max_run, 4)  # shorter pieces would make a long prefill slow
             if window is not None and window + longest < max_tokens:  # else the ring holds everything
                 self.ring_slots, self.longest_run = window + longest + 1, longest
         shape = (n_layer, batch_size, n_kv_head, self.ring_slots + max_tokens + 1, head_size)
@@ -1354,7 +1356,8 @@ def choose_scan(model, scan, **for_the_check):
     rounding. Call it under the autocast that the model will run under. The model has `states(idx)`, `forward(idx,
     targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. for_the_check: settings of its
     config during the check, so small that every boundary comes in a few tokens. With several processes the first
-    decides for all. Raises ValueError for 'fast' without a scan.
+    decides for all, so all must come here, before DDP wraps the model: call `model.choose_scan()` yourself. Raises
+    ValueError for 'fast' without a scan.
     """
     start, device = time.perf_counter(), next(model.parameters()).device
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -1366,10 +1369,10 @@ def choose_scan(model, scan, **for_the_check):
     if model.config.scan == 'fast':
         report['scan'] = 'fast'
     elif is_first and device.type != 'meta' and (compare or distributed):  # DDP must know of unused parameters
-        hook = _inner_hook(model)  # without a comparison the equations still run: DDP must know of unused parameters
-        report |= _compare_forms(model, compare and not hook, for_the_check)
-        if compare and hook:
-            report['where'] = hook
+        hook = _inner_hook(model) if compare else None
+        if distributed or not hook:
+            report |= _compare_forms(model, compare and not hook, for_the_check)
+        report['where'] = hook or report['where']
     report |= {'seconds': time.perf_counter() - start, 'device': device.type}
     if distributed:
         box = [report]
@@ -1391,12 +1394,12 @@ def _say_why(model, report):
         else:
             reasons.append(f'the fast form in scans/ differs from the equations by {report["difference"]:.1g} in '
                            f'{report["where"]}')
-        reasons.append('so the equations run as they read, step by step. After an edit that is as it should be: '
-                       '--scan=loop skips this check')
+        reasons.append('The equations run as they read, step by step. After an edit that is as it should be: '
+                       "set scan = 'loop' (--scan=loop) to skip this check")
     if report['unused']:
-        reasons.append(f'the equations make no use of {", ".join(report["unused"])}')
+        reasons.append(f'The equations make no use of {", ".join(report["unused"])}')
     if reasons:
-        print(f'{type(model).__module__}: {", ".join(reasons)}', file=sys.stderr, flush=True)
+        print(f'{type(model).__module__}: {". ".join(reasons)}', file=sys.stderr, flush=True)
 
 
 def _inner_hook(model):
@@ -1418,22 +1421,26 @@ class _Form(torch.nn.Module):
         report = self.model.scan_report
         self.model.scan_report = {'scan': self.form, 'device': idx.device.type}
         try:
+            self.model.eval()
             with torch.no_grad():
-                states = self.model.states(idx)
+                found = {'the states': self.model.states(idx)}
+                if hasattr(self.model, 'decoded_states'):
+                    found['the decoded states'] = self.model.decoded_states(idx)
+            self.model.train()
             loss = self.model(idx, idx.roll(-1, 1))['loss']
             wanted = {name.removeprefix('model.'): w for name, w in weights.items() if w.requires_grad}
             grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         finally:
             self.model.scan_report = report
-        return {'the states': states, 'the loss': loss.detach()} | dict(zip(wanted, grads))
+        return found | {'the loss': loss.detach()} | dict(zip(wanted, grads))
 
 
 def _compare_forms(model, with_scan, for_the_check):
     """What `choose_scan` reports of the equations and, with_scan, of how far the fast form is from them.
 
     Two windows of a few tokens, with a document's end where the model has documents; weights moved off their values by
-    noise, because many are zero at first and hide what comes before them; in training mode, with the settings
-    for_the_check.
+    noise, because many are zero at first and hide what comes before them; states in evaluation, loss and gradients in
+    training mode; with the settings for_the_check.
     """
     config, device = model.config, next(model.parameters()).device
     settings, modes = {key: getattr(config, key) for key in for_the_check}, {m: m.training for m in model.modules()}
@@ -1442,7 +1449,6 @@ def _compare_forms(model, with_scan, for_the_check):
         try:
             for key, value in for_the_check.items():
                 setattr(config, key, value)
-            model.train()
             torch.set_float32_matmul_precision('highest')
             for seed in range(3):  # rounding may put an input of a ReLU on its other side: hardly in three draws
                 report = _compare_once(model, with_scan, *_noisy_weights_and_tokens(model, device, seed))
@@ -1479,7 +1485,8 @@ def _compare_once(model, with_scan, weights, idx):
     for dtype in [wide, torch.bfloat16] if autocast else [wide]:
         with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
             loop = run('loop', weights)
-            report['unused'] = [name for name, x in loop.items() if x is None]
+            trained = {name for name, p in model.named_parameters() if p.requires_grad}
+            report['unused'] = [name for name, x in loop.items() if x is None and name in trained]
             if not with_scan:
                 return report
             report['difference'], report['where'] = compare(loop, weights)
@@ -1509,13 +1516,13 @@ def _noisy_weights_and_tokens(model, device, seed):
     T = 12 if sum(p.numel() for p in params.values()) < 20_000_000 else 8
     idx = torch.randint(0, model.config.n_ids, (2, T), generator=generator, device=device)
     if model.config.eos_id is not None:
-        idx[0, T // 2 - 1] = model.config.eos_id
+        idx[0, 2] = model.config.eos_id  # the next document starts inside a segment and a piece of truncated BPTT
     weights = {}
     for name, p in params.items():
         wide = torch.promote_types(p.dtype, torch.float32)
         scale = 0.3 if p.dim() < 2 else 0.5 * p.shape[-1] ** -0.5
         noise = torch.randn(p.shape, generator=generator, device=device, dtype=wide)
-        weights[f'model.{name}'] = noise.mul_(scale).add_(p.detach()).requires_grad_(p.requires_grad)
+        weights[f'model.{name}'] = noise.mul_(scale).add_(p.detach()).requires_grad_()  # frozen ones too
     buffers = {f'model.{name}': x.clone() for name, x in model.named_buffers()}  # training mode may change them
     return weights | buffers, idx
 
@@ -1529,7 +1536,7 @@ def _difference(loop, fast):
     def size(x):
         return 0.0 if x is None else torch.linalg.vector_norm(x, dtype=torch.float64).item()
 
-    outputs = ('the states', 'the loss')
+    outputs = ('the states', 'the decoded states', 'the loss')
     all_gradients = math.hypot(*(size(x) for name, x in loop.items() if name not in outputs))
     largest, where = 0.0, 'nothing'
     for name, x in loop.items():

@@ -53,11 +53,11 @@ class Config:
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly; None: always K
     last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only; None: through all
     bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
-    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both agree (tried without dropout)
+    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both agree, dropout not compared
     segment_len: int = 32  # positions that the loop's backward computes again at a time: fewer need less memory
     checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
     prefill: str = 'parallel'  # of long runs, and `logits`: unroll until nothing changes; sequential: token by token
-    prefill_tol: float = 1e-6  # parallel prefill stops when no correction changes by this share of its size
+    prefill_tol: float = 1e-6  # parallel prefill stops when no block output changes by this share of its size
     window: int | None = None  # positions of the past that a query sees besides its own; None: all
     dropout: float = 0.0  # on what enters the blocks and on their residual branches, fresh in every unroll
     rope_theta: float = 10000.0  # base of the rotary wavelengths
@@ -213,6 +213,10 @@ class Model(nn.Module):
             return self.correction(z)
         return self.correction(z + e)
 
+    def embed_tokens(self, idx):
+        """idx (B, n) -> e (B, n, C)."""
+        return self.embed(idx)
+
     def _run_blocks(self, x, rotate, attend):
         """Eq. 3: what enters (B, n, C) -> z (B, n, C). rotate and attend as in `Attention.forward`."""
         x = F.dropout(x, self.config.dropout, self.training)
@@ -245,7 +249,7 @@ class Model(nn.Module):
 
         def attend(layer, q, k, v):
             return attention(q, k, v, doc_start, c.window)
-        return self.embed(idx), is_doc_start, lambda qk: rotate(qk, cos, sin), attend
+        return self.embed_tokens(idx), is_doc_start, lambda qk: rotate(qk, cos, sin), attend
 
     def states(self, idx):
         """z as training sees it: streamed with bptt, else after this step's unrolls. idx (B, T) -> z (B, T, C)."""
@@ -294,6 +298,7 @@ class Model(nn.Module):
 
     def nll(self, z, targets):
         """Mean nats of targets (B, T), -1 ignored, given block outputs z (B, T, C)."""
+        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
         return linear_cross_entropy(self.head_input(z).flatten(0, 1), self.head.weight, targets.flatten())
 
     def begin_step(self, rng):
@@ -303,33 +308,37 @@ class Model(nn.Module):
     def unrolled(self, idx):
         """Of whole windows idx (B, T), without end: (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ..."""
         e, is_doc_start, rotate, attend = self._prepare(idx)
-        yield from self._unrolls(e, torch.zeros_like(e[:, :1]), is_doc_start, rotate, attend)
+        none = torch.zeros_like(e[:, :1])
+        for z in self._unrolls(e, none, is_doc_start, rotate, attend):
+            yield z, self.correct(torch.cat([none, z[:, :-1]], 1), e, is_doc_start)
 
     def _unrolls(self, e, z_before, is_doc_start, rotate, attend):
-        """Yields (z^(k), correction^(k)) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
-        correction = torch.zeros_like(e)
+        """Yields z^(k) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
+        z = self._run_blocks(e, rotate, attend)  # correction^(0) = 0
         while True:
-            z = self._run_blocks(e + correction, rotate, attend)
-            correction = self.correct(torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), e, is_doc_start)
-            yield z, correction
+            yield z
+            z = self.step(e, torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), is_doc_start, rotate, attend)
 
     def _fixed_point(self, e, z_before, is_doc_start, counts, rotate, attend):
         """The unrolls' fixed point: z (B, n, C), and the number of unrolls.
 
-        Unrolls until no correction at a counted position (B, n) changes by more than prefill_tol, relatively; or
-        until only rounding changes them; or until all are exact (Lemma 1).
+        Unrolls until no z from which a counted position (B, n) is corrected changes by more than prefill_tol,
+        relatively; or until only rounding changes them; or until all are exact (Lemma 1).
         """
         device = e.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.head.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps
-        last, last_change = torch.zeros_like(e), math.inf
-        for k, (z, correction) in enumerate(self._unrolls(e, z_before, is_doc_start, rotate, attend), 1):
-            changes = (correction - last).norm(dim=-1) / correction.norm(dim=-1).clamp(min=1e-30)
-            change = changes[counts].max().item()
+        corrects = counts[:, 1:]  # what z of the position before is read for
+        n_counted, last, last_change = int(counts.sum(1).max()), None, math.inf
+        for k, z in enumerate(self._unrolls(e, z_before, is_doc_start, rotate, attend), 1):
+            change = math.inf
+            if k > 1 and n_counted > 1:
+                changes = (z - last).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
+                change = changes[:, :-1][corrects].max().item()
             at_rounding = last_change <= change < rounding
-            if k > e.shape[1] or change < self.config.prefill_tol or at_rounding:
+            if k > n_counted or change < self.config.prefill_tol or at_rounding:
                 return z, k
-            last, last_change = correction, change
+            last, last_change = z, change
 
     def adopt(self, tensors):
         """Named weights of a K = 1 run with a new correction network beside them, whose last layer is 0: the same
@@ -368,7 +377,7 @@ class Model(nn.Module):
         """Decides whether `stream` runs `loop` or its fast form: the report of `attn_kernels.choose_scan`.
 
         The first forward does so, and the first on a device of another type. Call it again after an edit of a living
-        model, as a swapped module. Without bptt there is nothing to choose: None, and `stream` runs the loop.
+        model, as a swapped module or a new hook. Without bptt there is nothing to choose: None; `stream` is the loop.
         """
         c = self.config
         if not c.bptt:
@@ -394,7 +403,7 @@ class Model(nn.Module):
         first_key = torch.zeros_like(idx) if doc_start is None else doc_start
         mask = key_pos >= first_key.unsqueeze(-1)  # (B, T, n_keys)
         is_doc_start = position == first_key
-        e = self.embed(idx)
+        e = self.embed_tokens(idx)
         step = torch.compile(self._step_at) if compiled else self._step_at
 
         def segment(start, end, z, keys, values):
@@ -438,7 +447,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def final_hidden(self, idx):
-        """What the head multiplies, as streaming gives it: the unrolls' fixed point. idx (B, T) -> (B, T, C)."""
+        """What the head multiplies, as streaming gives it, without gradient. idx (B, T) -> (B, T, C)."""
         cache = self.new_cache(*idx.shape, device=idx.device)
         return self.head_input(self._read(idx, cache, cache.begin(idx)))
 
@@ -480,7 +489,7 @@ class Model(nn.Module):
 
     def _read(self, tokens, cache, place):
         """z (B, n, C) of tokens (B, n) at their place in the cache, which takes their keys and values."""
-        c, n, e = self.config, tokens.shape[1], self.embed(tokens)
+        c, n, e = self.config, tokens.shape[1], self.embed_tokens(tokens)
         if c.K == 1:
             return self._run_blocks(e, place.rotate, partial(cache.attend, place))
         is_doc_start = place.positions == (0 if place.doc_start is None else place.doc_start)

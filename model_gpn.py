@@ -206,12 +206,12 @@ class Model(nn.Module):
 
     def _segment(self, step, start, u, carry_mask, *state):
         """Steps of `loop` from `start` on, segment_len at most -> their states (B, S, C) and the last s, g, M."""
-        c, states = self.config, []
+        c, states, first = self.config, [], self.first_state(len(u), u.device)
         for t in range(start, min(start + c.segment_len, u.shape[1])):
-            if c.bptt_len and t % c.bptt_len == 0:
+            if t > 0 and c.bptt_len and t % c.bptt_len == 0:
                 state = [x.detach() for x in state]
             if carry_mask is not None:
-                state = start_documents(state, carry_mask[:, t])
+                state = start_documents(state, first, carry_mask[:, t])
             state = step(u[:, t], *state)
             states.append(state[0])
         return torch.stack(states, 1), *state
@@ -222,7 +222,7 @@ class Model(nn.Module):
     def choose_scan(self):
         """Decides whether the equations run or scans/gpn.py: the report of `attn_kernels.choose_scan`.
 
-        It happens at the first use, and again on another type of device. Call it after a change of a module.
+        It happens at the first use, and again on another type of device. Call it after a new module or hook.
         """
         for_the_check = dict(segment_len=4) | (dict(bptt_len=5) if self.config.bptt_len else {})
         self.scan_report = choose_scan(self, fast, **for_the_check)
@@ -245,6 +245,12 @@ class Model(nn.Module):
             return fast.scan_window(self, u, carry_mask)
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
 
+    def decoded_states(self, idx):
+        """`states`, as decoding gives them: what `choose_scan` compares besides. idx (B, T) -> (B, T, C)."""
+        cache = self.new_cache(*idx.shape, max_run=idx.shape[1])
+        _, states, _ = cache.append(idx, self.ground_input(idx), torch.full_like(cache.lengths, idx.shape[1]))
+        return states
+
     def final_hidden(self, idx):
         """What the head multiplies, for whole windows. idx (B, T) -> (B, T, E)."""
         return self.head_input(self.states(idx))
@@ -257,6 +263,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
+        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
         loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
@@ -292,7 +299,7 @@ class Model(nn.Module):
         """
         n = tokens.shape[1]
         n_new = torch.full_like(cache.lengths, n) if lengths is None else lengths
-        early, tail, tail_start = cache.read(tokens, self.ground_input(tokens), n_new)
+        early, tail, tail_start = cache.append(tokens, self.ground_input(tokens), n_new)
         h = self.head_input(tail)
         cache.hidden[:, :h.shape[1]] = h
         if not all_positions:
@@ -318,9 +325,9 @@ class Model(nn.Module):
         return 6 * weights + c.n_head * c.d_k * c.d_v * (4 * 5 + 6 * c.n_layer)
 
 
-def start_documents(state, carry_mask):
-    """s, g, M as tensors (B, ...), zeros in rows where carry_mask (B, 1) is 0."""
-    return [x * carry_mask.view(-1, *[1] * (x.dim() - 1)) for x in state]
+def start_documents(state, first, carry_mask):
+    """s, g, M as tensors (B, ...), those of `first` in rows where carry_mask (B, 1) is 0."""
+    return choose_rows(carry_mask[:, 0] > 0, state, first)
 
 
 def choose_rows(mask, a, b):
@@ -339,10 +346,10 @@ class LoopDecoder:
 
     def steps(self, state, u, carry_mask, active):
         """Next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), new state."""
-        states = []
+        states, first = [], self.first_state(len(u))
         with torch.autocast('cpu', enabled=False):  # as in `Model.loop`
             for t in range(u.shape[1]):
-                new = self.model.step(u[:, t], *start_documents(state, carry_mask[:, t]))
+                new = self.model.step(u[:, t], *start_documents(state, first, carry_mask[:, t]))
                 state = choose_rows(active[:, t], new, state)
                 states.append(state[0])
         return torch.stack(states, 1), state
@@ -383,7 +390,7 @@ class Cache:
             own.copy_(x)  # the same tensors each time, as a CUDA graph needs
         return states
 
-    def read(self, tokens, u, n_new):
+    def append(self, tokens, u, n_new):
         """Takes n_new (B,) of tokens (B, n), u (B, n, C).
 
         Returns states (B, n - m, C) of the early ones, (B, m, C) of the tail, m = min(n, max_run), and where each row's

@@ -275,6 +275,7 @@ class Model(nn.Module):
         future_targets = [targets.masked_fill(~same, -1) for same in same_document]
         if c.objective == 'nextlat':
             return self._next_latent(idx, targets, h, same_document, future_targets)
+        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
         nll = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         if c.objective == 'mtp':
             predictions = self._future_heads(trunk, rotate, attend)

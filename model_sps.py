@@ -200,6 +200,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
+        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
         loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
@@ -264,5 +265,5 @@ class Model(nn.Module):
         block = sum(p.numel() for p in self.blocks[0].parameters() if p.dim() >= 2)
         used = block * (c.first_predict_layer + 2 * two_streams + 1) + self.head.weight.numel()
         used += 2 * c.n_embd ** 2  # in the last layer, keys and values of the stream that does not emit
-        pairs = c.first_predict_layer * x_keys + two_streams * sum(pairs.values()) + pairs[emits]
-        return 6 * used + 12 * c.n_embd * pairs
+        total_pairs = c.first_predict_layer * x_keys + two_streams * sum(pairs.values()) + pairs[emits]
+        return 6 * used + 12 * c.n_embd * total_pairs

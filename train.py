@@ -87,10 +87,11 @@ class Settings:
     threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes
 
 
-MAY_CHANGE = {  # on --resume; scan is a setting of the model
+MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
     'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval',
     'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens', 'wandb_project',
-    'device', 'compile', 'threads', 'scan'}
+    'device', 'compile', 'threads',
+    'scan', 'segment_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
 
 
@@ -98,6 +99,7 @@ BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size;
 
 def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
     """Settings, the model's Config values given by the user, and the saved record if this continues a run."""
+    argv = with_model_of_run(argv)
     s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
     if s.out_dir is None:
         s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
@@ -123,9 +125,18 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 
+def with_model_of_run(argv):
+    """argv; with the model of the run it goes on with, if it names neither a model nor a config file."""
+    options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
+    goes_on = 'out_dir' in options and options.keys() & {'resume', 'eval_only'} and 'init_from' not in options
+    if goes_on and 'model' not in options and all(arg.startswith('-') for arg in argv):
+        return [*argv, f'--model={runs.read_run(options["out_dir"])["model"]}']
+    return argv
+
+
 def check_unchanged(folder, saved, given):
     """Raises UserError if a resumed run is given other settings than it was started with, but for MAY_CHANGE."""
-    for name in given.keys() - MAY_CHANGE:
+    for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: name != 'model'):  # another model has other settings
         if saved[name] != given[name]:
             raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go '
                             f'on as it was with python train.py --out_dir={folder} --resume, or start another with '
@@ -253,10 +264,10 @@ def choose_scan(model, machine) -> dict:
         print(f'scan: {scan}, not compared with another form')
     elif scan == 'fast':
         print(f'scan: fast, within {difference:.0e} of the equations (checked in {seconds:.1f} s)')
-    else:
-        print(f'scan: loop, as the fast form differs by {difference:.0e} in {report["where"]} (checked in '
-              f'{seconds:.1f} s)')
-    return {'scan': scan, 'scan_difference': difference, 'scan_seconds': seconds}
+    else:  # the model has said why
+        print(f'scan: loop (checked in {seconds:.1f} s)')
+    is_number = difference is not None and math.isfinite(difference)
+    return {'scan': scan, 'scan_difference': difference if is_number else None, 'scan_seconds': seconds}
 
 
 def learning_rate(s: Settings, tokens: int) -> float:

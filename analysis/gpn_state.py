@@ -59,11 +59,11 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
     """
     c, (B, T) = model.config, idx.shape
     u, states, decays = model.ground_input(idx), [], []
-    state = model.first_state(B, u.device)
+    state = first = model.first_state(B, u.device)
     with empty_heads(model, list(heads_off)):
         for t in range(T):
             if t and c.eos_id is not None:
-                state = start_documents(state, (idx[:, t - 1] != c.eos_id).unsqueeze(-1))
+                state = start_documents(state, first, (idx[:, t - 1] != c.eos_id).unsqueeze(-1))
             s, g, memory = model.step(u[:, t], *state)
             predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without
             state = predicted if carried else s, g, memory

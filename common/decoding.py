@@ -265,6 +265,8 @@ def pack_weights(model: nn.Module) -> nn.Module:
     By private operators, in place, for inference only; the plain weights stay beside the packed ones. Decoding is bound
     by reading weights, and this reads them in order.
     """
+    if getattr(model, 'scan_report', 0) is None:
+        model.choose_scan()  # packed weights cannot be exchanged for those of the check
     reorder = getattr(torch.ops.mkldnn, '_reorder_linear_weight', None)
     if reorder is None or not torch.backends.mkldnn.is_available():
         return model

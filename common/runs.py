@@ -86,24 +86,32 @@ def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
         raise UserError(f'{source} does not fit this model: {error}')
 
 
+def own_tensors(model: torch.nn.Module) -> dict:
+    """The tensors of a model that a checkpoint has, by name: parameters, then persistent buffers."""
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
+
+
 def check_weights(model: torch.nn.Module, tensors: dict, source) -> None:
-    """Raises UserError unless the names and shapes of the tensors are those of the model's parameters."""
-    params = dict(model.named_parameters())
+    """Raises UserError unless the tensors have the model's names and shapes. Buffers may be missing."""
+    own, params = own_tensors(model), dict(model.named_parameters())
     for name in (*params, *tensors):
-        if name not in params or name not in tensors:
-            owner = 'model' if name in params else 'checkpoint'
+        if name not in own or name not in tensors:
+            owner = 'model' if name in own else 'checkpoint'
             raise UserError(f'{source} does not fit this model: {name} is only in the {owner}')
-        have, want = tuple(tensors[name].shape), tuple(params[name].shape)
+        have, want = tuple(tensors[name].shape), tuple(own[name].shape)
         if have != want:
             raise UserError(f'{source} does not fit this model: {name} has shape {have}, the model needs {want}')
 
 
 def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
-    """Copies named tensors into the model's parameters; UserError unless they fit exactly."""
+    """Copies named tensors into the model's parameters and buffers; UserError unless they fit."""
     check_weights(model, tensors, source)
+    own = own_tensors(model)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(tensors[name])
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
 
 
 def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
@@ -265,7 +273,7 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     """
     names = {p: name for name, p in model.named_parameters()}
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
-    files = {'model.safetensors': {name: p for p, name in names.items()}, 'optimizer.safetensors': moments}
+    files = {'model.safetensors': own_tensors(model), 'optimizer.safetensors': moments}
     save_checkpoint(folder, step, files, {'step': step, 'seconds': seconds}, keep)
 
 

@@ -284,7 +284,7 @@ class RunDraft:
         first = torch.where(all_accepted, drafts[:, n - 1], token)
         self.new_run[:, 0] = torch.where(live, first, self.new_run[:, 0])
         self.new_run[:, 1] = torch.where(live, token, self.new_run[:, 1])
-        self.n_unread = torch.where(live, 1 + all_accepted.long(), self.n_unread)
+        self.n_unread.copy_(torch.where(live, 1 + all_accepted.long(), self.n_unread))  # in place: a graph reads it
 
 
 # ---- how long a draft is ----

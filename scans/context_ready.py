@@ -36,7 +36,7 @@ def stream(model, idx, graphs=True):
     the next forward.
     """
     c = model.config
-    e, doc_start = model.embed(idx), document_starts(idx, c.eos_id)
+    e, doc_start = model.embed_tokens(idx), document_starts(idx, c.eos_id)
     B, T, C = e.shape
     rope = rope_table(torch.arange(T, device=idx.device), C // c.n_head, c.rope_theta)
     dropout = None  # factors: on what enters the blocks, then on the two branches of each block

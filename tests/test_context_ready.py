@@ -319,9 +319,27 @@ def test_a_swapped_layer_of_a_living_model_takes_effect_when_asked(monkeypatch):
     assert abs(model(idx, idx)['loss'] - before) > 1e-4
 
 
+@pytest.mark.parametrize('prefill', ['parallel', 'sequential'])
+def test_an_edited_step_is_in_everything(prefill):
+    """A correction that is halved reaches unrolls, prefill, logits and decoding alike."""
+    class Halved(Model):
+        def step(self, e, z, is_doc_start, rotate, attend):
+            return self._run_blocks(e + 0.5 * self.correct(z, e, is_doc_start), rotate, attend)
+
+    model, idx = make(prefill=prefill), tokens(T=16)
+    edited = Halved(model.config).eval()
+    edited.load_state_dict(model.state_dict())
+    cache = edited.new_cache(3, 16)
+    streamed = torch.stack([edited.extend(idx[:, t:t + 1], cache) for t in range(16)], 1)
+    assert (edited.logits(idx) - streamed)[..., :60].abs().max() < 1e-4
+    assert (edited.logits(idx) - model.logits(idx))[..., :60].abs().max() > 1e-2
+    assert not torch.allclose(edited(idx, idx)['nll'], model(idx, idx)['nll'])
+
+
 def test_a_model_without_bptt_has_nothing_to_choose(monkeypatch, capsys):
     monkeypatch.setattr(model_context_ready.attn_kernels, 'choose_scan', None)
-    assert make().choose_scan()['scan'] == 'loop' and capsys.readouterr().err == ''
+    model = make()
+    assert model.choose_scan() is None and model.scan_report['scan'] == 'loop' and capsys.readouterr().err == ''
 
 
 SHAPES = [dict(n_layer=1, n_head=4, n_embd=64, window=38), dict(variant='concat', eos_id=EOS)]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import attn_kernels
 import model_gpn as G
 from attn_kernels import choose_scan, import_scan
+from common.decoding import pack_weights
 
 scan, delta_rule = import_scan('gpn'), import_scan('delta_rule')
 if scan is None:
@@ -106,12 +107,25 @@ def a_kernel_that_raises(model, monkeypatch):
     monkeypatch.setattr(scan, 'scan_window', lambda model, u, carry_mask: 1 / 0)
 
 
+def an_edit_of_evaluation(model, monkeypatch):
+    forward = G.Layer.forward
+    edited = lambda self, x, memory: forward(self, x, memory) if self.training else x
+    monkeypatch.setattr(G.Layer, 'forward', edited)
+
+
+def a_wrong_decoder(model, monkeypatch):
+    right = scan.Decoder.steps
+
+    def wrong(self, *inputs):
+        states, state = right(self, *inputs)
+        return 1.01 * states, state
+    monkeypatch.setattr(scan.Decoder, 'steps', wrong)
+
+
 EDITS = {  # edit: whether training's loss changes at once, at initial weights
     zero_layer: True, zero_write: True, another_step: True, a_hook: True, a_gradient_hook: False,
-    a_hook_that_only_looks: False,
-    a_scaled_module: True, a_norm_of_another_kind: False, a_hidden_activation: True, another_layer: True,
-    a_wrong_kernel: False,
-    a_kernel_that_raises: False}
+    a_hook_that_only_looks: False, a_scaled_module: True, a_norm_of_another_kind: False, a_hidden_activation: True,
+    another_layer: True, a_wrong_kernel: False, a_kernel_that_raises: False, a_wrong_decoder: False}
 
 
 def initial(**values):
@@ -174,6 +188,23 @@ def test_an_edit_for_training_alone_is_seen_by_a_model_that_evaluates():
     model.layers[0].__class__ = Dropping
     model.eval().choose_scan()
     assert model.scan_report['scan'] == 'loop' and not model.layers[0].training
+
+
+def test_an_edit_for_evaluation_alone_is_seen_by_a_model_that_trains(monkeypatch):
+    model, idx = initial()
+    an_edit_of_evaluation(model, monkeypatch)
+    model.train()(idx, idx)
+    assert model.scan_report['scan'] == 'loop'
+
+
+def test_a_frozen_or_packed_model_can_be_checked():
+    model, idx = initial()
+    model = model.float().requires_grad_(False)
+    assert model(idx, idx)['loss'] > 0 and model.scan_report['scan'] == 'fast' and model.scan_report['unused'] == []
+    model, idx = initial()
+    with torch.no_grad():
+        assert pack_weights(model.float()).logits(idx).isfinite()[..., :60].all()
+    assert model.scan_report['scan'] == 'fast'
 
 
 def test_edits_of_one_part_in_a_thousand_are_seen_in_fp32():
@@ -287,7 +318,7 @@ def test_unused_parameters_are_named(monkeypatch, capsys):
     model(idx, idx)
     assert model.scan_report['unused'][0].startswith('write.')
     assert {name.split('.')[0] for name in model.scan_report['unused']} == {'write'}
-    assert 'the equations make no use of write.log_rate' in capsys.readouterr().err
+    assert 'The equations make no use of write.log_rate' in capsys.readouterr().err
 
 
 def test_a_scan_that_is_absent_is_none_and_a_broken_one_raises(tmp_path, monkeypatch):

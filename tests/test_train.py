@@ -383,8 +383,8 @@ def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
     assert sampled.returncode == 0 and '4 tokens' in sampled.stderr, sampled.stderr
     judged = run('eval.py', old_run, '--val')
     assert judged.returncode == 0 and 'val nats_per_token' in judged.stdout, judged.stderr
-    assert_sentence(run('train.py', f'--out_dir={old_run}', '--resume', '--checkpoint_blocks'),
-                    'has checkpoint_blocks = False')
+    assert_sentence(run('train.py', f'--out_dir={old_run}', '--resume', '--tied_head=False'),
+                    'has tied_head = True')
     result = run('train.py', f'--out_dir={old_run}', '--resume')
     assert result.returncode == 0 and 'from step 15' in result.stdout, result.stderr
     assert losses(old_run) == losses(undisturbed)
@@ -501,6 +501,31 @@ def test_weights_that_the_equations_do_not_use_are_no_trouble_for_two_processes(
 
 
 # ---- in one process ----
+
+def test_buffers_are_saved_with_the_weights(tmp_path):
+    class WithBuffers(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer('seen', torch.rand(4))
+            self.register_buffer('scratch', torch.rand(4), persistent=False)
+    model, other = WithBuffers(), WithBuffers()
+    runs.save_training(tmp_path, model, torch.optim.AdamW(model.parameters()), 3, 1.0, keep=2)
+    assert runs.restore_training(tmp_path, other, torch.optim.AdamW(other.parameters())) == (3, 1.0)
+    assert torch.equal(other.weight, model.weight) and torch.equal(other.seen, model.seen)
+    assert not torch.equal(other.scratch, model.scratch)
+    runs.load_weights(other, {'weight': model.weight, 'bias': model.bias}, 'an older run')  # which had no buffers
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_its_config_file(tiny_data, tmp_path):
+    gpn = ['--model=gpn', '--n_layer=1', '--n_head=1', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=4', '--n_ffn=16']
+    shape = [arg for arg in TINY if not arg.startswith('--n_')]
+    out = f'--out_dir={tmp_path / "run"}'
+    assert run('train.py', *gpn, *shape, f'--data={tiny_data}', out, '--max_tokens=640').returncode == 0
+    assert run('train.py', out, '--resume', '--scan=loop', '--segment_len=8').returncode == 0
+    assert run('train.py', out, '--eval_only', '--scan=loop').returncode == 0
+    assert_sentence(run('train.py', out, '--resume', '--model=standard', '--window=3'), "has model = 'gpn'")
+
 
 @pytest.mark.slow
 def test_a_call_leaves_the_process_as_it_was(tiny_data, tmp_path):

@@ -698,6 +698,7 @@ def test_decoding_on_kernels(kernels_device):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_model_compiles_to_one_graph(kernels_device):
     model, idx = make(eos_id=59, scan='fast')
     model, idx = model.float().to(kernels_device), idx[:, :9].to(kernels_device)

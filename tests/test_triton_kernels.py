@@ -127,6 +127,7 @@ def test_operators_keep_pytorchs_rules(kernels_device):
                           test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps'])
 def test_models_compile_to_one_graph(name, kernels_device):
     model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)

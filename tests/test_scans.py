@@ -680,7 +680,8 @@ def test_pieces_on_kernels(shape, dtype, tolerance, kernels_device):
 
 
 @needs_triton
-@pytest.mark.parametrize('values', [dict(n_layer=3), dict(eos_id=59), dict(n_head=0)], ids=str)
+@pytest.mark.parametrize('values', [pytest.param(dict(n_layer=3), marks=pytest.mark.slow), dict(eos_id=59),
+                                    dict(n_head=0)], ids=str)
 def test_the_scan_on_kernels_equals_the_loop(values, kernels_device):
     model, idx = make(**values)
     for p in model.parameters():

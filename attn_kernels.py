@@ -189,6 +189,7 @@ def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, 
 
 
 def _two_stream_reference(q, k, v, windows, doc_start, queries):
+    """`two_stream_attention_reference` with windows from `stream_windows`."""
     position = torch.arange(q.shape[2], device=q.device)
     mask = two_stream_visible(position, position, position, windows, doc_start, queries).unsqueeze(-3)
     q_all, k_all, v_all = (x.flatten(1, 2) for x in (q, k, v))

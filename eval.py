@@ -16,6 +16,10 @@ Rolling likelihood, of which corpora are made, starts each document after eos, a
 documents on has never been trained to predict from eos (training leaves those positions out): the first token of a
 document is then scored by an untrained position. The SPS paper's figures are made so, and these are too.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import csv
 import datetime
 import difflib

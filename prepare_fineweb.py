@@ -10,6 +10,10 @@ document a file), given by path, pattern, or as a folder that `datasets` underst
 and the settings alone, not on the number of workers or on interruptions: started again, it goes on after its last whole
 shard.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import dataclasses
 import datetime
 import fcntl

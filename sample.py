@@ -9,6 +9,10 @@
 `generate` and `speculative_generate` are the functions to import: prompts of different lengths in one batch, texts of
 the same distribution. A model without `extend` is read anew for every token, by its `logits`.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import codecs
 import os
 import sys

@@ -10,6 +10,10 @@ story. A model needs `forward` and `logits`; what else it may have is used where
 another model), `choose_scan` (two forms of its equations), `begin_step` (choices of a step, by a seeded random.Random),
 `flops_per_token` and `head` (costs), `longest_draft` and `draft` (speculative decoding).
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import contextlib
 import importlib.util
 import json

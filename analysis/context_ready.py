@@ -7,6 +7,10 @@ contraction estimate L at the K of training (of a bptt run: at K = 5); how many 
 multiply-adds per token and cache bytes per token. Writes NAME.csv and NAME.png, perplexity against K, and prints the
 table.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import math
 import sys
 from dataclasses import dataclass

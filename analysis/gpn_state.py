@@ -7,6 +7,10 @@ Writes NAME.csv (every number: part, name, x, value) and NAME.png, and prints a 
 states, their mean direction read as tokens, how long state and memory heads remember; then validation perplexity with
 the mean direction taken out of the decoded, or of the carried state, and with the memory's slow or fast heads emptied.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import csv
 import sys
 from contextlib import contextmanager

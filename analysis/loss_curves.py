@@ -6,6 +6,10 @@ Writes NAME.png (a line per configuration, a band from the lowest to the highest
 each line goes below the first one's for good, as figure 2 of the SPS paper does. Time is that of the runs' own logs:
 compare runs that had the same machine.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import statistics
 import sys
 from dataclasses import dataclass

@@ -7,6 +7,10 @@ configuration gets a panel and each score a line: the wave of appendix B of the 
 as path-star graphs have, each configuration is a line, with a band from the lowest to the highest seed. Prints where
 each score ends and when it is solved.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import sys
 from dataclasses import dataclass
 

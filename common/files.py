@@ -3,12 +3,19 @@ import errno
 import hashlib
 import json
 import os
+import platform
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import filelock
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class UserError(ValueError):
@@ -17,25 +24,82 @@ class UserError(ValueError):
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Ends the program with exit status 1 and a sentence, not a traceback, where the cause is input, disk or memory."""
+    """Ends the program with exit status 1 and a sentence, not a traceback.
+
+    An error that no UserError foresaw, as an edit of a model file may bring, names the place in this repository where
+    it came up. With TRACEBACK=1 in the environment it shows the whole way there.
+    """
     program = Path(sys.argv[0]).name
+    with interruptible():
+        try:
+            yield
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever read the output has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except (UserError, OSError) as error:
+            disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
+            remedy = ': make room and start again, a training run with --resume' if disk_is_full else ''
+            sys.exit(f'{program}: {error}{remedy}')
+        except Exception as error:
+            if os.environ.get('TRACEBACK') == '1':
+                raise
+            is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in str(error)
+            sys.exit(f'{program}: {too_little_memory(error) if is_memory else unforeseen(error)}')
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, which it does not while a program imports (common/start.py) or ends."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
-    except BrokenPipeError:  # whoever read the output has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (UserError, OSError) as error:
-        disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
-        remedy = ': make room and start again, a training run with --resume' if disk_is_full else ''
-        sys.exit(f'{program}: {error}{remedy}')
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        sys.exit(f'{program}: too little memory. Training: lower micro_batch_size or set checkpoint_blocks '
-                 '(context_ready: checkpoint_unrolls); sampling: give fewer or shorter prompts. '
-                 f'{str(error).splitlines()[0]}')
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def too_little_memory(error: Exception) -> str:
+    return ('too little memory. Training: lower micro_batch_size or set checkpoint_blocks (context_ready: '
+            f'checkpoint_unrolls); sampling: give fewer or shorter prompts. {first_line(error)}')
+
+
+def unforeseen(error: Exception) -> str:
+    """A sentence for an error that is none of ours: what, and the last place in this repository that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT) and '.venv' not in frame.filename]
+    place = (own or frames)[-1]
+    file = os.path.relpath(place.filename, ROOT) if own else place.filename
+    return (f'{type(error).__name__}: {first_line(error)}\n  at {file}, line {place.lineno}, in {place.name}: '
+            f'{place.line}\n  TRACEBACK=1 before the command shows the whole way there')
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), '')
+
+
+@contextmanager
+def locked(folder) -> Iterator[None]:
+    """Holds the lock of a folder: a UserError if another process has it. It is free when its holder ends, however."""
+    path = Path(folder) / '.lock'  # it stays: one that is removed could be held twice
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        holder = ''
+        with suppress(OSError):
+            holder = path.read_text(errors='replace')
+        raise UserError(f'{folder} is being written by {holder or "another process"}: wait until it ends, or use '
+                        'another folder')
+    try:
+        path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+        yield
+    finally:
+        lock.release()
 
 
 def sync_folder(folder) -> None:

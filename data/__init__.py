@@ -6,7 +6,12 @@ A file of this folder is built-in data if it has `build(folder)`, which writes s
 import hashlib
 import importlib
 import json
+import sys
 from pathlib import Path
+
+if sys.argv[0] == '-m':  # as in python -m data.pointer_chasing, which runs this file first
+    from common.start import quiet_start
+    quiet_start()
 
 from common.files import UserError
 from data.shards import BUILT, PIECE, VAL_SHARE, Data, split_of, text_documents, write_data

@@ -17,6 +17,10 @@ level has its own; the base table's values are all different. The last level end
 whose answer is only a target. So T = 6 M H + 3 M + 2. With few keys and hops, fresh rows will now and then repeat a
 held-out one.
 """
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import string
 import sys
 from dataclasses import dataclass

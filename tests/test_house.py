@@ -4,12 +4,13 @@ import ast
 from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
-COMMON = {'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks'}
+COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
+    'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
-    'data': {'data', 'common.files', 'common.settings'},
+    'data': {'data', 'common.start', 'common.files', 'common.settings'},
     'common.runs': {'common.files', 'common.settings', 'data'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -130,6 +131,30 @@ def write_file(path, content: bytes) -> None:
 def write_json(path, value) -> None:
     """`write_file` of a value as JSON."""
     write_file(path, json.dumps(value, indent=1).encode())
+
+
+def checked_json(value: dict) -> dict:
+    """A dict for `write_json`, with the checksum that `read_json` compares as its first key. All keys are strings."""
+    canonical = json.dumps(value, sort_keys=True)
+    return {'crc32': f'{zlib.crc32(canonical.encode()):08x}', **value}
+
+
+def read_json(path, remedy: str) -> dict:
+    """The dict of a JSON file, without its checksum, which files of older code have not.
+
+    Raises UserError, which ends with the remedy, if the file is damaged.
+    """
+    try:
+        value = json.loads(Path(path).read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f'it holds a {type(value).__name__} where an object is expected')
+        has_checksum = 'crc32' in value
+        found = value.pop('crc32', None)
+        if has_checksum and checked_json(value)['crc32'] != found:
+            raise ValueError('its content does not match the crc32 in it; if you changed it by hand, remove that line')
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{path} is damaged ({error}): {remedy}')
+    return value
 
 
 def sha256(path) -> str:

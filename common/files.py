@@ -72,7 +72,7 @@ def too_little_memory(error: Exception) -> str:
 def unforeseen(error: Exception) -> str:
     """A sentence for an error that is none of ours: what, and the last place in this repository that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT) and '.venv' not in frame.filename]
+    own = [f for f in frames if Path(f.filename).is_relative_to(ROOT) and 'site-packages' not in f.filename]
     place = (own or frames)[-1]
     file = os.path.relpath(place.filename, ROOT) if own else place.filename
     return (f'{type(error).__name__}: {first_line(error)}\n  at {file}, line {place.lineno}, in {place.name}: '

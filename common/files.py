@@ -33,10 +33,11 @@ def friendly_errors() -> Iterator[None]:
     program = Path(sys.argv[0]).name
     with interruptible():
         try:
-            yield
-            sys.stdout.flush()
+            try:
+                yield
+            finally:
+                flush_output()
         except BrokenPipeError:  # whoever read the output has enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
@@ -49,6 +50,15 @@ def friendly_errors() -> Iterator[None]:
                 raise
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in str(error)
             sys.exit(f'{program}: {too_little_memory(error) if is_memory else unforeseen(error)}')
+
+
+def flush_output() -> None:
+    """Flushes stdout. Where that fails, what is left goes nowhere, or the end of the program would try again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 @contextmanager

@@ -84,7 +84,10 @@ def start_processes(s) -> Machine:
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
+        try:
+            dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
+        except ValueError as error:  # no MASTER_ADDR, for one
+            raise UserError(f'{world} processes cannot be joined: start them with torchrun. {error}')
     device = torch.device(kind, local) if kind == 'cuda' else torch.device('cpu')
     return Machine(rank, world, device, launcher=launcher)
 
@@ -156,15 +159,16 @@ def show(text: str, end: str = '\n') -> None:
 
 @contextmanager
 def caught_signals() -> Iterator[list]:
-    """A list that the first SIGINT, SIGTERM or SIGHUP makes non-empty; the second ends the program as usual.
+    """A list that the first SIGINT, SIGTERM or SIGHUP makes non-empty.
 
-    What is ignored stays so: nohup ignores SIGHUP.
+    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP does not, as a terminal that hangs up sends one
+    and fails each line that is shown. What is ignored stays so: nohup ignores SIGHUP.
     """
     stop = []
 
     def on_signal(number, _):
         stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:

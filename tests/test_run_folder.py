@@ -353,6 +353,7 @@ def test_output_that_nobody_reads_is_a_hang_up(monkeypatch):
     with machine.caught_signals() as stop, monkeypatch.context() as patch:
         patch.setattr(sys, 'stdout', Closed())
         machine.say('step 1')
+        machine.say('step 2')
     assert stop == [signal.SIGHUP]
 
 

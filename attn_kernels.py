@@ -44,7 +44,11 @@ the other's.
 A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks. In the environment, ATTENTION=reference makes every
 pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
-B batch, T positions, H heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V vocabulary.
+Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
+h // (H / HK).
+
+B batch, T positions, H heads, HK key heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V
+vocabulary.
 """
 import functools
 import importlib.util
@@ -98,8 +102,14 @@ def visible(query_pos, key_pos, doc_start=None, window=None):
     return mask
 
 
+def each_head(x, n_head):
+    """Keys or values (..., HK, D) as n_head query heads read them: (..., n_head, D)."""
+    return x if x.shape[-2] == n_head else x.repeat_interleave(n_head // x.shape[-2], -2)
+
+
 def attention_reference(q, k, v, doc_start=None, window=None):
     """`attention` as its definition: dense scores, mask, softmax. Exact in float64, for tests and for reading."""
+    k, v = (each_head(x, q.shape[-2]) for x in (k, v))
     position = torch.arange(q.shape[1], device=q.device)
     mask = visible(position, position, doc_start, window)
     scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5
@@ -110,8 +120,8 @@ def attention_reference(q, k, v, doc_start=None, window=None):
 def attention(q, k, v, doc_start=None, window=None):
     """softmax(q k^T / sqrt(D)) v over the keys max(doc_start[t], t - window) <= k <= t.
 
-    q, k, v (B, T, H, D); doc_start (B, T) int64 from `document_starts`, None for one document; window in positions,
-    None for all. Returns (B, T, H, D).
+    q (B, T, H, D); k, v (B, T, HK, D); doc_start (B, T) int64 from `document_starts`, None for one document; window in
+    positions, None for all. Returns (B, T, H, D).
     """
     T, on_cpu = q.shape[1], q.device.type == 'cpu'
     dense = on_cpu and q.dtype == torch.bfloat16 and T <= DENSE_T
@@ -121,7 +131,8 @@ def attention(q, k, v, doc_start=None, window=None):
     if use_triton(q) and not (plain and q.is_cuda):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _kernel_attention(q, k, v, doc_start, [window, None], 0).squeeze(1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
+    # PyTorch's attention wants (B, H, T, D)
+    q, k, v = (x.transpose(1, 2) for x in (q, each_head(k, q.shape[2]), each_head(v, q.shape[2])))
     if plain and not dense:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     position = torch.arange(T, device=q.device)
@@ -149,17 +160,19 @@ def _dense_attention(q, k, v, mask):
 def slot_attention(q, k, v, mask):
     """Attention over the slots of a cache, in its dtype.
 
-    q (B, n, H, D); k, v (B, H, S, D); mask (B, n, S), true where seen. Returns (B, n, H, D).
+    q (B, n, H, D); k, v (B, HK, S, D); mask (B, n, S), true where seen. Returns (B, n, H, D).
     """
-    out_dtype, mask = q.dtype, mask.unsqueeze(1)
-    q = q.to(k.dtype).transpose(1, 2)
+    out_dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[1]
+    # the queries of all heads that read a key head are rows of one product
+    q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = (mask if group == 1 else mask.repeat(1, group, 1)).unsqueeze(1)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and q.shape[2] <= 64:
         # k q^T reads the keys in order, q k^T does not
         scores = (k @ (q * q.shape[-1] ** -0.5).transpose(-2, -1)).transpose(-2, -1)
         out = torch.where(mask, scores, float('-inf')).softmax(-1) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask)
-    return out.transpose(1, 2).to(out_dtype)
+    return out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(out_dtype)
 
 
 STREAMS = {'input': [0], 'predict': [1], 'both': [0, 1]}  # x is stream 0, rho stream 1
@@ -192,7 +205,7 @@ def _two_stream_reference(q, k, v, windows, doc_start, queries):
     """`two_stream_attention_reference` with windows from `stream_windows`."""
     position = torch.arange(q.shape[2], device=q.device)
     mask = two_stream_visible(position, position, position, windows, doc_start, queries).unsqueeze(-3)
-    q_all, k_all, v_all = (x.flatten(1, 2) for x in (q, k, v))
+    q_all, k_all, v_all = (each_head(x, q.shape[3]).flatten(1, 2) for x in (q, k, v))
     scores = torch.einsum('bqhd,bkhd->bhqk', q_all, k_all) * q.shape[-1] ** -0.5
     return torch.einsum('bhqk,bkhd->bqhd', scores.masked_fill(~mask, float('-inf')).softmax(-1), v_all).view_as(q)
 
@@ -203,7 +216,7 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
     Position t sees x_j for j <= t and rho_j for j <= t, but x_t not rho_t; of a stream that does not persist, and with
     persistent_window of the others too, only j >= t - window; nothing before doc_start[t].
 
-    k, v (B, 2, T, H, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one
+    k, v (B, 2, T, HK, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one
     stream that queries = 'input' or 'predict' names. persistent 'input', 'predict' or 'both'; windows in positions,
     None for all; doc_start (B, T) int64. Returns the shape of q.
     """
@@ -222,7 +235,7 @@ def _two_stream_attention(q, k, v, windows, doc_start, queries):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
     # Positions in a tile: small enough to skip most of what the pattern leaves out.
     step = QUERY_BLOCK // 2 if on_cpu else 512
-    q, k, v = (x.transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
+    q, k, v = (each_head(x, q.shape[3]).transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
     attend = F.scaled_dot_product_attention
     if on_cpu:
         attend = _dense_attention if T <= DENSE_T or not torch.is_grad_enabled() else _dense_attention_again
@@ -413,10 +426,11 @@ def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_stride
 
 @jit
 def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_strides, out_strides, windows, T, H, scale,
-                    NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr,
-                    A: constexpr, N: constexpr, M: constexpr):
+                    GROUP: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr,
+                    D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
     """out and lse of a tile of N query positions; the longest tiles start first."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    key_h = h // GROUP
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * N
     row = tl.arange(0, NQ * N)
     part, position = row // N, first + row % N  # a row is one position of one stream
@@ -433,10 +447,10 @@ def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_stride
     acc0 = tl.zeros((NQ * N, D0), tl.float32)
     acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
     for i in range(0, x[2] + rho[2]):
-        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h,
+        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, key_h,
                                          position, stream, start, windows, T, scale, D, D0, D1, A, M, True)
     for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
-        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h,
+        acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, key_h,
                                          position, stream, start, windows, T, scale, D, D0, D1, A, M, False)
     l = tl.where(seen, l, 1.0)
     rows = _rows(out_strides, part, row % N, A)
@@ -463,11 +477,12 @@ def _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, lse, delta, k, v
 
 @jit
 def _query_gradient_kernel(q, k, v, out, grad, lse, delta, dq, doc_start, q_strides, k_strides, v_strides, out_strides,
-                           grad_strides, dq_strides, windows, T, H, scale, NQ: constexpr, NK: constexpr,
-                           FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr,
-                           M: constexpr):
+                           grad_strides, dq_strides, windows, T, H, scale, GROUP: constexpr, NQ: constexpr,
+                           NK: constexpr, FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
+                           N: constexpr, M: constexpr):
     """dq of a tile of N query positions, and delta = sum(out * grad), which the keys' gradient needs too."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    key_h = h // GROUP
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * N
     row = tl.arange(0, NQ * N)
     part, position = row // N, first + row % N
@@ -492,12 +507,12 @@ def _query_gradient_kernel(q, k, v, out, grad, lse, delta, dq, doc_start, q_stri
     acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
     for i in range(0, x[2] + rho[2]):
         acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides,
-                                          v_strides, b, h, position, stream, start, windows, T, scale, D, D0, D1, A, M,
-                                          True)
+                                          v_strides, b, key_h, position, stream, start, windows, T, scale, D, D0, D1, A,
+                                          M, True)
     for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
         acc0, acc1 = _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, row_lse, row_delta, k, v, k_strides,
-                                          v_strides, b, h, position, stream, start, windows, T, scale, D, D0, D1, A, M,
-                                          False)
+                                          v_strides, b, key_h, position, stream, start, windows, T, scale, D, D0, D1, A,
+                                          M, False)
     rows = _rows(dq_strides, part, row % N, A)
     scale /= 1.4426950408889634  # d exp2(s log2(e)) = d exp(s)
     _store(_at(dq, dq_strides, b, h, 0, first, A), rows, seen, acc0 * scale, acc1 * scale, D, D0, D1)
@@ -529,10 +544,15 @@ def _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delt
 
 @jit
 def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, k_strides, v_strides, grad_strides,
-                         dk_strides, windows, T, H, scale, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
-                         D0: constexpr, D1: constexpr, A: constexpr, N: constexpr, M: constexpr):
-    """dk and dv of a tile of M keys of one stream, walking the queries that see them in tiles of N positions."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+                         dk_strides, windows, T, H, scale, GROUP: constexpr, NQ: constexpr, NK: constexpr,
+                         FIRST: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, N: constexpr,
+                         M: constexpr):
+    """dk and dv of a tile of M keys of one stream and head.
+
+    Walks the queries that see them in tiles of N positions, one query head of the group after the other.
+    """
+    n_key_head = H // GROUP
+    b, h = (tl.program_id(0) // n_key_head).to(tl.int64), tl.program_id(0) % n_key_head
     key_stream, c = tl.program_id(1) % NK, tl.program_id(1) // NK * M
     d = tl.minimum(c + M, T) - 1
     window = windows[0]
@@ -559,15 +579,17 @@ def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, 
     dv0 = tl.zeros((M, D0), tl.float32)
     dk1 = dk0 if D1 == 0 else tl.zeros((M, D1), tl.float32)
     dv1 = dv0 if D1 == 0 else tl.zeros((M, D1), tl.float32)
-    for i in range(0, full):
-        dk0, dk1, dv0, dv1 = _key_gradient_tile(lo + (left + i) * N, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse,
-                                                delta, q_strides, grad_strides, b, h, key, end, window, key_stream, T,
-                                                H, scale, NQ, FIRST, D, D0, D1, A, N, True)
-    for i in range(0, left + right):
-        n = lo + (i + tl.where(i >= left, full, 0)) * N
-        dk0, dk1, dv0, dv1 = _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta, q_strides,
-                                                grad_strides, b, h, key, end, window, key_stream, T, H, scale, NQ,
-                                                FIRST, D, D0, D1, A, N, False)
+    for query_h in range(h * GROUP, (h + 1) * GROUP):
+        for i in range(0, full):
+            n = lo + (left + i) * N
+            dk0, dk1, dv0, dv1 = _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta,
+                                                    q_strides, grad_strides, b, query_h, key, end, window, key_stream,
+                                                    T, H, scale, NQ, FIRST, D, D0, D1, A, N, True)
+        for i in range(0, left + right):
+            n = lo + (i + tl.where(i >= left, full, 0)) * N
+            dk0, dk1, dv0, dv1 = _key_gradient_tile(n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, grad, lse, delta,
+                                                    q_strides, grad_strides, b, query_h, key, end, window, key_stream,
+                                                    T, H, scale, NQ, FIRST, D, D0, D1, A, N, False)
     scale /= 1.4426950408889634
     rows = _rows(dk_strides, 0, tl.arange(0, M), A)
     _store(_at(dk, dk_strides, b, h, key_stream, c, A), rows, seen, dk0 * scale, dk1 * scale, D, D0, D1)
@@ -610,21 +632,21 @@ def column_blocks(head_size):
 
 
 def _launch(kernel, kind, tensors, strided, q, k, windows, first):
-    """Runs an attention kernel over all heads and tiles of q (B, NQ, T, H, D), k (B, NK, T, H, D)."""
-    (B, NQ, T, H, D), NK = q.shape, k.shape[1]
+    """Runs an attention kernel over all heads and tiles of q (B, NQ, T, H, D), k (B, NK, T, HK, D)."""
+    (B, NQ, T, H, D), NK, n_key_head = q.shape, k.shape[1], k.shape[3]
     N, M, warps, stages = tiles(q.device, D, q.dtype, kind, NQ)
     D0, D1 = column_blocks(D)
-    grid = B * H, NK * triton.cdiv(T, M) if kind == 'key_gradient' else triton.cdiv(T, N)
+    grid = (B * n_key_head, NK * triton.cdiv(T, M)) if kind == 'key_gradient' else (B * H, triton.cdiv(T, N))
     strides = [x.stride()[:4] for x in strided]
     A = math.gcd(16, *(stride for x in strides for stride in x))
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[grid](*tensors, *strides, tuple(windows), T, H, D ** -0.5 * math.log2(math.e), NQ, NK, first, D, D0, D1,
-                     A, N, M, num_warps=warps, num_stages=stages)
+        kernel[grid](*tensors, *strides, tuple(windows), T, H, D ** -0.5 * math.log2(math.e), H // n_key_head, NQ, NK,
+                     first, D, D0, D1, A, N, M, num_warps=warps, num_stages=stages)
 
 
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor | None,
                       windows: list[int], first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, NQ, T, H, D), k, v (B, NK, T, H, D) -> out as q, log-sum-exps in base 2 (B, NQ, H, T) fp32.
+    """q (B, NQ, T, H, D), k, v (B, NK, T, HK, D) -> out as q, log-sum-exps in base 2 (B, NQ, H, T) fp32.
 
     windows: one for each stream of keys, at most T; first: the stream of the first queries, 0 for x, 1 for rho.
     """
@@ -689,7 +711,7 @@ def use_triton(q):
 
 
 def _kernel_attention(q, k, v, doc_start, windows, first):
-    """The kernels on q (B, NQ, T, H, D), k, v (B, NK, T, H, D); a window for each stream of keys, None for all."""
+    """The kernels on q (B, NQ, T, H, D), k, v (B, NK, T, HK, D); a window for each stream of keys, None for all."""
     T = q.shape[2]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     doc_start = None if doc_start is None else doc_start.contiguous()
@@ -699,10 +721,11 @@ def _kernel_attention(q, k, v, doc_start, windows, first):
 
 # ---- decoding in Triton: a run of new positions over a cache, up to 16 query rows ----
 #
-# Each program takes one head of one row of the batch and a share of the cache's filled slots; `_combine_kernel` merges
-# the shares. The run's own keys come from registers: the program of the first share rotates them, writes them to the
-# cache and attends to them there and then, so that nobody waits for the write. A cache is [ring of R slots | memory]
-# (`KVCache`); without a ring R is 0. Every size is fixed by the shapes, so that a step can be a CUDA graph.
+# Each program takes a share of the filled slots of one row of the batch and one key head, for all query heads that read
+# it, or as many as make 16 rows; `_combine_kernel` merges the shares. The run's own keys come from registers: the
+# program of the first share rotates them, writes them to the cache and attends to them there and then, so that nobody
+# waits for the write. A cache is [ring of R slots | memory] (`KVCache`); without a ring R is 0. Every size is fixed by
+# the shapes, so that a step can be a CUDA graph.
 
 @jit
 def _load_halves(x, rows, seen, D: constexpr, HALF: constexpr):
@@ -740,26 +763,28 @@ def _decode_tile(acc, m, l, qa, qb, ka, kb, v, mask, scale):
 @jit
 def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos,
                    sin, slots_stride, q_strides, k_strides, v_strides, cache_strides, windows, H, R, scale,
-                   n: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, RING_STREAM: constexpr,
-                   READS_RING: constexpr, READS_MEMORY: constexpr, D: constexpr, HALF: constexpr, WIDE: constexpr,
-                   A: constexpr, M: constexpr):
-    """One share of a head's slots: out itself if there is only one, else shares and statistics.
+                   n: constexpr, GROUP: constexpr, HEADS: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr,
+                   RING_STREAM: constexpr, READS_RING: constexpr, READS_MEMORY: constexpr, D: constexpr,
+                   HALF: constexpr, WIDE: constexpr, A: constexpr, M: constexpr):
+    """One share of a key head's slots: out itself if there is only one, else shares and statistics.
 
-    n positions of NQ streams of queries and NK of keys.
+    n positions of NQ streams of queries and NK of keys, of HEADS of the GROUP query heads that read the key head.
     """
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    b, h = (tl.program_id(0) // (H // HEADS)).to(tl.int64), tl.program_id(0) % (H // HEADS) * HEADS
+    key_h = h // GROUP
     share, n_shares = tl.program_id(1), tl.num_programs(1)
     row = tl.arange(0, 16)
-    asks, stream, i = row < NQ * n, FIRST + row // n, row % n
+    asks, part, i = row < NQ * HEADS * n, row // (HEADS * n), row % n  # rows: streams, heads, positions
+    stream = FIRST + part
     t = tl.load(positions + b * n + i).to(tl.int32)
     first = tl.zeros_like(t)
     if doc_start is not None:
         first = tl.load(doc_start + b * n + i).to(tl.int32)
     start = tl.load(positions + b * n).to(tl.int32)  # tokens before the run
-    q_rows = _rows(q_strides, row // n, i, A)
+    q_rows = _rows(q_strides, part, i, A) + tl.multiple_of(row // n % HEADS * q_strides[3], [A])
     qa, qb = _rotated_halves(_at(q, q_strides, b, h, 0, 0, A), q_rows, asks, t, cos, sin, D, HALF)
     qa, qb = qa.to(k_cache.dtype.element_ty), qb.to(k_cache.dtype.element_ty)
-    k_cache, v_cache = _at(k_cache, cache_strides, b, h, 0, 0, A), _at(v_cache, cache_strides, b, h, 0, 0, A)
+    k_cache, v_cache = _at(k_cache, cache_strides, b, key_h, 0, 0, A), _at(v_cache, cache_strides, b, key_h, 0, 0, A)
     m = tl.full((16,), -1e30, tl.float32)
     l = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, WIDE), tl.float32)
@@ -791,10 +816,10 @@ def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions
         new, key_stream = row < NK * n, row // n
         slot = tl.load(slots + b * slots_stride + row, mask=new, other=0)
         k_rows = _rows(k_strides, key_stream, i, A)
-        ka, kb = _rotated_halves(_at(k, k_strides, b, h, 0, 0, A), k_rows, new, t, cos, sin, D, HALF)
+        ka, kb = _rotated_halves(_at(k, k_strides, b, key_h, 0, 0, A), k_rows, new, t, cos, sin, D, HALF)
         ka, kb = ka.to(k_cache.dtype.element_ty), kb.to(k_cache.dtype.element_ty)
         v_rows = _rows(v_strides, key_stream, i, A)
-        values = _load_columns(_at(v, v_strides, b, h, 0, 0, A), v_rows, new, 0, WIDE, D, True)
+        values = _load_columns(_at(v, v_strides, b, key_h, 0, 0, A), v_rows, new, 0, WIDE, D, True)
         values = values.to(v_cache.dtype.element_ty)
         rows = _rows(cache_strides, 0, slot, A)
         _store_halves(k_cache, rows, new, ka, kb, D, HALF)
@@ -806,7 +831,7 @@ def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions
         acc, m, l = _decode_tile(acc, m, l, qa, qb, ka, kb, values, mask, scale)
 
     if n_shares == 1:
-        _store_decoded(out, acc, l, b, h, H, row, asks, n, NQ, D, WIDE)
+        _store_decoded(out, acc, l, b, h, H, row, asks, n, HEADS, NQ, D, WIDE)
     else:
         at = (tl.program_id(0) * n_shares + share).to(tl.int64) * 16 + row
         tl.store(_columns(shares, at * WIDE, 0, WIDE), acc)
@@ -815,16 +840,19 @@ def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions
 
 
 @jit
-def _store_decoded(out, acc, l, b, h, H, row, asks, n: constexpr, NQ: constexpr, D: constexpr, WIDE: constexpr):
-    """out (B, NQ, n, H, D) of one head."""
+def _store_decoded(out, acc, l, b, h, H, row, asks, n: constexpr, HEADS: constexpr, NQ: constexpr, D: constexpr,
+                   WIDE: constexpr):
+    """out (B, NQ, n, H, D) of HEADS heads from h on."""
     acc /= tl.where(asks, l, 1.0)[:, None]
-    rows = ((b * NQ * n + row) * H + h) * D
+    part, head, i = row // (HEADS * n), row // n % HEADS, row % n
+    rows = (((b * NQ + part) * n + i) * H + h + head) * D
     tl.store(_columns(out, rows, 0, WIDE), acc.to(out.dtype.element_ty), mask=_in_head(asks, 0, WIDE, D))
 
 
 @jit
-def _combine_kernel(shares, statistics, out, H, n_shares, n: constexpr, NQ: constexpr, D: constexpr, WIDE: constexpr):
-    """Merges the shares of one head."""
+def _combine_kernel(shares, statistics, out, H, n_shares, n: constexpr, HEADS: constexpr, NQ: constexpr, D: constexpr,
+                    WIDE: constexpr):
+    """Merges the shares of a program's heads."""
     row = tl.arange(0, 16)
     m = tl.full((16,), -1e30, tl.float32)
     l = tl.zeros((16,), tl.float32)
@@ -837,8 +865,8 @@ def _combine_kernel(shares, statistics, out, H, n_shares, n: constexpr, NQ: cons
         acc = acc * old[:, None] + tl.load(_columns(shares, at * WIDE, 0, WIDE)) * new[:, None]
         l = l * old + tl.load(statistics + at * 2 + 1) * new
         m = m_new
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    _store_decoded(out, acc, l, b, h, H, row, row < NQ * n, n, NQ, D, WIDE)
+    b, h = (tl.program_id(0) // (H // HEADS)).to(tl.int64), tl.program_id(0) % (H // HEADS) * HEADS
+    _store_decoded(out, acc, l, b, h, H, row, row < NQ * HEADS * n, n, HEADS, NQ, D, WIDE)
 
 
 DECODE_KEYS = 64  # of a tile
@@ -850,24 +878,27 @@ def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: t
                    cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                    doc_start: torch.Tensor | None, ring_positions: torch.Tensor | None, windows: list[int], first: int,
                    ring_stream: int, reads: str) -> torch.Tensor:
-    (B, NQ, n, H, D), NK = q.shape, k.shape[1]
+    (B, NQ, n, H, D), NK, group = q.shape, k.shape[1], q.shape[3] // k.shape[3]
+    heads = max(heads for heads in range(1, group + 1) if group % heads == 0 and (heads == 1 or heads * NQ * n <= 16))
+    programs = B * H // heads
     S, R = k_cache.shape[2], 0 if ring_positions is None else ring_positions.shape[1] - 1
-    n_shares = max(1, min(DECODE_PROGRAMS // (B * H), S // DECODE_SHARE))
+    n_shares = max(1, min(DECODE_PROGRAMS // programs, S // DECODE_SHARE))
     half, wide = (max(16, triton.next_power_of_2(d)) for d in (D // 2, D))
     out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-    shares = torch.empty(B * H, n_shares, 16, wide, device=q.device, dtype=torch.float32)
-    statistics = torch.empty(B * H, n_shares, 16, 2, device=q.device, dtype=torch.float32)
+    shares = torch.empty(programs, n_shares, 16, wide, device=q.device, dtype=torch.float32)
+    statistics = torch.empty(programs, n_shares, 16, 2, device=q.device, dtype=torch.float32)
     strides = [x.stride()[:4] for x in (q, k, v)] + [(k_cache.stride(0), 0, k_cache.stride(2), k_cache.stride(1))]
     A = math.gcd(16, *(stride for x in strides for stride in x))
     keys = DECODE_KEYS if D % 16 == 0 else DECODE_KEYS // 2  # halves that do not start on 16 bytes go through registers
     with torch.cuda.device_of(q):
-        _decode_kernel[B * H, n_shares](q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start,
-                                        ring_positions, cos, sin, slots.stride(0), *strides, tuple(windows), H, R,
-                                        D ** -0.5 * math.log2(math.e), n, NQ, NK, first, ring_stream, reads != 'memory',
-                                        reads != 'ring', D, half, wide, A, keys, num_warps=4,
-                                        num_stages=2 if q.dtype == torch.float32 else 3)
+        _decode_kernel[programs, n_shares](
+            q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin,
+            slots.stride(0), *strides, tuple(windows), H, R, D ** -0.5 * math.log2(math.e), n, group, heads, NQ, NK,
+            first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4,
+            num_stages=2 if q.dtype == torch.float32 else 3)
         if n_shares > 1:
-            _combine_kernel[B * H,](shares, statistics, out, H, n_shares, n, NQ, D, wide, num_warps=4, num_stages=2)
+            _combine_kernel[programs,](shares, statistics, out, H, n_shares, n, heads, NQ, D, wide, num_warps=4,
+                                       num_stages=2)
     return out
 
 
@@ -888,9 +919,9 @@ def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_star
                      ring_positions=None, ring_stream=1, reads='both'):
     """Rotates a run's queries and keys, stores keys and values, and attends over what the cache then holds.
 
-    q (B, NQ, n, H, D), k, v (B, NK, n, H, D) of the streams at work, NQ n and NK n at most 16; k_cache, v_cache (B, H,
-    S, D), [ring of R slots | memory]; rope: tables of all positions; positions (B, n) int64 of the run; slots (B, NK,
-    n) that take its keys; doc_start (B, n) or None; windows: of x and rho, None for all. ring_positions (B, R + 1):
+    q (B, NQ, n, H, D), k, v (B, NK, n, HK, D) of the streams at work, NQ n and NK n at most 16; k_cache, v_cache (B,
+    HK, S, D), [ring of R slots | memory]; rope: tables of all positions; positions (B, n) int64 of the run; slots (B,
+    NK, n) that take its keys; doc_start (B, n) or None; windows: of x and rho, None for all. ring_positions (B, R + 1):
     what each ring slot holds, None without a ring; ring_stream: the stream whose keys are there; reads: 'ring',
     'memory' or 'both'. Returns (B, NQ, n, H, D).
     """
@@ -943,11 +974,32 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
-def rope_table(positions, head_size, theta):
-    """cos and sin, fp32, of the angles position * theta^(-2j/D), j < D/2. positions (...) -> two of (..., 1, D/2)."""
+def rope_table(positions, head_size, theta, scaling=None):
+    """cos and sin, fp32, of the angles position * theta^(-2j/D), j < D/2. positions (...) -> two of (..., 1, D/2).
+
+    scaling: for windows longer than those of pretraining, as Llama 3 has it: 'factor,low,high,tokens'. What turns less
+    than `low` times in `tokens` positions is slowed by `factor`, what turns more than `high` times is not.
+    """
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None, None] * theta ** (-j / head_size)
+    frequency = 1 / theta ** (j / head_size)
+    if scaling:
+        factor, low, high, tokens = rope_scaling(scaling)
+        turns = tokens * frequency / (2 * math.pi)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (unscaled + (1 - unscaled) / factor)
+    angles = positions[..., None, None] * frequency
     return angles.cos(), angles.sin()
+
+
+def rope_scaling(text):
+    """The four numbers of a scaling, as `rope_table` takes it. Raises ValueError."""
+    try:
+        factor, low, high, tokens = map(float, text.split(','))
+    except ValueError:
+        factor = low = high = tokens = 0.0
+    if not (1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= tokens < math.inf):
+        raise ValueError(f"rope_scaling = {text!r}: expected 'factor,low,high,tokens', as '8,1,4,8192' of Llama 3")
+    return factor, low, high, tokens
 
 
 def rotate_reference(x, cos, sin):
@@ -1133,11 +1185,11 @@ class KVCache:
     n_layer layers of n_kv_head key heads of head_size; max_run: the longest run of tokens that has static shapes and
     can be rolled back; width: of the vectors in `hidden`; windows: one for each stream of keys, in positions, None for
     all; ring_stream: the stream in the ring, 0 or 1, None where there is one stream; eos_id: None for one endless
-    document.
+    document; rope_theta, rope_scaling as in `rope_table`.
     """
 
     def __init__(self, n_layer, n_kv_head, head_size, batch_size, max_tokens, max_run, width, windows, ring_stream=None,
-                 rope_theta=10000.0, eos_id=None, device=None, dtype=None):
+                 rope_theta=10000.0, rope_scaling=None, eos_id=None, device=None, dtype=None):
         self.max_tokens, self.max_run, self.windows = max_tokens, max_run, list(windows)
         self.ring_stream, self.eos_id = ring_stream, eos_id
         self.ring_slots = 0
@@ -1159,7 +1211,7 @@ class KVCache:
         # What the head multiplies, of the last run, and which of it is each row's last token; -1: all are forgotten.
         self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)
         self.last = torch.full((batch_size,), -1, device=device)
-        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, rope_theta)
+        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, rope_theta, rope_scaling)
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
 
     @property
@@ -1209,8 +1261,9 @@ class KVCache:
     def attend(self, place, layer, q, k, v, streams='both', queries=None):
         """Stores the run's keys and values, and attends over all that its tokens see. May be repeated for the same run.
 
-        One stream: q, k, v (B, n, H, D), already through `place.rotate`. Two: (B, streams, n, H, D), k and v of the
-        `streams` at work, 'both', 'input' or 'predict', q of `queries`, None for the same. Returns the shape of q.
+        One stream: q (B, n, H, D), k, v (B, n, HK, D), q and k already through `place.rotate`. Two: (B, streams, n,
+        heads, D), k and v of the `streams` at work, 'both', 'input' or 'predict', q of `queries`, None for the same.
+        Returns the shape of q.
         """
         if q.dim() == 4:
             return self.attend(place, layer, *(x.unsqueeze(1) for x in (q, k, v)), 'input').squeeze(1)

@@ -41,6 +41,27 @@ def test_attention_equals_dense_reference(T, window, kind, D, device):
     assert_close(gradients(lambda q, k, v: K.attention(q, k, v, starts, window), q, k, v), want, 2e-5)
 
 
+@pytest.mark.parametrize('window, kind', [(None, None), (5, 'many')])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-5), (torch.bfloat16, 1e-2)])
+def test_query_heads_in_groups_read_one_key_head_each(window, kind, dtype, tolerance, device):
+    """Against the same attention with each key head written out once for each query head that reads it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 70, heads, 16, device=device).to(dtype) for heads in (6, 2, 2))
+    starts = None if kind is None else K.document_starts(documents(kind, 2, 70), 9).to(device)
+    options = 'input', window, starts
+    for fast, reference, inputs in (
+            (lambda q, k, v: K.two_stream_attention(q, k, v, *options),
+             lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options), (q, k, v)),
+            (lambda q, k, v: K.attention(q, k, v, starts, window),
+             lambda q, k, v: K.attention_reference(q, k, v, starts, window), (q[:, 0], k[:, 0], v[:, 0]))):
+        def written_out(q, k, v, reference=reference):
+            k, v = (torch.stack([x[..., h // 3, :] for h in range(6)], -2) for x in (k, v))
+            return reference(q, k, v)
+        want = gradients(written_out, *(x.double() for x in inputs))
+        assert_close(gradients(reference, *(x.double() for x in inputs)), want, 1e-12)
+        assert_close(gradients(fast, *inputs), want, tolerance)
+
+
 @pytest.mark.parametrize('T, window, kind', [(64, None, None), (300, 64, 'edges'), (520, None, 'many'),
                                              (1100, 64, 'many')])
 def test_attention_in_bf16_stays_close_to_float64(T, window, kind, device):
@@ -84,15 +105,15 @@ def test_document_starts():
     assert K.document_starts(idx, None) is None
 
 
-@pytest.mark.parametrize('window', [None, 0, 5])
-def test_a_cache_gives_the_rows_of_attention(window, device):
+@pytest.mark.parametrize('window, n_kv_head', [(None, 3), (0, 3), (5, 3), (None, 1), (5, 1)])
+def test_a_cache_gives_the_rows_of_attention(window, n_kv_head, device):
     """A prompt, then runs of several lengths, one of them longer than max_run on a cache that is not empty."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 50, 3, 16, device=device)
+    q, k, v = (torch.randn(2, 50, heads, 16, device=device) for heads in (3, n_kv_head, n_kv_head))
     tokens = documents('many', 2, 50).to(device)
     starts, rope = K.document_starts(tokens, 9), K.rope_table(torch.arange(50, device=device), 16, 10000.0)
     want = K.attention_reference(*(x.double() for x in (K.rotate(q, *rope), K.rotate(k, *rope), v)), starts, window)
-    cache = K.KVCache(1, 3, 16, 2, 60, max_run=4, width=48, windows=[window], eos_id=9, device=device)
+    cache = K.KVCache(1, n_kv_head, 16, 2, 60, max_run=4, width=48, windows=[window], eos_id=9, device=device)
     got = []
     for a, b in ((0, 20), (20, 21), (21, 25), (25, 45), (45, 50)):
         place = cache.begin(tokens[:, a:b])
@@ -110,6 +131,28 @@ def test_rms_norm_and_rotate_equal_their_references(device):
     rope = K.rope_table(torch.arange(7, device=device), 16, 10000.0)
     want = gradients(lambda x: K.rotate_reference(x, *(t.double() for t in rope)), x.double())
     assert_close(gradients(lambda x: K.rotate(x, *rope), x), want, 1e-5)
+
+
+@pytest.mark.parametrize('scaling, of_hugging_face', [
+    (None, {'rope_type': 'default'}),
+    ('8,1,4,64', {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+                  'original_max_position_embeddings': 64}),
+    ('4,1e9,2e9,64', {'rope_type': 'linear', 'factor': 4.0})])
+def test_rotary_angles_are_those_of_hugging_face(scaling, of_hugging_face):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    config = LlamaConfig(hidden_size=32, num_attention_heads=1, max_position_embeddings=512,
+                         rope_parameters={'rope_theta': 500000.0, **of_hugging_face})
+    position = torch.arange(512)
+    cos, sin = (x[0, :, :16] for x in LlamaRotaryEmbedding(config)(torch.zeros(1, 512, 32), position[None]))
+    got = K.rope_table(position, 32, 500000.0, scaling)
+    assert (got[0][:, 0] - cos).abs().max() < 1e-5 and (got[1][:, 0] - sin).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize('text', ['', '8', '8,1,4', '8,4,1,64', '0.5,1,4,64', '8,1,4,x', '8,1,4,nan', '8,1,inf,64'])
+def test_a_rope_scaling_that_is_none_is_a_sentence(text):
+    with pytest.raises(ValueError, match="expected 'factor,low,high,tokens'"):
+        K.rope_scaling(text)
 
 
 @pytest.mark.parametrize('N, chunk', [(1, 2 ** 26), (40, 2 ** 26), (600, 300 * 320)])

@@ -32,11 +32,13 @@ def pairwise(*options):
     return cases
 
 
-def make_case(pattern, window, kind, T, D, dtype, device):
-    """(fast, reference, [q, k, v]) with k, v and the queries strided as a fused projection leaves them."""
+def make_case(pattern, window, kind, T, D, dtype, device, group=1):
+    """(fast, reference, [q, k, v]), strided as a projection leaves them; `group` query heads read each key head."""
     torch.manual_seed(0)
     streams, heads = 1 if PATTERNS[pattern] is None else 2, 1 if T > 100 else 2
+    heads *= group
     q, k, v = torch.randn(2, streams, T, 3, heads, D, device=device).to(dtype).unbind(3)
+    k, v = k[..., ::group, :], v[..., ::group, :]
     doc_start = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
     if streams == 1:
         q, k, v = q[:, 0], k[:, 0], v[:, 0]
@@ -49,11 +51,11 @@ def make_case(pattern, window, kind, T, D, dtype, device):
             [q[:, K.STREAMS[queries]], k, v])
 
 
-@pytest.mark.parametrize('pattern, window, kind, T, D, dtype', pairwise(
+@pytest.mark.parametrize('pattern, window, kind, T, D, dtype, group', pairwise(
     list(PATTERNS), [0, 1, 3, 64, None], [None, 'many', 'edges'], [1, 17, 64, 129, 200], [16, 48, 64, 70, 128],
-    [torch.float32, torch.float16]))
-def test_kernels_equal_the_reference(pattern, window, kind, T, D, dtype, kernels_device):
-    fast, reference, inputs = make_case(pattern, window, kind, T, D, dtype, kernels_device)
+    [torch.float32, torch.float16], [1, 3]))
+def test_kernels_equal_the_reference(pattern, window, kind, T, D, dtype, group, kernels_device):
+    fast, reference, inputs = make_case(pattern, window, kind, T, D, dtype, kernels_device, group)
     want = gradients(reference, *(x.double() for x in inputs))
     assert_close(gradients(fast, *inputs), want, 1e-5 if dtype == torch.float32 else 2e-3)
 

@@ -36,6 +36,7 @@ from attn_kernels import (
     linear_cross_entropy,
     linear_cross_entropy_kl,
     rms_norm,
+    rope_scaling,
     rope_table,
     rotate,
 )
@@ -55,14 +56,20 @@ class Config:
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
+    n_kv_head: int | None = None  # key and value heads, HK, each read by H / HK query heads; None: n_head
+    head_size: int | None = None  # D; None: n_embd / n_head
+    qkv_bias: bool = False  # biases of queries, keys and values, as Qwen2 has them
+    qk_norm: bool = False  # an RMSNorm of each head's query and key before they are rotated, as Qwen3 has it
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd up to a multiple of 128 (from parameter counts)
     rope_theta: float = 10000.0  # base of the rotary wavelengths
+    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = False  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # keep only each block's input for the backward: less memory, a third more compute
     vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 50257  # real token ids; rows from here on are padding
+    pad_rows_in_loss: bool = True  # the padding takes part in training's softmax, as in the official code
     eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
 
     def __post_init__(self):
@@ -78,9 +85,17 @@ class Config:
         if min(self.lambda_h, self.lambda_kl) < 0 or not self.lambda_h + self.lambda_kl > 0:
             raise ValueError(f'lambda_h = {self.lambda_h} and lambda_kl = {self.lambda_kl}: expected 0 or more, '
                              "not both 0; for neither loss use objective = 'ntp'")
-        if self.n_embd % (2 * self.n_head):
+        if self.head_size is None and self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
                              'n_embd / n_head must be an even whole number')
+        self.head_size = self.head_size or self.n_embd // self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f'head_size = {self.head_size}: expected an even number, or None for n_embd / n_head')
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}, or None')
+        if self.rope_scaling is not None:
+            rope_scaling(self.rope_scaling)
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
@@ -95,11 +110,12 @@ class RMSNorm(nn.RMSNorm):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        C, n_ffn = config.n_embd, config.n_ffn
-        self.layer, self.n_head = layer, config.n_head
+        C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
+        self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
         self.attn_norm = RMSNorm(C, config.norm_eps)
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.attn_out = nn.Linear(C, C, bias=False)
+        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
         self.ffn_norm = RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
@@ -107,14 +123,17 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) rotates queries and keys (B, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v) is the
+        rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v) is the
         attention, over the whole window in training and over a cache in decoding.
         """
-        B, T, C = h.shape
-        qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)
-        qk, v = qkv.tensor_split([2 * self.n_head], 2)
-        q, k = rotate(qk).chunk(2, 2)
-        h = h + self.attn_out(attend(self.layer, q, k, v).reshape(B, T, C))
+        H, HK = self.n_head, self.n_kv_head
+        qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))
+        qk, v = qkv.split([H + HK, HK], 2)
+        if self.q_norm is not None:
+            q, k = qk.split([H, HK], 2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        q, k = rotate(qk).split([H, HK], 2)
+        h = h + self.attn_out(attend(self.layer, q, k, v).flatten(2))
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
 
@@ -144,11 +163,11 @@ class Fetch(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C = config.n_embd
+        C, width = config.n_embd, config.n_head * config.head_size
         self.n_head = config.n_head
         self.norm = RMSNorm(C, config.norm_eps)
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.attn_out = nn.Linear(C, C, bias=False)
+        self.qkv = nn.Linear(C, 3 * width, bias=False)
+        self.attn_out = nn.Linear(width, C, bias=False)
         self.out_norm = RMSNorm(C, config.norm_eps)
 
     def project(self, x, rotate):
@@ -156,8 +175,7 @@ class Fetch(nn.Module):
 
         Only differences of positions matter, so any start will do.
         """
-        B, T, C = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.n_head, -1)).unbind(2)
         return rotate(q), rotate(k), v
 
     def forward(self, e, q, keys, values):
@@ -179,11 +197,12 @@ class Cache(KVCache):
     """
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
-        c, D = config, config.n_embd // config.n_head
+        c, D = config, config.head_size
         n_future = c.horizon if c.objective == 'mtp' and max_run > 1 else 0
         n_fetched = c.horizon + 1 if c.objective == 'jtp' else 0
-        super().__init__(c.n_layer + n_future, c.n_head, D, batch_size, max_tokens, max_run, c.n_embd, [None],
-                         rope_theta=c.rope_theta, eos_id=c.eos_id, device=device, dtype=dtype)
+        super().__init__(c.n_layer + n_future, c.n_kv_head, D, batch_size, max_tokens, max_run, c.n_embd, [None],
+                         rope_theta=c.rope_theta, rope_scaling=c.rope_scaling, eos_id=c.eos_id, device=device,
+                         dtype=dtype)
         like = dict(device=device, dtype=dtype)
         self.drafted = 0  # tokens drafted since the last run
         self.states = torch.zeros(batch_size, max_run, c.n_embd, **like)  # nextlat: h^_{t+i} of the drafted tokens
@@ -216,6 +235,8 @@ class Model(nn.Module):
             if p.dim() >= 2:  # as model_standard
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=config.init_std * scale)
+            elif name.endswith('bias'):
+                nn.init.zeros_(p)
 
     @property
     def longest_draft(self):
@@ -240,7 +261,7 @@ class Model(nn.Module):
         """Of whole windows idx (B, T): `rotate` and `attend` as in `Block.forward`, and where their documents start."""
         c = self.config
         doc_start = document_starts(idx, c.eos_id)
-        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.n_embd // c.n_head, c.rope_theta)
+        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
         return lambda qk: rotate(qk, cos, sin), lambda layer, q, k, v: attention(q, k, v, doc_start), doc_start
 
     def final_hidden(self, idx):
@@ -265,7 +286,7 @@ class Model(nn.Module):
         rotate, attend, doc_start = self._prepare(idx)
         h, trunk = self._run_blocks(idx, rotate, attend)
         if c.objective == 'ntp':
-            nll = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
+            nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
             return {'loss': nll, 'nll': nll.detach()}
         # same_document[i - 1][b, s]: is position s - i in the window, and in the document of s
         # future_targets[i - 1][b, s]: the token predicted from s - i; -1 where that is in another document
@@ -276,14 +297,19 @@ class Model(nn.Module):
         if c.objective == 'nextlat':
             return self._next_latent(idx, targets, h, same_document, future_targets)
         # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
-        nll = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
+        nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
         if c.objective == 'mtp':
             predictions = self._future_heads(trunk, rotate, attend)
         else:
             predictions = self._fetched(idx, h, rotate)
         shifted = [future[:, i:] for i, future in enumerate(future_targets, 1)]
-        further = self._mean_over_horizons(predictions, shifted, self.head.weight)
+        further = self._mean_over_horizons(predictions, shifted, self.loss_weight)
         return {'loss': nll + c.lambda_mtp * further, 'nll': nll.detach(), 'further_tokens': further.detach()}
+
+    @property
+    def loss_weight(self):
+        """The rows of the head that take part in training's softmax."""
+        return self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
 
     def _check_window(self, T):
         if self.config.objective != 'ntp' and T <= self.config.horizon:
@@ -320,12 +346,12 @@ class Model(nn.Module):
         if c.lambda_kl and c.token_loss == 'kl':  # KL(p(.|sg h_s) || p(.|h^_s)); the nll has the same logits p(.|h_s)
             counts = (same_document & (targets >= 0)).flatten(1)
             states = torch.stack([h, *predictions]).flatten(1, 2)
-            nll, kl = linear_cross_entropy_kl(states, self.head.weight, targets.flatten(), counts, c.stop_head)
+            nll, kl = linear_cross_entropy_kl(states, self.loss_weight, targets.flatten(), counts, c.stop_head)
             parts['kl'] = c.lambda_kl, kl
         else:
-            nll = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
+            nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
             if c.lambda_kl:
-                weight = self.head.weight.detach() if c.stop_head else self.head.weight
+                weight = self.loss_weight.detach() if c.stop_head else self.loss_weight
                 parts['ce'] = c.lambda_kl, self._mean_over_horizons(predictions, future_targets, weight)
         if c.lambda_h:
             goal = h.detach() if c.stop_target else h
@@ -436,7 +462,7 @@ class Model(nn.Module):
     def _fetch_project(self, x, position):
         """`Fetch.project` of one element a row, x (B, C)."""
         c = self.config
-        cos, sin = rope_table(torch.full((1,), position, device=x.device), c.n_embd // c.n_head, c.rope_theta)
+        cos, sin = rope_table(torch.full((1,), position, device=x.device), c.head_size, c.rope_theta, c.rope_scaling)
         return self.fetch.project(x.unsqueeze(1), lambda qk: rotate(qk, cos, sin))
 
     def flops_per_token(self, T):
@@ -462,5 +488,6 @@ class Model(nn.Module):
             used += n_weights(self.future) + c.horizon * n_head
             n_layer += c.horizon
         elif c.objective == 'jtp':  # queries of e, keys and values of h and e; for each i the output and the head
-            used += n_weights(self.fetch) + 2 * c.n_embd ** 2 + (c.horizon - 1) * c.n_embd ** 2 + c.horizon * n_head
-        return 6 * used + kl + 12 * n_layer * c.n_embd * (T + 1) / 2
+            square = c.n_embd * c.n_head * c.head_size
+            used += n_weights(self.fetch) + (c.horizon + 1) * square + c.horizon * n_head
+        return 6 * used + kl + 12 * n_layer * c.n_head * c.head_size * (T + 1) / 2

@@ -10,7 +10,8 @@ Read `METHODS`, `Block.forward`, then `Model._run_blocks`, shared by training, p
 decoding. The pattern of eq. 5 is drawn at the top of attn_kernels.py; `KVCache` there says how both streams are stored.
 
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
-    L  layers       H  heads, D = C / H   F  feed-forward width, 3 C            n  positions of one `extend` call
+    L  layers       H  heads of size D    F  feed-forward width, 3 C            n  positions of one `extend` call
+    HK key and value heads
     S  streams at work: x (0, input) and rho (1, predict) are h[:, 0] and h[:, 1] of h (B, S, T, C). The paper
        interleaves them; kept apart they see the same keys with less work
     w  window of the stream that does not persist
@@ -28,6 +29,7 @@ from attn_kernels import (
     document_starts,
     linear_cross_entropy,
     rms_norm,
+    rope_scaling,
     rope_table,
     rotate,
     stream_windows,
@@ -52,14 +54,20 @@ class Config:
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
+    n_kv_head: int | None = None  # key and value heads, HK, each read by H / HK query heads; None: n_head
+    head_size: int | None = None  # D; None: n_embd / n_head
+    qkv_bias: bool = False  # biases of queries, keys and values, as Qwen2 has them
+    qk_norm: bool = False  # an RMSNorm of each head's query and key before they are rotated, as Qwen3 has it
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (section 4)
     rope_theta: float = 10000.0  # base of the rotary wavelengths
+    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = True  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # keep only each block's input for the backward: less memory, a third more compute
     vocab_size: int = 50304  # rows of the embedding table, V: the real ids, <predict>, then padding
     n_ids: int = 50257  # real token ids; row n_ids is <predict>
+    pad_rows_in_loss: bool = True  # the padding takes part in training's softmax, as in the official code
     eos_id: int | None = 50256  # the id that ends a document: attention stops there; None: one endless document
 
     def __post_init__(self):
@@ -81,9 +89,17 @@ class Config:
                              'or None for all')
         if self.n_ffn is not None and self.n_ffn < 1:
             raise ValueError(f'n_ffn = {self.n_ffn}: expected at least 1, or None for 3 n_embd')
-        if self.n_embd % (2 * self.n_head):
+        if self.head_size is None and self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
                              'n_embd / n_head must be an even whole number')
+        self.head_size = self.head_size or self.n_embd // self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f'head_size = {self.head_size}: expected an even number, or None for n_embd / n_head')
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}, or None')
+        if self.rope_scaling is not None:
+            rope_scaling(self.rope_scaling)
         if self.n_ids >= self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
                              'and <predict>')
@@ -115,11 +131,12 @@ class RMSNorm(nn.RMSNorm):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        C, n_ffn = config.n_embd, config.n_ffn
-        self.layer, self.n_head = layer, config.n_head
+        C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
+        self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
         self.attn_norm = RMSNorm(C, config.norm_eps)
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.attn_out = nn.Linear(C, C, bias=False)
+        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
         self.ffn_norm = RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
@@ -127,12 +144,16 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend, streams, emits):
         """h (B, S, T, C) of `streams`, those at work: 'both', 'input' or 'predict' -> the same of those in `emits`.
 
-        rotate(qk) rotates queries and keys (B, S, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v, streams,
-        emits) is the attention: over the whole window in training, over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, S, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v,
+        streams, emits) is the attention: over the whole window in training, over a cache in decoding.
         """
-        qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (3 * self.n_head, -1))  # eq. 7
-        qk, v = qkv.tensor_split([2 * self.n_head], -2)
-        q, k = rotate(qk).chunk(2, -2)
+        H, HK = self.n_head, self.n_kv_head
+        qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))  # eq. 7
+        qk, v = qkv.split([H + HK, HK], -2)
+        if self.q_norm is not None:
+            q, k = qk.split([H, HK], -2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
+        q, k = rotate(qk).split([H, HK], -2)
         if emits != streams:  # the last layer: of the other stream it needs keys and values alone
             emitting = slice(0, 1) if emits == 'input' else slice(1, 2)
             h, q = h[:, emitting], q[:, emitting]
@@ -155,6 +176,8 @@ class Model(nn.Module):
             if p.dim() >= 2:  # as the official code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=config.init_std * scale)
+            elif name.endswith('bias'):
+                nn.init.zeros_(p)
 
     def _run_blocks(self, idx, rotate, attend, streams='both'):
         """idx (B, T) -> the final normalised vectors (B, T, C) of the stream that emits the logits.
@@ -184,7 +207,7 @@ class Model(nn.Module):
         """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
         c = self.config
         doc_start = document_starts(idx, c.eos_id)
-        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.n_embd // c.n_head, c.rope_theta)
+        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
 
         def attend(layer, q, k, v, streams, emits):
             if streams == 'input':
@@ -201,7 +224,8 @@ class Model(nn.Module):
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
         # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
-        loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
+        weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
+        loss = linear_cross_entropy(h.flatten(0, 1), weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
     def logits(self, idx):
@@ -220,9 +244,10 @@ class Model(nn.Module):
         Layers without a rho stream leave its slots empty.
         """
         c, weight = self.config, self.embed.weight
-        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd, c.windows,
-                       ring_stream=0 if c.persistent == 'predict' else 1, rope_theta=c.rope_theta, eos_id=c.eos_id,
-                       device=device or weight.device, dtype=dtype or weight.dtype)
+        return KVCache(c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd, c.windows,
+                       ring_stream=0 if c.persistent == 'predict' else 1, rope_theta=c.rope_theta,
+                       rope_scaling=c.rope_scaling, eos_id=c.eos_id, device=device or weight.device,
+                       dtype=dtype or weight.dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -264,6 +289,7 @@ class Model(nn.Module):
         two_streams = c.n_layer - c.first_predict_layer - 1  # layers, besides the last
         block = sum(p.numel() for p in self.blocks[0].parameters() if p.dim() >= 2)
         used = block * (c.first_predict_layer + 2 * two_streams + 1) + self.head.weight.numel()
-        used += 2 * c.n_embd ** 2  # in the last layer, keys and values of the stream that does not emit
+        # in the last layer, keys and values of the stream that does not emit
+        used += 2 * c.n_embd * c.n_kv_head * c.head_size
         total_pairs = c.first_predict_layer * x_keys + two_streams * sum(pairs.values()) + pairs[emits]
-        return 6 * used + 12 * c.n_embd * total_pairs
+        return 6 * used + 12 * c.n_head * c.head_size * total_pairs

@@ -6,7 +6,8 @@ read. Blocks are pre-normalised: rotary causal attention, then a SwiGLU feed-for
 Read `Block.forward`, then `Model.final_hidden` for training. `extend` is all of decoding: the same blocks over a cache.
 
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
-    L  layers       H  heads, D = C / H   F  feed-forward width, 3 C            n  positions of one `extend` call
+    L  layers       H  heads of size D    F  feed-forward width, 3 C            n  positions of one `extend` call
+    HK key and value heads
     h  a token's vector
 """
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import KVCache, attention, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate
+from attn_kernels import (
+    KVCache,
+    attention,
+    document_starts,
+    linear_cross_entropy,
+    rms_norm,
+    rope_scaling,
+    rope_table,
+    rotate,
+)
 
 
 @dataclass
@@ -24,15 +34,21 @@ class Config:
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
+    n_kv_head: int | None = None  # key and value heads, HK, each read by H / HK query heads; None: n_head
+    head_size: int | None = None  # D; None: n_embd / n_head
+    qkv_bias: bool = False  # biases of queries, keys and values, as Qwen2 has them
+    qk_norm: bool = False  # an RMSNorm of each head's query and key before they are rotated, as Qwen3 has it
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
     window: int | None = None  # positions of the past that a query sees besides its own; None: all
     rope_theta: float = 10000.0  # base of the rotary wavelengths
+    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = True  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # keep only each block's input for the backward: less memory, a third more compute
     vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 50257  # real token ids; rows from here on are padding
+    pad_rows_in_loss: bool = True  # the padding takes part in training's softmax, as in the official code
     eos_id: int | None = 50256  # the id that ends a document: attention stops there; None: one endless document
 
     def __post_init__(self):
@@ -43,9 +59,17 @@ class Config:
             raise ValueError(f'window = {self.window}: expected 0 or more positions, or None for all')
         if self.n_ffn is not None and self.n_ffn < 1:
             raise ValueError(f'n_ffn = {self.n_ffn}: expected at least 1, or None for 3 n_embd')
-        if self.n_embd % (2 * self.n_head):
+        if self.head_size is None and self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
                              'n_embd / n_head must be an even whole number')
+        self.head_size = self.head_size or self.n_embd // self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f'head_size = {self.head_size}: expected an even number, or None for n_embd / n_head')
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}, or None')
+        if self.rope_scaling is not None:
+            rope_scaling(self.rope_scaling)
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
         self.n_ffn = self.n_ffn or 3 * self.n_embd
@@ -59,11 +83,12 @@ class RMSNorm(nn.RMSNorm):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        C, n_ffn = config.n_embd, config.n_ffn
-        self.layer, self.n_head = layer, config.n_head
+        C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
+        self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
         self.attn_norm = RMSNorm(C, config.norm_eps)
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.attn_out = nn.Linear(C, C, bias=False)
+        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
         self.ffn_norm = RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
@@ -71,14 +96,17 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) rotates queries and keys (B, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v) is the
+        rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v) is the
         attention, over the whole window in training and over a cache in decoding.
         """
-        B, T, C = h.shape
-        qkv = self.qkv(self.attn_norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)  # eq. 7
-        qk, v = qkv.tensor_split([2 * self.n_head], 2)
-        q, k = rotate(qk).chunk(2, 2)
-        h = h + self.attn_out(attend(self.layer, q, k, v).reshape(B, T, C))  # eq. 8, 9
+        H, HK = self.n_head, self.n_kv_head
+        qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))  # eq. 7
+        qk, v = qkv.split([H + HK, HK], 2)
+        if self.q_norm is not None:
+            q, k = qk.split([H, HK], 2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        q, k = rotate(qk).split([H, HK], 2)
+        h = h + self.attn_out(attend(self.layer, q, k, v).flatten(2))  # eq. 8, 9
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
 
@@ -97,6 +125,8 @@ class Model(nn.Module):
             if p.dim() >= 2:  # as the official SPS code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=config.init_std * scale)
+            elif name.endswith('bias'):
+                nn.init.zeros_(p)
 
     def _run_blocks(self, idx, rotate, attend):
         """idx (B, T) -> the final normalised vectors (B, T, C); rotate and attend as in `Block.forward`."""
@@ -112,7 +142,7 @@ class Model(nn.Module):
         """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
         c = self.config
         doc_start = document_starts(idx, c.eos_id)
-        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.n_embd // c.n_head, c.rope_theta)
+        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
         return self._run_blocks(idx, lambda qk: rotate(qk, cos, sin),
                                 lambda layer, q, k, v: attention(q, k, v, doc_start, c.window))
 
@@ -125,7 +155,8 @@ class Model(nn.Module):
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
         # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
-        loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
+        weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
+        loss = linear_cross_entropy(h.flatten(0, 1), weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
     def logits(self, idx):
@@ -140,9 +171,9 @@ class Model(nn.Module):
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
         c, weight = self.config, self.embed.weight
-        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd, [c.window],
-                       rope_theta=c.rope_theta, eos_id=c.eos_id, device=device or weight.device,
-                       dtype=dtype or weight.dtype)
+        return KVCache(c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd, [c.window],
+                       rope_theta=c.rope_theta, rope_scaling=c.rope_scaling, eos_id=c.eos_id,
+                       device=device or weight.device, dtype=dtype or weight.dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -165,4 +196,4 @@ class Model(nn.Module):
             w = c.window + 1
             keys = w - w * (w - 1) / 2 / T
         weights = self.head.weight.numel() + sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2)
-        return 6 * weights + 12 * c.n_layer * c.n_embd * keys
+        return 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * keys

@@ -13,13 +13,16 @@ from common import runs, settings
 from common.llama import to_llama
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
+GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling='8,1,4,8')
 GPN = dict(d_emb=24, d_k=8, d_v=12, n_ffn=40, segment_len=7)
 VARIANTS = {
     'standard': ('standard', dict(eos_id=None)),
     'standard, documents': ('standard', dict(eos_id=59)),
     'standard, window': ('standard', dict(eos_id=59, window=3)),
     'standard, window 0, untied': ('standard', dict(eos_id=None, window=0, tied_head=False)),
+    'standard, grouped queries': ('standard', GROUPED | dict(eos_id=59, window=5)),
     'sps': ('sps', dict(eos_id=59, window=3)),
+    'sps, grouped queries': ('sps', GROUPED | dict(eos_id=59, window=3)),
     'sps, window 0': ('sps', dict(eos_id=59, window=0)),
     'sps, window 1, no documents, untied': ('sps', dict(eos_id=None, window=1, tied_head=False)),
     'sps, window 16': ('sps', dict(eos_id=59, window=16)),
@@ -54,6 +57,8 @@ VARIANTS = {
     'nextlat, ablations': ('nextlat', dict(eos_id=59, horizon=2, token_loss='ce', stop_target=False, stop_head=False)),
     'mtp, documents': ('nextlat', dict(eos_id=59, objective='mtp', horizon=2)),
     'jtp, documents': ('nextlat', dict(eos_id=59, objective='jtp', horizon=2)),
+    'nextlat, grouped queries': ('nextlat', GROUPED | dict(eos_id=59)),
+    'jtp, grouped queries': ('nextlat', GROUPED | dict(eos_id=None, objective='jtp', horizon=2, n_kv_head=1)),
     'gpn': ('gpn', GPN | dict(eos_id=None)),
     'gpn, one layer, documents': ('gpn', GPN | dict(eos_id=59, n_layer=1)),
     'gpn, no memory': ('gpn', GPN | dict(eos_id=None, n_head=0, n_layer=1)),

@@ -114,6 +114,7 @@ def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, mo
 @pytest.mark.parametrize('variant, max_run, share', [
     ('standard', 4, 256), ('standard, window', 1, 8), ('sps', 1, 256), ('sps', 4, 8), ('sps, window 0', 4, 8),
     ('sps, beyond the paper', 2, 8),
+    ('standard, grouped queries', 4, 8), ('standard, grouped queries', 16, 256), ('sps, grouped queries', 2, 8),
     ('two_x_memory', 2, 8), ('delayed_state', 4, 8), ('delayed_state, beyond the paper', 1, 8), ('reverse_sps', 1, 8)])
 def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_device, monkeypatch):
     monkeypatch.setattr(K, 'DECODE_SHARE', share)

@@ -1,26 +1,80 @@
-"""A Standard run as a Hugging Face Llama folder, and back."""
+"""Runs of model_standard from Hugging Face folders of the Llama family, and Standard runs as Llama folders.
+
+Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ in settings of model_standard.py alone. A
+folder is read tensor by tensor; one that has a tensor with no place here, or lacks one, is refused.
+"""
 import dataclasses
+import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from common.runs import UserError, load_run, make_config, model_file, save_checkpoint, save_run
+from common import runs
+from common.files import UserError, first_line, locked
 from data.tokenizers import Tokenizer, padded_vocab
 
+FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 
-def llama_weights(block: torch.nn.Module) -> list[tuple]:
-    """[(name in a Hugging Face Llama layer, the weight's part in a model_standard block)].
 
-    Ours joins q, k, v into one matrix, and gate, up into another.
+def parts_of(c) -> dict[str, list[tuple[str, int]]]:
+    """{tensor of a model_standard.Model: [(tensor of Hugging Face's, its rows)]} for a Config.
+
+    Ours is theirs, one below the other: q, k, v are one matrix here, and so are gate and up.
     """
-    q, k, v = block.qkv.weight.chunk(3)
-    gate, up = block.gate_up.weight.chunk(2)
-    return [('input_layernorm', block.attn_norm.weight), ('post_attention_layernorm', block.ffn_norm.weight),
-            ('self_attn.q_proj', q), ('self_attn.k_proj', k), ('self_attn.v_proj', v),
-            ('self_attn.o_proj', block.attn_out.weight),
-            ('mlp.gate_proj', gate), ('mlp.up_proj', up), ('mlp.down_proj', block.ffn_out.weight)]
+    q, kv = c.n_head * c.head_size, c.n_kv_head * c.head_size
+    of_block = {
+        'attn_norm.weight': [('input_layernorm.weight', c.n_embd)],
+        'qkv.weight': [(f'self_attn.{name}_proj.weight', rows) for name, rows in (('q', q), ('k', kv), ('v', kv))],
+        'attn_out.weight': [('self_attn.o_proj.weight', c.n_embd)],
+        'ffn_norm.weight': [('post_attention_layernorm.weight', c.n_embd)],
+        'gate_up.weight': [('mlp.gate_proj.weight', c.n_ffn), ('mlp.up_proj.weight', c.n_ffn)],
+        'ffn_out.weight': [('mlp.down_proj.weight', c.n_embd)]}
+    if c.qkv_bias:
+        of_block['qkv.bias'] = [(name.replace('weight', 'bias'), rows) for name, rows in of_block['qkv.weight']]
+    if c.qk_norm:
+        of_block |= {f'{name}.weight': [(f'self_attn.{name}.weight', c.head_size)] for name in ('q_norm', 'k_norm')}
+    found = {'norm.weight': [('model.norm.weight', c.n_embd)]}
+    for i in range(c.n_layer):
+        for ours, parts in of_block.items():
+            found[f'blocks.{i}.{ours}'] = [(f'model.layers.{i}.{name}', rows) for name, rows in parts]
+    return found
+
+
+def tables_of(c) -> dict[str, str]:
+    """{table of a model_standard.Model with a row for each id, then padding: Hugging Face's}."""
+    return {'embed.weight': 'model.embed_tokens.weight'} | (
+        {} if c.tied_head else {'head.weight': 'lm_head.weight'})
+
+
+# ---- to Hugging Face ----
+
+def llama_config(c, n_rows: int, max_tokens: int):
+    """The LlamaConfig of a model_standard.Config. Documents are left out: Llama does not know them."""
+    from transformers import LlamaConfig
+    rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
+    if c.rope_scaling:
+        factor, low, high, tokens = map(float, c.rope_scaling.split(','))
+        rope |= {'rope_type': 'llama3', 'factor': factor, 'low_freq_factor': low, 'high_freq_factor': high,
+                 'original_max_position_embeddings': int(tokens)}
+    return LlamaConfig(
+        vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
+        rope_parameters=rope, tie_word_embeddings=c.tied_head, bos_token_id=None, eos_token_id=c.eos_id, pad_token_id=0,
+        max_position_embeddings=max_tokens)
+
+
+def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
+    """Tensors of a model_standard.Model under Hugging Face's names, as views. n_rows: of the vocabulary."""
+    theirs = {name: tensors[ours][:n_rows] for ours, name in tables_of(c).items()}
+    for ours, parts in parts_of(c).items():
+        names, rows = zip(*parts)
+        theirs |= dict(zip(names, tensors[ours].split(rows)))
+    return theirs
 
 
 def to_llama(model: torch.nn.Module) -> torch.nn.Module:
@@ -28,34 +82,38 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
 
     Equal but for documents, which Llama does not know, and for the rows that pad the vocabulary, which it has not.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
     c = model.config
-    llama = LlamaForCausalLM(LlamaConfig(
-        vocab_size=c.n_ids, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta, tie_word_embeddings=c.tied_head,
-        bos_token_id=None, eos_token_id=c.eos_id, pad_token_id=0, max_position_embeddings=8192))
-    weights = {'model.embed_tokens': model.embed.weight[:c.n_ids], 'model.norm': model.norm.weight,
-               'lm_head': model.head.weight[:c.n_ids]}
-    for i, block in enumerate(model.blocks):
-        weights |= {f'model.layers.{i}.{name}': weight for name, weight in llama_weights(block)}
-    llama.load_state_dict({f'{name}.weight': weight.detach().clone() for name, weight in weights.items()})
+    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192))
+    tensors = llama_tensors(c, dict(model.named_parameters()), c.n_ids)
+    if c.tied_head:
+        tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
+    llama.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()})
     return llama.to(model.embed.weight.device).eval()
 
 
 def export_llama(run, folder) -> None:
-    """Writes a Standard run as a Hugging Face Llama folder, with the tokenizer where it is a file."""
-    model, record = load_run(run)
-    if record['model'] != 'standard' or model.config.window is not None:
-        raise UserError(f'{run} is a model_{record["model"]} with window = {getattr(model.config, "window", None)}: '
-                        'only model_standard without a window is a Llama')
+    """Writes a Standard run as a Hugging Face Llama folder, in the dtype of its checkpoint, with its tokenizer's file."""
     if Path(folder).exists():
-        raise UserError(f'{folder} exists: remove it first, or write to another folder')
+        raise UserError(f'{folder} exists: give --to_llama the name of a folder that is not there yet')
+    record = runs.read_run(run)
+    c = runs.saved_config(record, run)
+    if record['model'] != 'standard':
+        raise UserError(f'{run} is a run of model_{record["model"]}: only model_standard is a Llama')
+    for setting, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
+        if getattr(c, setting) != plain:
+            raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which a Llama has not')
+    tensors = runs.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
+    n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
+    config = llama_config(c, n_rows, block_size)
+    config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
     temporary = Path(f'{folder}.writing')
     shutil.rmtree(temporary, ignore_errors=True)
-    llama = to_llama(model)
-    block_size = record['settings']['block_size']
-    llama.config.max_position_embeddings = block_size
-    llama.save_pretrained(temporary)
+    temporary.mkdir(parents=True)
+    config.save_pretrained(temporary)
+    theirs = {name: tensor.contiguous() for name, tensor in llama_tensors(c, tensors, n_rows).items()}
+    save_file(theirs, temporary / 'model.safetensors', {'format': 'pt'})
+    (temporary / 'model.safetensors').chmod((temporary / 'config.json').stat().st_mode)
     tokenizer = Path(record['data']['tokenizer'])
     if tokenizer.is_file():
         shutil.copy(tokenizer, temporary)
@@ -63,43 +121,145 @@ def export_llama(run, folder) -> None:
     print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer.name}')
 
 
+# ---- from Hugging Face ----
+
 def import_llama(folder, run, tokenizer: Tokenizer) -> None:
-    """Makes a run folder from a Hugging Face Llama folder without grouped queries or biases."""
-    from transformers import LlamaForCausalLM
-    if Path(run).exists():
-        raise UserError(f'{run} exists: remove it first, or write to another folder')
-    try:
-        llama = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f'{folder} is not a Llama folder: {error}')
-    c = llama.config
-    rope = c.rope_parameters
-    other_ids = f'{c.vocab_size} ids where {tokenizer.name} has {tokenizer.n_ids}'
-    for what, is_so in (('grouped queries', c.num_key_value_heads != c.num_attention_heads),
-                        ('biases', c.attention_bias or c.mlp_bias),
-                        ('heads of another size', c.head_dim * c.num_attention_heads != c.hidden_size),
-                        ('scaled positions', rope['rope_type'] != 'default'),
-                        (other_ids, c.vocab_size != tokenizer.n_ids)):
-        if is_so:
-            raise UserError(f'{folder} has {what}, which model_standard has not')
-    config = make_config('standard', dict(
-        n_layer=c.num_hidden_layers, n_head=c.num_attention_heads, n_embd=c.hidden_size, n_ffn=c.intermediate_size,
-        rope_theta=rope['rope_theta'], norm_eps=c.rms_norm_eps, tied_head=c.tie_word_embeddings,
-        vocab_size=padded_vocab(c.vocab_size), n_ids=c.vocab_size, eos_id=None))
-    model, theirs = model_file('standard').Model(config), llama.state_dict()
-    with torch.no_grad():
-        model.embed.weight.zero_()[:c.vocab_size] = theirs['model.embed_tokens.weight']
-        model.head.weight[:c.vocab_size] = theirs['lm_head.weight']
-        model.norm.weight.copy_(theirs['model.norm.weight'])
-        for i, block in enumerate(model.blocks):
-            for name, part in llama_weights(block):
-                part.copy_(theirs[f'model.layers.{i}.{name}.weight'])
-    save_checkpoint(run, 0, {'model.safetensors': dict(model.named_parameters())}, {'step': 0})
-    save_run(run, {
-        'model': 'standard', 'settings': {'block_size': c.max_position_embeddings, 'data': ''},
-        'model_config': dataclasses.asdict(config),
-        'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
-                 'sha256': ''},
-        'versions': {'torch': torch.__version__}})
+    """Makes a run folder from a Hugging Face folder. Raises UserError if a tensor of it has no place, or is missing."""
+    folder, run = Path(folder), Path(run)
+    if is_hugging_face(run) and not is_hugging_face(folder):
+        raise UserError(f'{run} is the Hugging Face folder, so it comes first: python eval.py {run} --from_llama={folder}')
+    if run.exists():
+        raise UserError(f'{run} exists: give --from_llama the name of a run folder that is not there yet')
+    c, n_rows, block_size = standard_config(folder, tokenizer)
+    with torch.device('meta'):
+        shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
+    tensors = read_tensors(folder, c, n_rows, shapes)
+    run.mkdir(parents=True)
+    with locked(run):
+        runs.save_checkpoint(run, 0, {'model.safetensors': tensors}, {'step': 0})
+        runs.save_run(run, {
+            'model': 'standard', 'settings': {'block_size': block_size, 'data': ''},
+            'model_config': dataclasses.asdict(c),
+            'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
+                     'sha256': '', 'n_rows': n_rows},
+            'versions': {'torch': torch.__version__}})
     print(f'{run} is a run of model_standard: python sample.py {run} "..."; train.py starts from it with '
-          f'--init_from={run} --eos_id=None')
+          f'--init_from={run}')
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder's config.json is of a Hugging Face model."""
+    try:
+        return 'model_type' in json.loads((folder / 'config.json').read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
+    """The Config of model_standard for a Hugging Face folder, its rows of the vocabulary and its longest window.
+
+    Raises UserError for what model_standard has not.
+    """
+    from transformers import AutoConfig
+    if not is_hugging_face(folder):
+        raise UserError(f'{folder} is no Hugging Face folder: expected config.json with a model_type, and safetensors')
+    family = json.loads((folder / 'config.json').read_bytes())['model_type']
+    if family not in FAMILIES:
+        raise UserError(f'{folder} is a {family}: expected one of {", ".join(FAMILIES)}')
+    try:
+        theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
+        rope, n_rows = theirs.rope_parameters, theirs.vocab_size
+        values = dict(
+            n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads, n_embd=theirs.hidden_size,
+            n_ffn=theirs.intermediate_size, n_kv_head=theirs.num_key_value_heads,
+            head_size=getattr(theirs, 'head_dim', None), qkv_bias=family == 'qwen2', qk_norm=family == 'qwen3',
+            rope_theta=float(rope['rope_theta']), rope_scaling=rope_scaling_of(rope, folder),
+            norm_eps=theirs.rms_norm_eps, tied_head=theirs.tie_word_embeddings, window=window_of(theirs, folder))
+        activation, block_size = theirs.hidden_act, int(theirs.max_position_embeddings)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises nothing narrower for a config.json that is damaged
+        raise UserError(f'{folder}/config.json is damaged: {type(error).__name__}: {first_line(error)}')
+    if activation != 'silu':
+        raise UserError(f'{folder} has hidden_act = {activation!r}: model_standard has silu')
+    if n_rows < tokenizer.n_ids:
+        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, fewer than the {tokenizer.n_ids} ids of the '
+                        f'tokenizer {tokenizer.name}: give its own with --tokenizer')
+    # More rows than ids: Hugging Face's padding, which takes part in the softmax. Else ours, which does not.
+    is_padded = n_rows > tokenizer.n_ids
+    vocabulary = dict(vocab_size=n_rows if is_padded else padded_vocab(n_rows), pad_rows_in_loss=is_padded)
+    return runs.make_config('standard', {**values, **vocabulary, 'n_ids': tokenizer.n_ids, 'eos_id': None}), n_rows, \
+        block_size
+
+
+def rope_scaling_of(rope: dict, folder) -> str | None:
+    """`rope_scaling` of model_standard.Config for Hugging Face's rope_parameters."""
+    if rope['rope_type'] == 'default':
+        return None
+    if rope['rope_type'] == 'linear':  # all waves are slowed
+        return f'{rope["factor"]},1e9,2e9,1'
+    if rope['rope_type'] == 'llama3':
+        names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+        return ','.join(f'{rope[name]:g}' for name in names)
+    raise UserError(f'{folder} scales its positions by {rope["rope_type"]!r}: expected default, linear or llama3')
+
+
+def window_of(theirs, folder) -> int | None:
+    """`window` of model_standard.Config for a Hugging Face config: their window counts the query's own position."""
+    of_layers = getattr(theirs, 'layer_types', None)
+    n_sliding = 0
+    if getattr(theirs, 'sliding_window', None) is not None:
+        n_sliding = theirs.num_hidden_layers if of_layers is None else of_layers.count('sliding_attention')
+    if n_sliding not in (0, theirs.num_hidden_layers):
+        raise UserError(f'{folder} has a sliding window in {n_sliding} of {theirs.num_hidden_layers} layers: '
+                        'model_standard has one window for all')
+    return theirs.sliding_window - 1 if n_sliding else None
+
+
+def read_tensors(folder: Path, c, n_rows: int, shapes: dict) -> dict:
+    """The tensors of a model_standard.Model with these shapes, in the dtype that a Hugging Face folder has them in."""
+    file_of = tensor_files(folder)
+    parts = parts_of(c) | {ours: [(name, n_rows)] for ours, name in tables_of(c).items()}
+    wanted = {name for of_ours in parts.values() for name, _ in of_ours}
+    tied = {'lm_head.weight'} if c.tied_head else set()  # some files have it a second time
+    for name in sorted(file_of.keys() ^ wanted):
+        if name not in tied and not re.fullmatch(r'.*rotary_emb\.inv_freq', name):
+            there = 'has a tensor' if name in file_of else 'lacks the tensor'
+            raise UserError(f'{folder} {there} {name}, which its config.json does not tell of' if name in file_of
+                            else f'{folder} {there} {name}')
+
+    def read(name, shape):
+        with safe_open(file_of[name], 'pt') as file:
+            tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise UserError(f'{folder}: {name} has shape {tuple(tensor.shape)}, its config.json says {shape}')
+        return tensor
+    tensors = {}
+    try:
+        for ours, of_ours in parts.items():
+            of_theirs = [read(name, (rows, *shapes[ours][1:])) for name, rows in of_ours]
+            padding = of_theirs[0].new_zeros(shapes[ours][0] - sum(map(len, of_theirs)), *shapes[ours][1:])
+            tensors[ours] = torch.cat([*of_theirs, padding])
+    except SafetensorError as error:
+        raise UserError(f'{folder} has damaged weights: {first_line(error)}')
+    return tensors
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """{tensor: the safetensors file of a Hugging Face folder that has it}."""
+    index = folder / 'model.safetensors.index.json'
+    try:
+        names = sorted(set(json.loads(index.read_bytes())['weight_map'].values())) if index.is_file() else []
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f'{index} is damaged: copy the folder again')
+    file_of = {}
+    for name in names or ['model.safetensors']:
+        path = folder / Path(name).name
+        if not path.is_file():
+            raise UserError(f'{folder} has no {path.name}: expected its weights as safetensors')
+        try:
+            with safe_open(path, 'pt') as file:
+                file_of |= dict.fromkeys(file.keys(), path)
+        except SafetensorError as error:
+            raise UserError(f'{path} is damaged: {first_line(error)}')
+    return file_of

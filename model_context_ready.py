@@ -9,10 +9,12 @@ Transformer, which can be converted later.
 Read `step` (eq. 1 to 3) and what it calls, then `_unrolled_states` (eq. 5) and `loop` (Algorithm 1, to train by
 backpropagation through time). `extend` is all of decoding. scans/context_ready.py is `loop` with few operators per
 position and a gradient written by hand; it runs where `choose_scan` has shown that both are one function. Linear
-layers and LayerNorms have biases, but for the head: the paper does not say.
+layers and LayerNorms have biases, but for the head: the paper does not say. With block = 'llama' the blocks are those
+of model_standard.py, so that any pretrained Llama can be converted.
 
     B  batch        T  positions        C  width, n_embd        V  vocabulary rows, padded        n  positions of a run
-    H  heads        K  unrolls          D  blocks, n_layer; in the shape of a head, its size C / H
+    H  heads        K  unrolls          D  blocks, n_layer; in the shape of a head, its size
+    HK key and value heads
     e  a token's embedding              z  the block output, h^(D) in eq. 3, before the final norm
     correction^(k), z^(k)  after k unrolls, with correction^(0) = 0
     is_doc_start  marks a document's first token, before which z is 0
@@ -33,6 +35,8 @@ from attn_kernels import (
     document_starts,
     import_scan,
     linear_cross_entropy,
+    rms_norm,
+    rope_scaling,
     rope_table,
     rotate,
     slot_attention,
@@ -47,7 +51,13 @@ class Config:
     n_layer: int = 5  # blocks, D
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
-    n_ffn: int | None = None  # inner width of the feed-forward nets; None: 4 n_embd
+    n_ffn: int | None = None  # inner width of the feed-forward nets; None: 4 n_embd, of block = llama 3 n_embd
+    block: str = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none; both rotary
+    n_kv_head: int | None = None  # of llama: key and value heads, each read by H / HK query heads; None: n_head
+    head_size: int | None = None  # of llama; None: n_embd / n_head
+    qkv_bias: bool = False  # of llama: biases of queries, keys and values, as Qwen2 has them
+    qk_norm: bool = False  # of llama: an RMSNorm of each head's query and key before the rotation, as Qwen3 has it
+    tied_head: bool = False  # the output head shares the embedding's weights
     variant: str = 'add'  # correction: add, concat, token_blind, tied, block_head; extra_ffn: Roformer-hFFN, a control
     K: int = 5  # unrolls of a training step, at most; 1: no correction, the plain Transformer (Roformer)
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly; None: always K
@@ -61,17 +71,20 @@ class Config:
     window: int | None = None  # positions of the past that a query sees besides its own; None: all
     dropout: float = 0.0  # on what enters the blocks and on their residual branches, fresh in every unroll
     rope_theta: float = 10000.0  # base of the rotary wavelengths
-    norm_eps: float = 1e-5  # added to the variance in LayerNorm
+    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
+    norm_eps: float = 1e-5  # added to the variance in LayerNorm, to the mean square in RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
+    pad_rows_in_loss: bool = True  # the padding takes part in training's softmax
     eos_id: int | None = None  # the id that ends a document: attention and corrections stop there; None: one document
 
     def __post_init__(self):
         for name in ('n_layer', 'n_head', 'n_embd', 'rope_theta', 'norm_eps', 'init_std', 'prefill_tol'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
-        choices = {'variant': VARIANTS, 'prefill': ('parallel', 'sequential'), 'scan': ('loop', 'fast', 'auto')}
+        choices = {'variant': VARIANTS, 'block': ('gpt', 'llama'), 'prefill': ('parallel', 'sequential'),
+                   'scan': ('loop', 'fast', 'auto')}
         for name, expected in choices.items():
             if getattr(self, name) not in expected:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(expected)}')
@@ -91,12 +104,26 @@ class Config:
             raise ValueError(f'dropout = {self.dropout}: expected 0 or more and less than 1')
         if self.window is not None and self.window < 0:
             raise ValueError(f'window = {self.window}: expected 0 or more positions, or None for all')
-        if self.n_embd % (2 * self.n_head):
+        if self.head_size is None and self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
                              'n_embd / n_head must be an even whole number')
+        self.head_size = self.head_size or self.n_embd // self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f'head_size = {self.head_size}: expected an even number, or None for n_embd / n_head')
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}, or None')
+        if self.rope_scaling is not None:
+            rope_scaling(self.rope_scaling)
+        is_plain = (self.n_kv_head, self.n_head * self.head_size) == (self.n_head, self.n_embd)
+        if self.block == 'gpt' and (self.qkv_bias or self.qk_norm or not is_plain):
+            raise ValueError("n_kv_head, head_size, qkv_bias and qk_norm are settings of block = 'llama'")
+        if self.block == 'llama' and (self.variant in ('tied', 'extra_ffn') or self.scan == 'fast'):
+            raise ValueError(f"block = 'llama' with variant = {self.variant!r} and scan = {self.scan!r}: expected add, "
+                             'concat, token_blind or block_head, and auto or loop')
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
-        self.n_ffn = self.n_ffn or 4 * self.n_embd
+        self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
 
 
 class FFN(nn.Module):
@@ -150,13 +177,48 @@ class Block(nn.Module):
         return h + F.dropout(self.ffn(h), p, self.training)
 
 
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LlamaBlock(nn.Module):
+    """The block of model_standard.py: RMSNorm, grouped queries, SwiGLU, no biases."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
+        self.config, self.layer = config, layer
+        self.attn_norm = RMSNorm(C, config.norm_eps)
+        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
+        self.ffn_norm = RMSNorm(C, config.norm_eps)
+        self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
+        self.ffn_out = nn.Linear(n_ffn, C, bias=False)
+
+    def forward(self, h, rotate, attend):
+        """A layer of eq. 3. h (B, T, C) -> (B, T, C); rotate and attend as in `Attention.forward`."""
+        p, H, HK = self.config.dropout, self.config.n_head, self.config.n_kv_head
+        qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.config.head_size))
+        qk, v = qkv.split([H + HK, HK], 2)
+        if self.q_norm is not None:
+            q, k = qk.split([H, HK], 2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        q, k = rotate(qk).split([H, HK], 2)
+        h = h + F.dropout(self.attn_out(attend(self.layer, q, k, v).flatten(2)), p, self.training)
+        gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
+        return h + F.dropout(self.ffn_out(F.silu(gate) * up), p, self.training)
+
+
 class Cache(KVCache):
     """`KVCache` and z of the last run, as the next token's correction is made from the z before it."""
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype, z_dtype):
         c = config
-        super().__init__(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd,
-                         [c.window], rope_theta=c.rope_theta, eos_id=c.eos_id, device=device, dtype=dtype)
+        super().__init__(c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd, [c.window],
+                         rope_theta=c.rope_theta, rope_scaling=c.rope_scaling, eos_id=c.eos_id, device=device,
+                         dtype=dtype)
         # z[:, 1 + i] belongs to hidden[:, i]; z[:, 0] to the token before: it is left when the whole run is forgotten
         self.z = torch.zeros(batch_size, max_run + 1 if c.K > 1 else 0, c.n_embd, device=device, dtype=z_dtype)
         self.unrolls = None  # that the last parallel prefill took
@@ -179,22 +241,26 @@ class Model(nn.Module):
         self.config = c = config
         C = c.n_embd
         self.embed = nn.Embedding(c.vocab_size, C)
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
+        make_block = Block if c.block == 'gpt' else LlamaBlock
+        self.blocks = nn.ModuleList(make_block(c, layer) for layer in range(c.n_layer))
         if c.variant == 'extra_ffn':
             self.extra = FFN(C, c.n_ffn, C, c.norm_eps)
         elif c.K > 1 and c.variant == 'block_head':
             self.correction = nn.LayerNorm(C, c.norm_eps)
         elif c.K > 1:
-            self.correction = FFN(2 * C if c.variant == 'concat' else C, c.n_ffn, C, c.norm_eps)
+            n_inner = c.n_ffn if c.block == 'gpt' else 4 * C
+            self.correction = FFN(2 * C if c.variant == 'concat' else C, n_inner, C, c.norm_eps)
             if c.variant == 'tied':  # a norm of its own, the weights of the last block
                 self.correction.up, self.correction.down = self.blocks[-1].ffn.up, self.blocks[-1].ffn.down
-        self.norm = nn.LayerNorm(C, c.norm_eps)
+        self.norm = nn.LayerNorm(C, c.norm_eps) if c.block == 'gpt' else RMSNorm(C, c.norm_eps)
         self.head = nn.Linear(C, c.vocab_size, bias=False)
+        if c.tied_head:
+            self.head.weight = self.embed.weight
         self.unrolls = c.K  # of this training step
         self.scan_report = None  # of `choose_scan`: which form of streaming runs, and why
         for name, p in self.named_parameters():
             if p.dim() >= 2:
-                scale = (2 * c.n_layer) ** -0.5 if name.endswith('attn.out.weight') else 1.0
+                scale = (2 * c.n_layer) ** -0.5 if name.endswith(('attn.out.weight', 'attn_out.weight')) else 1.0
                 nn.init.normal_(p, std=c.init_std * scale)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
@@ -245,7 +311,7 @@ class Model(nn.Module):
         doc_start = document_starts(idx, c.eos_id)
         position = torch.arange(idx.shape[1], device=idx.device)
         is_doc_start = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
-        cos, sin = rope_table(position, c.n_embd // c.n_head, c.rope_theta)
+        cos, sin = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
 
         def attend(layer, q, k, v):
             return attention(q, k, v, doc_start, c.window)
@@ -299,7 +365,8 @@ class Model(nn.Module):
     def nll(self, z, targets):
         """Mean nats of targets (B, T), -1 ignored, given block outputs z (B, T, C)."""
         # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
-        return linear_cross_entropy(self.head_input(z).flatten(0, 1), self.head.weight, targets.flatten())
+        weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
+        return linear_cross_entropy(self.head_input(z).flatten(0, 1), weight, targets.flatten())
 
     def begin_step(self, rng):
         """Draws the unrolls of the next training step (section 3.2). rng: a random.Random, equal on all processes."""
@@ -341,8 +408,8 @@ class Model(nn.Module):
             last, last_change = z, change
 
     def adopt(self, tensors):
-        """Named weights of a K = 1 run with a new correction network beside them, whose last layer is 0: the same
-        function.
+        """Named weights of a K = 1 run, or with block = 'llama' of a model_standard run, with a new correction network
+        beside them, whose last layer is 0: the same function.
 
         Weights that have a correction already, or are for a model without one, come back as they are. Raises
         ValueError for variants without a last layer of their own.
@@ -384,7 +451,8 @@ class Model(nn.Module):
             self.scan_report = {'scan': 'loop', 'device': self.embed.weight.device.type, 'unused': []}
             return None
         window = None if c.window is None else min(c.window, 5)
-        self.scan_report = attn_kernels.choose_scan(self, fast, dropout=0.0, segment_len=4, window=window)
+        scan = fast if c.block == 'gpt' else None
+        self.scan_report = attn_kernels.choose_scan(self, scan, dropout=0.0, segment_len=4, window=window)
         return self.scan_report
 
     @torch.compiler.disable
@@ -397,7 +465,7 @@ class Model(nn.Module):
         c, (B, T) = self.config, idx.shape
         doc_start = document_starts(idx, c.eos_id)
         position = torch.arange(T, device=idx.device)
-        cos, sin = rope_table(position, c.n_embd // c.n_head, c.rope_theta)
+        cos, sin = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
         n_keys = T if c.window is None else min(c.window + 1, T)  # that a query may see: its own is the last of them
         key_pos = position[:, None] + torch.arange(1 - n_keys, 1, device=idx.device)  # (T, n_keys)
         first_key = torch.zeros_like(idx) if doc_start is None else doc_start
@@ -414,7 +482,7 @@ class Model(nn.Module):
                 zs.append(z)
             return torch.cat(zs, 1), z, keys, values
 
-        none = e.new_zeros(B, c.n_head, n_keys, c.n_embd // c.n_head)
+        none = e.new_zeros(B, c.n_kv_head, n_keys, c.head_size)
         z, keys, values = torch.zeros_like(e[:, :1]), [none] * c.n_layer, [none] * c.n_layer
         segments = []
         for start in range(0, T, c.segment_len):
@@ -424,7 +492,7 @@ class Model(nn.Module):
         return torch.cat(segments, 1)
 
     def _step_at(self, e, z, is_doc_start, cos, sin, mask, keys, values):
-        """`step` at one position, after keys and values of those before: of each layer (B, H, n_keys, D), newest last.
+        """`step` at one position, after keys and values of those before: of each layer (B, HK, n_keys, D), newest last.
 
         mask (B, 1, n_keys): which of them the position sees, once its own are there. Returns z (B, 1, C), and keys and
         values with its own at the end instead of the oldest.
@@ -525,7 +593,7 @@ class Model(nn.Module):
             return sum(values) / len(values)
         depths = [1] if c.bptt else range(c.k_min or c.K, c.K + 1)
         with_backward = [min(K, c.last_unrolls or K) for K in depths]
-        blocks = n_weights(self.blocks) + 2 * c.n_layer * c.n_embd * keys
+        blocks = n_weights(self.blocks) + 2 * c.n_layer * c.n_head * c.head_size * keys
         if c.variant == 'extra_ffn':
             blocks += n_weights(self.extra)
         flops = 6 * self.head.weight.numel() + blocks * mean([2 * K + 4 * n for K, n in zip(depths, with_backward)])

@@ -38,7 +38,7 @@ def stream(model, idx, graphs=True):
     c = model.config
     e, doc_start = model.embed_tokens(idx), document_starts(idx, c.eos_id)
     B, T, C = e.shape
-    rope = rope_table(torch.arange(T, device=idx.device), C // c.n_head, c.rope_theta)
+    rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
     dropout = None  # factors: on what enters the blocks, then on the two branches of each block
     p = c.dropout if model.training else 0.0
     if p:

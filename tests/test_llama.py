@@ -1,0 +1,145 @@
+"""Hugging Face folders become runs with the same logits, losses and gradients, and go back bit for bit."""
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import assert_sentence, run
+from safetensors.torch import load_file, save_file
+
+from common import llama, runs
+from data.tokenizers import load_tokenizer
+
+SMALL = dict(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=256, pad_token_id=None)
+LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 5e5, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+          'original_max_position_embeddings': 32}
+FOLDERS = {
+    'Llama 2': ('llama', dict(num_key_value_heads=6)),
+    'Llama 3': ('llama', dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    'linear positions': ('llama', dict(rope_parameters={'rope_type': 'linear', 'rope_theta': 1e4, 'factor': 2.0})),
+    'TinyLlama': ('llama', dict(rms_norm_eps=1e-5)),
+    'SmolLM2': ('llama', dict(num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True)),
+    'more rows than ids': ('llama', dict(vocab_size=300)),
+    'Mistral': ('mistral', dict(sliding_window=7, head_dim=12)),
+    'Mistral without a window': ('mistral', dict(sliding_window=None)),
+    'Qwen2': ('qwen2', dict(tie_word_embeddings=True)),
+    'Qwen2 with a window': ('qwen2', dict(use_sliding_window=True, sliding_window=5, max_window_layers=0)),
+    'Qwen3': ('qwen3', dict(head_dim=16)),
+}
+
+
+def make_folder(folder, name, dtype=torch.float32):
+    """A random model of a family, in eval mode, and its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    family, values = FOLDERS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **values}), dtype=dtype).eval()
+    for p in model.parameters():  # a common offset in a logit, and biases that matter
+        torch.nn.init.normal_(p, std=0.2 if p.dim() > 1 else 0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def import_run(folder, out):
+    llama.import_llama(folder, out, load_tokenizer('byte'))
+    return runs.load_run(out)
+
+
+@pytest.mark.parametrize('name', FOLDERS)
+def test_logits_loss_gradients_and_cached_decoding_equal_hugging_face(name, tmp_path):
+    """In float64, but for Hugging Face's norms and angles, which are fp32."""
+    theirs = make_folder(tmp_path / 'folder', name).double()
+    model, record = import_run(tmp_path / 'folder', tmp_path / 'run')
+    model = model.double()
+    idx = torch.randint(0, 257, (2, 40))
+    want = theirs(input_ids=idx, labels=idx)
+    want_logits = want.logits[..., :257].detach()
+    assert (model.logits(idx)[..., :257] - want_logits).abs().max() < 2e-6
+    loss = model(idx, torch.cat([idx[:, 1:], torch.full((2, 1), -1)], 1))['loss']
+    assert abs(loss - want.loss) < 2e-6
+    loss.backward()
+    want.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = llama.llama_tensors(model.config, gradients, record['data']['n_rows'])
+    for name, p in theirs.named_parameters():
+        assert (gradients[name] - p.grad).abs().max() < 2e-6 * (1 + p.grad.abs().max()), name
+    cache = model.new_cache(2, 40, max_run=4)
+    logits = [model.extend(idx[:, a:b], cache, all_positions=True) for a, b in ((0, 20), (20, 23), (23, 40))]
+    assert (torch.cat(logits, 1)[..., :257] - want_logits).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize('name', [name for name, (family, _) in FOLDERS.items() if family == 'llama'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_a_llama_comes_back_bit_for_bit(name, dtype, tmp_path):
+    theirs = make_folder(tmp_path / 'folder', name, dtype)
+    import_run(tmp_path / 'folder', tmp_path / 'run')
+    llama.export_llama(tmp_path / 'run', tmp_path / 'back')
+    before, after = (load_file(tmp_path / folder / 'model.safetensors') for folder in ('folder', 'back'))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = type(theirs).from_pretrained(tmp_path / 'back', dtype=dtype)
+    idx = torch.randint(0, 257, (2, 40))
+    assert torch.equal(again(input_ids=idx).logits, theirs(input_ids=idx).logits)
+
+
+def test_shards_are_read(tmp_path):
+    theirs = make_folder(tmp_path / 'folder', 'Qwen3')
+    theirs.save_pretrained(tmp_path / 'shards', max_shard_size='50KB')
+    assert len(list((tmp_path / 'shards').glob('*.safetensors'))) > 2
+    one, many = (import_run(tmp_path / folder, tmp_path / f'{folder}_run')[0] for folder in ('folder', 'shards'))
+    for a, b in zip(one.parameters(), many.parameters()):
+        assert torch.equal(a, b)
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / 'model.safetensors')
+    change(tensors)
+    save_file(tensors, folder / 'model.safetensors')
+
+
+NAME = 'model.layers.1.self_attn.k_proj.weight'
+
+
+@pytest.mark.parametrize('change, part', [
+    (lambda tensors: tensors.pop(NAME), f'lacks the tensor {NAME}'),
+    (lambda tensors: tensors.update({'model.layers.1.self_attn.o_proj.bias': torch.zeros(48)}),
+     'has a tensor model.layers.1.self_attn.o_proj.bias, for which model_standard has no place'),
+    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says')])
+def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
+    make_folder(tmp_path / 'folder', 'Llama 3')
+    edit_weights(tmp_path / 'folder', change)
+    assert_sentence(run('eval.py', tmp_path / 'folder', f'--from_llama={tmp_path / "run"}', '--tokenizer=byte'), part)
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('change, part', [
+    ({'model_type': 'gpt2'}, 'is a gpt2: expected one of llama, mistral, qwen2, qwen3'),
+    ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "scales its positions by 'yarn'"),
+    ({'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({'vocab_size': 200}, 'fewer than the 257 ids'),
+    ({'num_hidden_layers': 3}, 'lacks the tensor model.layers.2'), ({'num_attention_heads': 'six'}, 'is damaged')])
+def test_a_config_that_does_not_fit_is_a_sentence(change, part, tmp_path):
+    make_folder(tmp_path / 'folder', 'Llama 3')
+    path = tmp_path / 'folder/config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert_sentence(run('eval.py', tmp_path / 'folder', f'--from_llama={tmp_path / "run"}', '--tokenizer=byte'), part)
+
+
+def test_a_window_of_some_layers_is_a_sentence(tmp_path):
+    make_folder(tmp_path / 'folder', 'Qwen2 with a window')
+    path = tmp_path / 'folder/config.json'
+    layers = {'layer_types': ['full_attention', 'sliding_attention'], 'max_window_layers': 1}
+    path.write_text(json.dumps(json.loads(path.read_text()) | layers))
+    assert_sentence(run('eval.py', tmp_path / 'folder', f'--from_llama={tmp_path / "run"}', '--tokenizer=byte'),
+                    'a sliding window in 1 of 2 layers')
+
+
+def test_no_sentence_suggests_to_remove_a_source(tmp_path):
+    make_folder(tmp_path / 'folder', 'Llama 3')
+    shutil.copytree(tmp_path / 'folder', tmp_path / 'other')
+    for argv in (['nowhere', f'--from_llama={tmp_path / "folder"}'],
+                 [tmp_path / 'other', f'--from_llama={tmp_path / "folder"}']):
+        result = run('eval.py', *argv, '--tokenizer=byte')
+        assert_sentence(result, str(tmp_path / 'folder'))
+        assert 'remove' not in result.stderr
+    assert 'comes first: python eval.py' in run('eval.py', 'nowhere', f'--from_llama={tmp_path / "folder"}',
+                                                '--tokenizer=byte').stderr

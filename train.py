@@ -16,7 +16,6 @@ if __name__ == '__main__':
 
 import contextlib
 import importlib.util
-import json
 import math
 import os
 import platform
@@ -342,11 +341,11 @@ def print_sample(model, data, s, machine):
 
 # ---- the loop ----
 
-def train_step(model, ddp, optimizer, data, s, step, machine, stop):
+def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
     """One optimizer step: (means of the loss parts over the global batch, gradient norm, whether a process must stop).
 
     The loss is the mean over the counted tokens of the global batch: each micro-batch weighs as many as it has. The
-    parts are this process's share; their sum over processes is the mean.
+    parts are this process's share; their sum over processes is the mean. skips: see `skip_if_not_finite`.
     """
     rank, world = machine.rank, machine.world
     torch.manual_seed(((s.seed << 32) + (step << 10) + rank) % 2 ** 63)  # dropout's stream
@@ -375,6 +374,7 @@ def train_step(model, ddp, optimizer, data, s, step, machine, stop):
         for name, value in out.items():
             parts[name] = parts.get(name, 0) + value.detach() * (count / total)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+    skip_if_not_finite(optimizer, norm, skips)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return parts, norm, stop
@@ -388,13 +388,27 @@ def read_numbers(parts, norm, machine) -> dict[str, float]:
     return {**dict(zip(parts, values.tolist())), 'grad_norm': norm.item()}
 
 
-def check_finite(s, step, numbers, lr):
-    """Raises UserError if the loss is no number any more."""
-    if not math.isfinite(numbers['loss'] + numbers['grad_norm']):
-        raise UserError(f'the loss became {numbers["loss"]} (gradient norm {numbers["grad_norm"]}) at step {step}, '
-                        f'learning rate {lr:.2e}. Its checkpoints are from before: start another run with a lower '
-                        f'learning_rate or more warmup_tokens, from its weights with --init_from={s.out_dir} '
-                        'or from the beginning')
+def skip_if_not_finite(optimizer, norm, skips):
+    """Lets the next optimizer step change nothing if the gradient norm is not finite. Does not wait for the device.
+
+    skips (3,) on the device counts: steps skipped since it was last read, those in a row now, the most in a row.
+    """
+    bad = (~norm.isfinite()).float()
+    optimizer.found_inf = bad  # for fused AdamW; all processes have the same norm
+    in_a_row = (skips[1] + 1) * bad
+    skips.copy_(torch.stack([skips[0] + bad, in_a_row, torch.maximum(skips[2], in_a_row)]))
+
+
+def read_skips(s, step, skips, lr) -> int:
+    """Steps skipped since the last call. Raises UserError if there were three in a row. Waits for the device."""
+    n_skipped, _, most_in_a_row = map(int, skips.tolist())
+    if most_in_a_row >= 3:
+        raise UserError(f'the gradients were not finite three steps in a row, up to step {step}, at a learning rate of '
+                        f'{lr:.2e}; these steps changed nothing. {runs.last_good(s.out_dir)}')
+    if n_skipped:
+        say(f'step {step}: {n_skipped} steps skipped since the last line of the log: their gradients were not finite')
+    skips[0] = 0
+    return n_skipped
 
 
 def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log, wandb, stop):
@@ -410,9 +424,11 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         flops = model.flops_per_token(s.block_size)
         peak = peak_flops(machine.device, machine.dtype) * machine.world
     first_step, first_seconds = step, seconds
+    skips = torch.zeros(3, device=machine.device)
     since, since_step, stopping = time.perf_counter(), step, False
     while step < n_steps and not stopping:
-        parts, norm, stopping = train_step(model, ddp, optimizer, data, s, step, machine, bool(stop))
+        stop_here = bool(stop) or machine.is_orphan()
+        parts, norm, stopping = train_step(model, ddp, optimizer, data, s, step, machine, skips, stop_here)
         step += 1
         intervals = s.log_interval, s.save_interval, s.eval_interval
         log_due, save_due, eval_due = (step % n == 0 or step == n_steps for n in intervals)
@@ -423,11 +439,13 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         seconds += now - since
         speed = (step - since_step) * tokens_per_step / (now - since)
         lr = optimizer.param_groups[0]['lr']
-        check_finite(s, step, numbers, lr)
+        n_skipped = read_skips(s, step, skips, lr)
         line = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr,
                 'tokens_per_s': speed}
         if flops:
             line['mfu'] = speed * flops / peak
+        if n_skipped:
+            line['skipped'] = n_skipped
         left = (n_steps - step) * (seconds - first_seconds) / (step - first_step)
         progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | '
                  f'ETA {left // 60:.0f}m{left % 60:02.0f}s')
@@ -437,8 +455,9 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
             line |= found
             say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token'
                 + ''.join(f', {name} {value:.3g}' for name, value in found.items()))
+        line = {name: value for name, value in line.items() if math.isfinite(value)}  # JSON has no other numbers
         if log:
-            log.write(json.dumps(line) + '\n')
+            log.write(runs.log_line(line))
         if wandb:
             wandb.log(line, step=step)
         if log and (save_due or stopping):
@@ -467,9 +486,13 @@ def main(argv: list[str] | None = None) -> None:
             data.verify()
         check_settings(s, data, machine.world)
         c = model_config(s, given_model, data, record)
-        if not (s.resume or s.eval_only):
+        is_new = not (s.resume or s.eval_only)
+        if is_new:
             runs.claim_folder(s.out_dir, s.overwrite)
-        with contextlib.redirect_stdout(sys.stdout if is_first else open(os.devnull, 'w')):
+        claim = contextlib.nullcontext()
+        if is_first and not (s.eval_only or s.dry_run):
+            claim = runs.claimed(s.out_dir, is_new, s.overwrite)
+        with claim, contextlib.redirect_stdout(sys.stdout if is_first else open(os.devnull, 'w')):
             run(s, c, data, record, machine, argv)
     if machine.world > 1:
         if is_first and s.wandb_project:
@@ -515,7 +538,7 @@ def run(s, c, data, record, machine, argv):
             start_folder(s, c, data, machine)
         log, wandb = runs.open_log(s.out_dir, step), start_wandb(s, c)
         if scan:
-            log.write(json.dumps({'step': step, **scan}) + '\n')
+            log.write(runs.log_line({'step': step, **scan}))
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
     with log or contextlib.nullcontext(), caught_signals() as stop:
         step, seconds, stopped = train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log,

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,10 +33,11 @@ def friendly_errors() -> Iterator[None]:
     program = Path(sys.argv[0]).name
     with interruptible():
         try:
-            yield
-            sys.stdout.flush()
+            try:
+                yield
+            finally:
+                flush_output()
         except BrokenPipeError:  # whoever read the output has enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
@@ -48,6 +50,15 @@ def friendly_errors() -> Iterator[None]:
                 raise
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in str(error)
             sys.exit(f'{program}: {too_little_memory(error) if is_memory else unforeseen(error)}')
+
+
+def flush_output() -> None:
+    """Flushes stdout. Where that fails, what is left goes nowhere, or the end of the program would try again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 @contextmanager
@@ -71,7 +82,7 @@ def too_little_memory(error: Exception) -> str:
 def unforeseen(error: Exception) -> str:
     """A sentence for an error that is none of ours: what, and the last place in this repository that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT) and '.venv' not in frame.filename]
+    own = [f for f in frames if Path(f.filename).is_relative_to(ROOT) and 'site-packages' not in f.filename]
     place = (own or frames)[-1]
     file = os.path.relpath(place.filename, ROOT) if own else place.filename
     return (f'{type(error).__name__}: {first_line(error)}\n  at {file}, line {place.lineno}, in {place.name}: '
@@ -130,6 +141,30 @@ def write_file(path, content: bytes) -> None:
 def write_json(path, value) -> None:
     """`write_file` of a value as JSON."""
     write_file(path, json.dumps(value, indent=1).encode())
+
+
+def checked_json(value: dict) -> dict:
+    """A dict for `write_json`, with the checksum that `read_json` compares as its first key. All keys are strings."""
+    canonical = json.dumps(value, sort_keys=True)
+    return {'crc32': f'{zlib.crc32(canonical.encode()):08x}', **value}
+
+
+def read_json(path, remedy: str) -> dict:
+    """The dict of a JSON file, without its checksum, which files of older code have not.
+
+    Raises UserError, which ends with the remedy, if the file is damaged.
+    """
+    try:
+        value = json.loads(Path(path).read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f'it holds a {type(value).__name__} where an object is expected')
+        has_checksum = 'crc32' in value
+        found = value.pop('crc32', None)
+        if has_checksum and checked_json(value)['crc32'] != found:
+            raise ValueError('its content does not match the crc32 in it; if you changed it by hand, remove that line')
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{path} is damaged ({error}): {remedy}')
+    return value
 
 
 def sha256(path) -> str:

@@ -28,6 +28,11 @@ class Machine:
     world: int
     device: torch.device
     dtype: torch.dtype = torch.float32
+    launcher: int | None = None  # process id of the torchrun that started this process, if one did
+
+    def is_orphan(self) -> bool:
+        """Whether the torchrun that started this process is gone."""
+        return self.launcher is not None and os.getppid() != self.launcher
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -65,7 +70,8 @@ def start_processes(s) -> Machine:
 
     Sets what holds for the whole process: its GPU, or its threads (None: its share of the cores) and allocator.
     """
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    rank, world, local = torchrun_ranks()
+    launcher = os.getppid() if 'RANK' in os.environ else None
     kind = pick_device(s.device)
     if kind == 'cuda' and local >= torch.cuda.device_count():
         raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
@@ -78,8 +84,24 @@ def start_processes(s) -> Machine:
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
-    return Machine(rank, world, torch.device(kind, local) if kind == 'cuda' else torch.device('cpu'))
+        try:
+            dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
+        except ValueError as error:  # no MASTER_ADDR, for one
+            raise UserError(f'{world} processes cannot be joined: start them with torchrun. {error}')
+    device = torch.device(kind, local) if kind == 'cuda' else torch.device('cpu')
+    return Machine(rank, world, device, launcher=launcher)
+
+
+def torchrun_ranks() -> tuple[int, int, int]:
+    """(rank, number of processes, rank on this machine) as torchrun says in the environment; (0, 1, 0) without it."""
+    names = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0'}
+    texts = {name: os.environ.get(name, default) for name, default in names.items()}
+    are_numbers = all(text.isdecimal() and len(text) < 8 for text in texts.values())
+    if not are_numbers or int(texts['RANK']) >= int(texts['WORLD_SIZE']):
+        given = ', '.join(f'{name}={text!r}' for name, text in texts.items())
+        raise UserError(f'the environment has {given}: expected the numbers that torchrun sets. For one process: unset '
+                        'RANK WORLD_SIZE LOCAL_RANK')
+    return tuple(map(int, texts.values()))
 
 
 def keep_freed_memory() -> None:
@@ -115,27 +137,42 @@ def make_progress() -> Callable[[str], None]:
     def progress(line):
         nonlocal shown
         if sys.stdout.isatty():
-            print(f'\r{line:<100}', end='', flush=True)
+            show(f'\r{line:<100}', end='')
         elif time.time() - shown > 10:
             shown = time.time()
-            print(line, flush=True)
+            show(line)
     return progress
 
 
 def say(line: str) -> None:
     """A line of its own that stays, above the updating one."""
-    print(f'\r{line:<100}' if sys.stdout.isatty() else line, flush=True)
+    show(f'\r{line:<100}' if sys.stdout.isatty() else line)
+
+
+def show(text: str, end: str = '\n') -> None:
+    """Prints. Where nobody can read it any more, that is a hang-up, as of a terminal: see `caught_signals`."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        signal.raise_signal(signal.SIGHUP)
 
 
 @contextmanager
 def caught_signals() -> Iterator[list]:
-    """A list that the first SIGINT or SIGTERM makes non-empty; the second ends the program as usual."""
+    """A list that the first SIGINT, SIGTERM or SIGHUP makes non-empty.
+
+    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP does not, as a terminal that hangs up sends one
+    and fails each line that is shown. What is ignored stays so: nohup ignores SIGHUP.
+    """
     stop = []
 
     def on_signal(number, _):
         stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
     try:
         yield stop
     finally:

@@ -3,7 +3,8 @@
 A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
-    log.jsonl               one line per logged step; a line with 'scan' where training began or went on
+    log.jsonl               one line per logged step; a line with 'resumed_from' where training went on, one with 'scan'
+                            where it began or went on; each ends with a checksum
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS
 
@@ -14,9 +15,12 @@ import difflib
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
-from contextlib import suppress
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
@@ -25,10 +29,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common.files import UserError, sha256, sync_folder, write_file, write_json
+from common.files import UserError, locked, sha256, sync_folder, write_json
 from common.settings import saved_settings
 
 ROOT = Path(__file__).resolve().parent.parent
+REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
 RENAMED: dict[str, str] = {}  # settings of older runs: {name in an old config.json: name now}
 
 
@@ -199,22 +204,67 @@ def claim_folder(folder, overwrite: bool) -> None:
     folder = Path(folder)
     if not folder.exists():
         return
+    if not folder.is_dir():
+        raise UserError(f'{folder} is a file: give another --out_dir')
     if (folder / 'config.json').exists():
         if not overwrite:
             raise UserError(f'{folder} holds a run already: --resume goes on with it, --overwrite replaces it, '
                             'another --out_dir keeps both')
-    elif not folder.is_dir() or any(p.name != '.config.json.writing' for p in folder.iterdir()):  # left by a kill
+        if not is_own_config(folder / 'config.json'):
+            raise UserError(f'{folder}/config.json is damaged or not one that train.py wrote, so --overwrite removes '
+                            'nothing: give another --out_dir, or remove the folder yourself')
+    elif (folder / REPLACED).exists():
+        if not overwrite:
+            raise UserError(f'{folder} holds what is left of a run that was being replaced: --overwrite goes on with '
+                            'that')
+    elif any(path.name not in ('.lock', '.config.json.writing') for path in folder.iterdir()):  # left by a kill
         raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
 
 
+def is_own_config(path: Path) -> bool:
+    """Whether a config.json is one of a run."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and {'model', 'settings', 'model_config', 'data'} <= record.keys()
+
+
+@contextmanager
+def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
+    """Holds the lock of a run folder for its one writer. A folder in which nothing was written goes again."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        try:
+            if is_new:
+                claim_folder(folder, overwrite)  # once more: another run may have begun here meanwhile
+            yield
+        finally:
+            if os.listdir(folder) == ['.lock']:
+                shutil.rmtree(folder)
+
+
 def remove_run(folder) -> None:
-    """Removes a run folder, if there is one: by one rename first, so that a kill leaves no half of it."""
+    """Removes what training has written to a run folder, if there is any. Other files stay, and are named.
+
+    config.json goes first, by a rename: a kill leaves a folder that is no run, and that says so.
+    """
     folder = Path(folder)
     if (folder / 'config.json').exists():
-        doomed = folder.with_name(f'.{folder.name}.replaced')
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(folder, doomed)
-        shutil.rmtree(doomed)
+        os.replace(folder / 'config.json', folder / REPLACED)
+    if not (folder / REPLACED).exists():
+        return
+    for checkpoint in (*checkpoints(folder), *(folder / 'ckpt').glob('.writing_*')):
+        shutil.rmtree(checkpoint)
+    for name in ('log.jsonl', 'loss.png'):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # it holds files of others, or is a link
+        (folder / 'ckpt').rmdir()
+    kept = sorted({path.name for path in folder.iterdir()} - {REPLACED, '.lock'})
+    if kept:
+        print(f'{folder}: these files are not of training, and stay: {", ".join(kept)}')
+    (folder / REPLACED).unlink()
 
 
 def save_run(folder, record: dict) -> None:
@@ -224,25 +274,60 @@ def save_run(folder, record: dict) -> None:
 
 
 def open_log(folder, step: int) -> TextIO:
-    """Opens log.jsonl for appending, cut back to the records up to `step`: those after it will come again."""
+    """Opens log.jsonl for appending. Where there is one, a run goes on: its first line says from which step."""
     path = Path(folder) / 'log.jsonl'
-    records = [record for record in _log_records(folder) if record['step'] <= step]
-    write_file(path, ''.join(json.dumps(record) + '\n' for record in records).encode())
-    return open(path, 'a', buffering=1)
+    before = path.read_bytes() if path.exists() else b''
+    log = open(path, 'a', buffering=1)
+    if before:
+        log.write('' if before.endswith(b'\n') else '\n')  # a line that was cut stays alone
+        log.write(log_line({'resumed_from': step}))
+    return log
+
+
+def log_line(record: dict) -> str:
+    """A record as a line of log.jsonl: JSON that ends with the crc32 of what stands before."""
+    text = json.dumps(record)[:-1]
+    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
 
 
 def read_log(folder) -> list[dict]:
-    """The records of a run's logged steps. Those that say how the equations are run are left out."""
-    return [record for record in _log_records(folder) if 'scan' not in record]
+    """The records of a run's logged steps, without those that say how the equations are run.
+
+    Drops the steps that a resumed run took again. Says on stderr how many lines are damaged.
+    """
+    path, records, n_damaged = Path(folder) / 'log.jsonl', [], 0
+    for line in path.read_bytes().split(b'\n') if path.exists() else []:
+        for record in log_records(line):
+            if record is None:
+                n_damaged += 1
+            elif 'resumed_from' in record:
+                records = [earlier for earlier in records if earlier['step'] <= record['resumed_from']]
+            else:
+                records.append(record)
+    if n_damaged:
+        print(f'{path}: left out {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)
+    return [record for record in records if 'scan' not in record]
 
 
-def _log_records(folder):
-    """Every record of log.jsonl; a last line cut by a kill is left out."""
-    path, records = Path(folder) / 'log.jsonl', []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+def log_records(line: bytes) -> list[dict | None]:
+    """The records in a line of log.jsonl, None for a damaged one: two where the line's end between them is damaged."""
+    checked = re.findall(rb'(\{".*?), "crc32": "(\w{8})"\}', line)
+    if checked:
+        texts = [text + b'}' if b'%08x' % zlib.crc32(text) == crc32 else b'' for text, crc32 in checked]
+    elif line.endswith(b'"}'):  # it had a checksum
+        texts = [b'']
+    else:  # logged by older code, without one
+        texts = [line] if line.strip() else []
+    return [record_of(text) for text in texts]
+
+
+def record_of(text: bytes) -> dict | None:
+    """A record from its JSON, or None."""
+    with suppress(ValueError):
+        record = json.loads(text)
+        if isinstance(record, dict) and isinstance(record.get('step', record.get('resumed_from')), int):
+            return {name: value for name, value in record.items() if name != 'crc32'}
+    return None
 
 
 def plot_loss(folder) -> None:
@@ -297,16 +382,23 @@ def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: in
 
     tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder,
     reach the disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk
-    is full.
+    is full or a number is not finite.
     """
     ckpt = Path(folder) / 'ckpt'
     final, temporary = ckpt / f'step_{step:08d}', ckpt / f'.writing_{step:08d}'
-    shutil.rmtree(temporary, ignore_errors=True)
+    for tensors in tensor_files.values():
+        if bad := not_finite(tensors):
+            raise UserError(f'after step {step}, {bad} holds numbers that are not finite, so {final} is not written. '
+                            f'{last_good(folder)}')
+    for left_by_a_kill in ckpt.glob('.writing_*'):
+        shutil.rmtree(left_by_a_kill)
     temporary.mkdir(parents=True)
     try:
+        write_json(temporary / 'state.json', state)
+        mode = (temporary / 'state.json').stat().st_mode
         for name, tensors in tensor_files.items():
             save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, temporary / name)
-        write_json(temporary / 'state.json', state)
+            (temporary / name).chmod(mode)  # safetensors lets nobody else read
         sums = ''.join(f'{sha256(temporary / name)}  {name}\n' for name in (*tensor_files, 'state.json'))
         (temporary / 'SHA256SUMS').write_text(sums)
         for path in temporary.iterdir():
@@ -329,13 +421,29 @@ def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: in
 
 def checkpoints(folder) -> list[Path]:
     """The checkpoint folders of a run, newest first."""
-    return sorted((Path(folder) / 'ckpt').glob('step_*'), reverse=True)
+    found = [path for path in (Path(folder) / 'ckpt').glob('step_*') if re.fullmatch(r'step_\d{8,}', path.name)]
+    return sorted(filter(Path.is_dir, found), key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def last_good(folder) -> str:
+    """A sentence that names the newest checkpoint of a run that diverged, and what to do with it."""
+    newest = next(iter(checkpoints(folder)), None)
+    if newest is None:
+        return 'There is no checkpoint from before: start again with a lower learning_rate or more warmup_tokens'
+    return (f'The last good checkpoint is {newest}: start another run with a lower learning_rate or more '
+            f'warmup_tokens, from its weights with --init_from={folder} or from the beginning')
+
+
+def not_finite(tensors: dict) -> str | None:
+    """The name of a tensor that holds a NaN or an infinity, or None."""
+    return next((name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()), None)
 
 
 def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')) -> tuple[dict, dict]:
     """The newest whole checkpoint of a run folder: (state, {file name: {tensor name: tensor}}).
 
-    Each file is checked against SHA256SUMS; a damaged checkpoint is named on stderr and the one before it is taken.
+    Each file is checked against SHA256SUMS and for numbers that are not finite; a bad checkpoint is named on stderr and
+    the one before it is taken.
     Only JSON and safetensors are read, neither of which can run code.
     """
     found = checkpoints(folder)
@@ -346,7 +454,11 @@ def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')
                 if sha256(path / name) != sums[name]:
                     raise ValueError(f'{name} does not match its checksum')
             state = json.loads((path / 'state.json').read_text())
-            return state, {name: load_file(path / name) for name in names}
+            files = {name: load_file(path / name) for name in names}
+            for name, tensors in files.items():
+                if bad := not_finite(tensors):
+                    raise ValueError(f'{bad} in {name} holds numbers that are not finite')
+            return state, files
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            print(f'checkpoint {path} is damaged ({error}); trying the one before it', file=sys.stderr)
+            print(f'checkpoint {path} is damaged ({error}); the one before it is tried', file=sys.stderr)
     raise UserError(f'{folder} has no {"whole " if found else ""}checkpoint to load')

@@ -1,0 +1,367 @@
+"""The run folder: one writer, records that outlive damage, nothing removed that training did not write, no checkpoint
+with a number that is not finite."""
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, run_apart, train_tiny
+from safetensors.torch import load_file, save_file
+
+from common import machine, runs
+from common.files import UserError, friendly_errors, locked, sha256
+
+
+@pytest.fixture(scope='module')
+def trained(tiny_data, tmp_path_factory):
+    out = tmp_path_factory.mktemp('runs') / 'trained'
+    result = train_tiny(tiny_data, out, steps=10)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def contents(folder):
+    """{path: content} of a folder's files, without its lock."""
+    return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
+
+
+# ---- one writer ----
+
+@pytest.mark.slow
+@pytest.mark.parametrize('args', [['--resume'], ['--overwrite']])
+def test_a_second_writer_is_refused_and_changes_nothing(tiny_data, trained, tmp_path, args):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    before = contents(out)
+    with locked(out):
+        assert_sentence(train_tiny(tiny_data, out, *args, steps=10), f'process {os.getpid()} on', 'since 20')
+        assert run('train.py', f'--out_dir={out}', '--eval_only').returncode == 0  # which only reads
+    assert contents(out) == before
+    assert train_tiny(tiny_data, out, *args, steps=10).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_lock_ends_with_its_holder(tmp_path):
+    code = ('import sys, time\nfrom common.files import locked\n'
+            'with locked(sys.argv[1]):\n    print(flush=True)\n    time.sleep(60)')
+    holder = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    with pytest.raises(UserError, match=f'process {holder.pid} on'), locked(tmp_path):
+        pass
+    holder.kill()
+    holder.wait()
+    with locked(tmp_path):
+        assert f'process {os.getpid()} on' in (tmp_path / '.lock').read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('trial', range(3))
+@pytest.mark.parametrize('first, second', [([], []), ([], ['--resume']), (['--resume'], ['--resume']),
+                                           ([], ['--overwrite'])])
+def test_of_two_processes_on_one_folder_one_trains(tiny_data, trained, tmp_path, first, second, trial):
+    """The second is refused, at a moment chosen at random, and the first has the losses of an undisturbed run."""
+    out, steps = tmp_path / 'run', 400
+    if first:
+        shutil.copytree(trained, out)
+        edit_config(out, max_tokens=steps * STEP_TOKENS)
+    command = [sys.executable, 'train.py', *TINY, f'--data={tiny_data}', f'--out_dir={out}',
+               f'--max_tokens={steps * STEP_TOKENS}']
+    output = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    one = subprocess.Popen([*command, *first], **output)
+    if second:
+        while len(runs.read_log(out)) < 10 * bool(first) + 5:
+            time.sleep(0.01)
+    time.sleep(random.Random(trial).uniform(0, 0.2))
+    two = subprocess.Popen([*command, *second], **output)
+    results = [(process.communicate(timeout=120)[1], process.returncode) for process in (one, two)]
+    refused = [stderr for stderr, returncode in results if returncode == 1]
+    assert len(refused) == 1 and sum(returncode for _, returncode in results) == 1, results
+    assert 'is being written by process' in refused[0] or 'holds a run already' in refused[0]
+    assert [record['step'] for record in runs.read_log(out)] == list(range(1, steps + 1))
+
+
+def edit_config(out, **settings):
+    record = json.loads((out / 'config.json').read_text())
+    record.pop('crc32', None)
+    record['settings'] |= settings
+    (out / 'config.json').write_text(json.dumps(record))
+
+
+@pytest.mark.slow
+def test_processes_whose_launcher_is_killed_save_and_end(tiny_data, tmp_path):
+    out = tmp_path / 'run'
+    start = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py']
+    launcher = subprocess.Popen([*start, *TINY, f'--data={tiny_data}', f'--out_dir={out}', '--save_interval=100000',
+                                 '--eval_interval=100000', f'--max_tokens={100000 * STEP_TOKENS}'],
+                                cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(runs.read_log(out)) < 3 and launcher.poll() is None:
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.time() + 10
+    while time.time() < deadline and processes_with(out):
+        time.sleep(0.05)
+    assert not processes_with(out)
+    assert runs.load_checkpoint(out)[0]['step'] == runs.read_log(out)[-1]['step']
+
+
+def processes_with(argument):
+    """The process ids with this text in their command line."""
+    found = []
+    for path in Path('/proc').glob('[0-9]*/cmdline'):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] * (str(argument).encode() in path.read_bytes())
+    return found
+
+
+# ---- log.jsonl ----
+
+def write_log(folder, records):
+    (folder / 'log.jsonl').write_text(''.join(map(runs.log_line, records)))
+
+
+def test_damage_costs_a_log_no_other_line(tmp_path, capsys):
+    records = [{'step': step, 'loss': step / 7} for step in range(1, 6)]
+    write_log(tmp_path, records)
+    whole = (tmp_path / 'log.jsonl').read_bytes()
+    n_damaged = 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / 'log.jsonl').write_bytes(flipped)
+        found = runs.read_log(tmp_path)
+        is_reported = 'left out 1 damaged line' in capsys.readouterr().err
+        assert all(record in records for record in found) and len(found) == 5 - is_reported
+        n_damaged += is_reported
+    assert n_damaged > 7 * len(whole)
+
+
+def test_a_log_of_older_code_is_read_on(tmp_path, capsys):
+    (tmp_path / 'log.jsonl').write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
+    with runs.open_log(tmp_path, 1) as log:
+        log.write(runs.log_line({'step': 2, 'loss': 2.125}))
+    assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
+    assert 'left out 1 damaged line' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_log_is_only_appended_to(tiny_data, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    shutil.rmtree(out / 'ckpt/step_00000010')
+    before = (out / 'log.jsonl').read_bytes()
+    assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
+    after = (out / 'log.jsonl').read_bytes()
+    assert after.startswith(before) and b'{"resumed_from": 5, ' in after[len(before):]
+    again, first = ([(record['step'], record['loss']) for record in runs.read_log(folder)] for folder in (out, trained))
+    assert again == first and len(first) == 10
+
+
+# ---- what is removed, and what is there ----
+
+@pytest.mark.slow
+def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_path):
+    def replaced(out):
+        return train_tiny(tiny_data, out, '--overwrite', steps=2)
+    foreign = tmp_path / 'foreign'
+    foreign.mkdir()
+    (foreign / 'config.json').write_text('{"editor": "vi"}')
+    (foreign / 'log.jsonl').write_text('of another program')
+    before = contents(foreign)
+    assert_sentence(replaced(foreign), 'not one that train.py wrote', 'removes nothing')
+    assert contents(foreign) == before
+
+    disk, link = shutil.copytree(trained, tmp_path / 'disk'), tmp_path / 'link'
+    link.symlink_to(disk)
+    for name in ('notes.txt', 'ckpt/step_00000010.tar', 'ckpt/mine/thesis.txt'):
+        (disk / name).parent.mkdir(exist_ok=True)
+        (disk / name).write_text('years of work')
+    result = replaced(link)
+    assert result.returncode == 0 and 'not of training, and stay: ckpt, notes.txt' in result.stdout, result.stderr
+    assert link.is_symlink() and [record['step'] for record in runs.read_log(disk)] == [1, 2]
+    assert sorted(path.name for path in (disk / 'ckpt').iterdir()) == ['mine', 'step_00000002', 'step_00000010.tar']
+    assert len(list(disk.rglob('*.txt'))) == 2
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_run_is_replaced_leaves_a_folder_that_says_so(tiny_data, trained, tmp_path, monkeypatch):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    (out / 'notes.txt').write_text('mine')
+
+    def killed(path):
+        raise InterruptedError('killed')
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(runs.shutil, 'rmtree', killed)
+        runs.remove_run(out)
+    assert_sentence(train_tiny(tiny_data, out, steps=2), 'being replaced', '--overwrite goes on')
+    assert_sentence(train_tiny(tiny_data, out, '--resume', steps=2), 'is not a run folder')
+    assert train_tiny(tiny_data, out, '--overwrite', steps=2).returncode == 0
+    assert len(runs.read_log(out)) == 2 and (out / 'notes.txt').exists()
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path):
+    with pytest.raises(UserError), runs.claimed(tmp_path / 'a/run', True, False):
+        raise UserError('it does not fit')
+    assert not (tmp_path / 'a/run').exists()
+
+
+@pytest.mark.slow
+def test_stray_files_are_no_checkpoints_and_files_have_the_usual_permissions(trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    (out / 'ckpt/step_00000099').write_text('a file')
+    (out / 'ckpt/step_00000098.bak').mkdir()
+    assert runs.load_checkpoint(out)[0]['step'] == 10
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in trained.rglob('*'):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
+
+
+# ---- numbers that are not finite ----
+
+# Trains with train.py after poisoning: KIND of poison, the STEPS where, the RANK of the process.
+POISONED = '''
+import os, sys
+kind, steps, rank = sys.argv.pop(1), eval(sys.argv.pop(1)), int(sys.argv.pop(1))
+sys.argv[0] = 'train.py'
+import torch
+import train
+first, once = train.train_step, []
+def train_step(model, ddp, optimizer, data, s, step, *rest):
+    weight = next(model.parameters())
+    poison = step + 1 in steps and int(os.environ.get('RANK', 0)) == rank
+    if poison and kind == 'gradient':
+        once.append(weight.register_hook(lambda g: g + float('nan')))
+    result = first(model, ddp, optimizer, data, s, step, *rest)
+    if poison and kind == 'weight':
+        weight.data.view(-1)[0] = float('inf')
+    if poison and kind == 'moment':
+        optimizer.state[weight]['exp_avg_sq'].view(-1)[0] = float('nan')
+    while once:
+        once.pop().remove()
+    return result
+train.train_step = train_step
+train.main()
+'''
+
+
+def train_poisoned(data, out, kind, steps, rank=0, processes=1):
+    """20 steps, every one logged and saved."""
+    launch = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}'] if processes > 1 else []
+    script = out.with_suffix('.py')
+    script.write_text(f'import sys\nsys.path.insert(0, {str(ROOT)!r})\n' + POISONED)
+    return run_apart(*launch, script, kind, repr(list(steps)), rank, *TINY, f'--data={data}', f'--out_dir={out}',
+                     f'--max_tokens={20 * STEP_TOKENS}', '--save_interval=1', '--keep_checkpoints=30')
+
+
+def assert_checkpoints_are_finite(out):
+    for path in out.rglob('*.safetensors'):
+        assert all(t.isfinite().all() for t in load_file(path).values()), path
+
+
+@pytest.mark.slow
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tiny_data, tmp_path):
+    out = tmp_path / 'run'
+    result = train_poisoned(tiny_data, out, 'gradient', [4, 5, 9])
+    assert result.returncode == 0, result.stderr
+    log = {record['step']: record for record in runs.read_log(out)}
+    assert {step: r['skipped'] for step, r in log.items() if 'skipped' in r} == {4: 1, 5: 1, 9: 1}
+    assert 'grad_norm' not in log[4] and log[20]['loss'] < log[1]['loss'] - 1
+    three, four, five = (load_file(out / f'ckpt/step_{step:08d}/model.safetensors') for step in (3, 4, 5))
+    assert all(torch.equal(three[name], four[name]) and torch.equal(three[name], five[name]) for name in three)
+    assert_checkpoints_are_finite(out)
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_finite_are_not_saved(tiny_data, tmp_path):
+    for kind, tensor in (('weight', 'embed.weight'), ('moment', 'exp_avg_sq/embed.weight')):
+        out = tmp_path / kind
+        result = train_poisoned(tiny_data, out, kind, [7])
+        assert_sentence(result, f'after step 7, {tensor} holds numbers that are not finite', 'step_00000006')
+        assert_checkpoints_are_finite(out)
+        assert runs.load_checkpoint(out)[0]['step'] == 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('processes', [1, 2])
+def test_no_poison_reaches_a_checkpoint(tiny_data, tmp_path, processes):
+    """40 trials with both numbers of processes: one process, some steps, gradients, weights or moments."""
+    rng = random.Random(processes)
+    for i in range(20):
+        steps = rng.sample(range(1, 21), rng.randint(1, 6))
+        if i % 3 == 0:
+            steps = range(steps[0], steps[0] + 3)
+        out = tmp_path / str(i)
+        kind = ('gradient', 'weight', 'moment')[i % 3]
+        result = train_poisoned(tiny_data, out, kind, steps, rng.randrange(processes), processes)
+        assert 'Traceback' not in result.stderr.split('torch.distributed')[0], result.stderr
+        assert_checkpoints_are_finite(out)
+
+
+@pytest.mark.slow
+def test_a_poisoned_checkpoint_of_older_code_is_not_used(trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    for step in (10, 5):
+        folder = out / f'ckpt/step_{step:08d}'
+        weights = load_file(folder / 'model.safetensors')
+        weights['embed.weight'][0, 0] = float('nan')
+        save_file(weights, folder / 'model.safetensors')
+        sums = [f'{sha256(folder / name)}  {name}' for name in ('model.safetensors', 'optimizer.safetensors',
+                                                               'state.json')]
+        (folder / 'SHA256SUMS').write_text('\n'.join(sums))
+        result = run('sample.py', out, 'abc', '--max_new_tokens=2', '--temperature=0')
+        assert 'embed.weight in model.safetensors holds numbers that are not finite' in result.stderr
+        assert result.returncode == (step == 5)
+    assert_sentence(result, 'has no whole checkpoint')
+
+
+# ---- errors and hang-ups ----
+
+def test_an_error_that_is_none_of_ours_names_its_place(monkeypatch):
+    def ending():
+        with pytest.raises((SystemExit, TypeError)) as end, friendly_errors():
+            runs.log_line({'step': open})
+        return str(end.value)
+    assert 'TypeError: Object of type builtin_function_or_method is not JSON serializable' in ending()
+    assert 'at common/runs.py, line' in ending() and 'in log_line: text = json.dumps' in ending()
+    assert 'TRACEBACK=1' in ending()
+    monkeypatch.setenv('TRACEBACK', '1')
+    assert ending() == 'Object of type builtin_function_or_method is not JSON serializable'
+
+
+@pytest.mark.parametrize('variables', [{'RANK': 'x'}, {'RANK': '-1'}, {'RANK': '1'}, {'WORLD_SIZE': '9' * 40},
+                                       {'LOCAL_RANK': ''}])
+def test_an_environment_that_is_not_torchruns_is_a_sentence(tiny_data, tmp_path, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'out'), *variables, 'unset RANK WORLD_SIZE LOCAL_RANK')
+
+
+def test_output_that_nobody_reads_is_a_hang_up(monkeypatch):
+    class Closed:
+        def isatty(self):
+            return False
+
+        def write(self, text):
+            raise BrokenPipeError
+    with machine.caught_signals() as stop, monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', Closed())
+        machine.say('step 1')
+        machine.say('step 2')
+    assert stop == [signal.SIGHUP]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('script', [['train.py'], ['-m', 'data.pointer_chasing'], ['-m', 'analysis.scores']])
+def test_ctrl_c_during_the_imports_is_silent(script):
+    process = subprocess.Popen([sys.executable, *script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout, stderr) == (-signal.SIGINT, b'', b'')

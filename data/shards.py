@@ -215,6 +215,7 @@ def check_meta(meta: dict) -> None:
     for name in ('train', 'val'):
         split = splits.get(name) if isinstance(splits, dict) else None
         check_split(name, split)
+        expect(split['bytes'] > 0, f'bytes of {name}', 0)
         tokens = sum(shard['tokens'] for shard in split['shards'])
         expect(tokens == split['tokens'], f'tokens of {name}', f'{split["tokens"]}, as its shards have {tokens}')
 
@@ -222,14 +223,15 @@ def check_meta(meta: dict) -> None:
 def check_split(name: str, split) -> None:
     """Raises ValueError for a value that no split of a data folder has, whole or in preparation."""
     expect(isinstance(split, dict), f'split {name}', split)
-    for key in ('tokens', 'documents', 'bytes'):
-        expect(is_count(split.get(key)), f'{key} of {name}', split.get(key))
+    for key, least in (('tokens', 1), ('documents', 1), ('bytes', 0)):
+        expect(is_count(split.get(key), least), f'{key} of {name}', split.get(key))
     expect(isinstance(split.get('shards'), list), f'shards of {name}', split.get('shards'))
     for shard in split['shards']:
         check_shard(name, shard)
 
 
 def check_shard(name: str, shard) -> None:
+    """Raises ValueError for what is no record of a shard of the split `name`."""
     expect(isinstance(shard, dict), f'a shard of {name}', shard)
     expect(is_plain_name(shard.get('file')), f'the file of a shard of {name}', shard.get('file'))
     expect(is_count(shard.get('tokens')), f'tokens of {shard["file"]}', shard.get('tokens'))

@@ -186,7 +186,7 @@ def json_records(file: str, first: int) -> Iterator[tuple]:
             yield from islice(enumerate(json.load(lines)), first, None)
             return
         for n, line in enumerate(lines):
-            if n >= first and line.strip():
+            if n >= first and (line := line.strip()):
                 yield n, json.loads(line)
 
 
@@ -317,8 +317,8 @@ def read_progress(folder: Path) -> dict:
         expect(is_count(skip, 0), 'skip', skip)
         expect(is_count(documents, 0), 'documents', documents)
     except ValueError as error:
-        raise UserError(f'{path} is damaged, or of other code: {error}; remove {folder} and start again, or give '
-                        'another --out_dir')
+        raise UserError(f'{path} is damaged, or of another program: {error}; give another --out_dir, or remove '
+                        f'{folder} if nothing else is in it')
     return saved
 
 

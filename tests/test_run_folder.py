@@ -300,7 +300,7 @@ def test_no_poison_reaches_a_checkpoint(tiny_data, tmp_path, processes):
         out = tmp_path / str(i)
         kind = ('gradient', 'weight', 'moment')[i % 3]
         result = train_poisoned(tiny_data, out, kind, steps, rng.randrange(processes), processes)
-        assert 'Traceback' not in result.stderr.split('torch.distributed')[0], result.stderr
+        assert 'train.py", line' not in result.stderr, result.stderr  # torchrun shows a traceback of its own
         assert_checkpoints_are_finite(out)
 
 
@@ -336,7 +336,7 @@ def test_an_error_that_is_none_of_ours_names_its_place(monkeypatch):
 
 
 @pytest.mark.parametrize('variables', [{'RANK': 'x'}, {'RANK': '-1'}, {'RANK': '1'}, {'WORLD_SIZE': '9' * 40},
-                                       {'LOCAL_RANK': ''}])
+                                       {'LOCAL_RANK': ''}, {'LOCAL_WORLD_SIZE': '0'}])
 def test_an_environment_that_is_not_torchruns_is_a_sentence(tiny_data, tmp_path, monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

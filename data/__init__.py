@@ -16,7 +16,6 @@ if sys.argv[0] == '-m':  # as in python -m data.pointer_chasing, which runs this
 from common.files import UserError
 from data.shards import BUILT, PIECE, VAL_SHARE, Data, split_of, text_documents, write_data
 from data.tasks import Generated, builtin_data, task_class
-from data.tokenizers import load_tokenizer
 
 
 def open_data(name) -> Data | Generated:
@@ -47,5 +46,6 @@ def text_folder(folder: Path, paths: list[Path]) -> tuple:
     digest = hashlib.sha256(json.dumps([files, PIECE, VAL_SHARE]).encode()).hexdigest()
 
     def build(built):
+        from data.tokenizers import load_tokenizer  # here, as that file is a program too
         write_data(built, load_tokenizer('byte'), ((split_of(text), text) for text in text_documents(paths)))
     return BUILT / f'{folder.resolve().name}-{digest[:12]}', build

@@ -1,14 +1,26 @@
-"""Tokenizers by name or by file. Read `load_tokenizer`; below it is one function for each kind."""
+"""Tokenizers by name or by file. Read `load_tokenizer`; below it is one function for each kind.
+
+    python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json      trains a byte-level BPE
+
+Files are .txt, or .jsonl whose records have a field `text`. prepare_fineweb.py --tokenizer=bpe16k.json then uses it.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
 import difflib
+import glob
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import UserError
+from common.files import UserError, friendly_errors, write_file
+from common.settings import check_ranges, load_settings
 from data.tasks import make_task, task_class
 
 GPT2_SHA256 = {
@@ -169,3 +181,62 @@ def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
 def padded_vocab(n_ids: int) -> int:
     """Rows of the embedding table: the next multiple of 64 above n_ids, so that a padding row is free for <predict>."""
     return (n_ids // 64 + 1) * 64
+
+
+# ---- training one ----
+
+@dataclass
+class Settings:
+    vocab_size: int = 32000  # ids, with the 256 bytes and the end of a document
+    out: str = 'tokenizer.json'  # file to write
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
+    """A byte-level BPE with so many ids, learned from texts, as the content of a tokenizer.json.
+
+    The last merges are missing where the texts have too few pairs. Id 0, <|endoftext|>, ends a document.
+    """
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOS_NAMES[0]], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    fast.train_from_iterator(texts, trainer)
+    return fast.to_str(pretty=True)
+
+
+def texts_of(paths: list[Path]) -> Iterator[str]:
+    """The lines of .txt files and the texts of .jsonl records."""
+    for path in paths:
+        with open(path, encoding='utf-8', errors='replace') as file:
+            for number, line in enumerate(file, 1):
+                if path.suffix != '.jsonl':
+                    yield line
+                elif line.strip():
+                    try:
+                        yield str(json.loads(line)['text'])
+                    except (ValueError, KeyError, TypeError, RecursionError):
+                        raise UserError(f'{path}, line {number}: expected a JSON object with a field text')
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, names, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        paths = [Path(path) for name in names for path in (glob.glob(name, recursive=True) or [name])]
+        check_ranges(s, vocab_size=(257, 10 ** 6))
+        if not paths:
+            raise UserError("which texts? python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json")
+        for path in paths:
+            if not path.is_file():
+                raise UserError(f'{path} is no file: expected .txt or .jsonl files, or a pattern of them')
+        if Path(s.out).exists():
+            raise UserError(f'{s.out} exists: write to another --out')
+        if not Path(s.out).parent.is_dir():
+            raise UserError(f'there is no folder {Path(s.out).parent} to write {Path(s.out).name} to')
+        write_file(s.out, train_tokenizer(texts_of(paths), s.vocab_size).encode())
+        print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
+
+
+if __name__ == '__main__':
+    main()

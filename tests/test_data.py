@@ -277,3 +277,17 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         shards.write_data(tmp_path / 'x', load_tokenizer('byte'), documents())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_is_trained_to_a_size_and_gives_texts_back(tmp_path):
+    text = 'Träume aus Glas, dreams of glass, 夢. ' * 20 + ' '.join(f'word{i}' for i in range(200))
+    (tmp_path / 'a.jsonl').write_text(json.dumps({'text': text}) + '\n')
+    result = run('-m', 'data.tokenizers', tmp_path / 'a.jsonl', '--vocab_size=300', f'--out={tmp_path / "bpe.json"}')
+    assert result.returncode == 0 and 'has 300 ids' in result.stdout, result.stderr
+    tokenizer = load_tokenizer(tmp_path / 'bpe.json')
+    assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
+    assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
+    again = run('-m', 'data.tokenizers', tmp_path / 'a.jsonl', f'--out={tmp_path / "bpe.json"}')
+    assert_sentence(again, 'exists: write to another --out')
+    (tmp_path / 'b.jsonl').write_text('{"text": "a"}\n{"words": "b"}\n')
+    assert_sentence(run('-m', 'data.tokenizers', tmp_path / 'b.jsonl', f'--out={tmp_path / "c.json"}'), 'line 2')

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import assert_sentence, run
 
 import data
 from common.files import UserError

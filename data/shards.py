@@ -300,8 +300,8 @@ class Shard:
             while len(content) < end - begin:  # one call reads 2 GiB at most
                 more = os.pread(fd, end - begin - len(content), begin + len(content))
                 if not more:
-                    raise UserError(f'{self.path} ends after byte {begin + len(content)}, and had {self.size} bytes '
-                                    'before: it was shortened meanwhile; copy or build the data again')
+                    raise UserError(f'{self.path} has {os.fstat(fd).st_size} bytes and had {self.size}: it was '
+                                    'shortened meanwhile; copy or build the data again')
                 content += more
         except OSError as error:
             raise UserError(f'{self.path} cannot be read after byte {begin}: {error.strerror}')

@@ -161,6 +161,8 @@ def test_a_flipped_bit_of_a_shard_is_found_when_its_mib_is_first_read(tmp_path, 
             d.tokens('train', n_before + place // 2, 1)
         if begin:
             d.tokens('train', 0, n_before + begin // 2)  # all before that piece
+        with pytest.raises(UserError, match=f'train_00001.bin is damaged between byte {begin} and byte {end},'):
+            d.tokens('train', 0, d.splits['train']['tokens'])
         shard.write_bytes(whole)
     checksums = shard.with_suffix('.crc32')
     checksums.write_bytes(checksums.read_bytes()[:-6] + bytes(6))
@@ -173,7 +175,7 @@ def test_a_shard_that_is_shortened_while_it_is_read_is_a_sentence(copy):
     d.tokens('train', 0, 3000)
     os.truncate(copy / 'train_00000.bin', 5000)
     d.tokens('train', 0, 2500)
-    with pytest.raises(UserError, match=r'train_00000.bin ends after byte 5000, and had \d+ bytes before'):
+    with pytest.raises(UserError, match=r'train_00000.bin has 5000 bytes and had \d+: it was shortened'):
         d.tokens('train', 0, 2501)
 
 

@@ -138,7 +138,7 @@ def stream_batches(name: str, stream, s: Settings, position: dict) -> Iterator[t
     state, documents = position['state'], position['documents'] - position['skip']
     if state:
         stream.load_state_dict(state)
-    tables = stream.iter(BATCH)
+    tables, fields = stream.iter(BATCH), {s.text_field, s.id_field} - {None}
     while True:
         try:
             table = next(tables, None)
@@ -147,8 +147,8 @@ def stream_batches(name: str, stream, s: Settings, position: dict) -> Iterator[t
         if table is None:
             return
         documents += len(table)
-        if {s.text_field, s.id_field} - {None} <= set(table.column_names):
-            table = table.select(list({s.text_field, s.id_field} - {None}))
+        if fields <= set(table.column_names):
+            table = table.select(sorted(fields))
         yield state, [('', record) for record in table.to_pylist()]
         state = stream.state_dict()
 
@@ -213,7 +213,7 @@ def document(record, place: str, s: Settings) -> tuple[str, str]:
         if field is not None and not isinstance(record.get(field), kind):
             has = f'has {record[field]!r:.60} in' if field in record else 'has no'
             raise UserError(f'{place} {has} field {field!r}, expected {"text" if kind is str else "an id"}; the fields '
-                            f'are {", ".join(record)}: set --text_field, or --id_field (None: the hash of the text '
+                            f'are {", ".join([*record][:20])}: set --text_field, or --id_field (None: the hash of the text '
                             'decides between train and val)')
     text = printable(record[s.text_field])
     return split_of(text if s.id_field is None else printable(str(record[s.id_field])), s.val_share), text

@@ -186,8 +186,10 @@ def test_folders_of_older_code_are_read_and_one_line_says_that_only_sizes_are_ch
         path.unlink()
     meta = json.loads((copy / 'meta.json').read_text())
     del meta['crc32']
+    meta['tokenizer'] = '/elsewhere/tokenizer.json'  # `write_data` did not copy it
     (copy / 'meta.json').write_text(json.dumps(meta))
     d = Data(copy)
+    assert d.tokenizer == '/elsewhere/tokenizer.json'
     message = capsys.readouterr().err
     assert message.count('\n') == 1 and 'shards have no checksums of their pieces' in message and '--verify' in message
     n = d.splits['train']['tokens']

@@ -212,9 +212,10 @@ def document(record, place: str, s: Settings) -> tuple[str, str]:
     for field, kind in ((s.text_field, str), (s.id_field, (str, int))):
         if field is not None and not isinstance(record.get(field), kind):
             has = f'has {record[field]!r:.60} in' if field in record else 'has no'
+            fields = ', '.join([*record][:20])
             raise UserError(f'{place} {has} field {field!r}, expected {"text" if kind is str else "an id"}; the fields '
-                            f'are {", ".join([*record][:20])}: set --text_field, or --id_field (None: the hash of the text '
-                            'decides between train and val)')
+                            f'are {fields}: set --text_field, or --id_field (None: the hash of the text decides between '
+                            'train and val)')
     text = printable(record[s.text_field])
     return split_of(text if s.id_field is None else printable(str(record[s.id_field])), s.val_share), text
 

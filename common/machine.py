@@ -161,8 +161,8 @@ def show(text: str, end: str = '\n') -> None:
 def caught_signals() -> Iterator[list]:
     """A list that the first SIGINT, SIGTERM or SIGHUP makes non-empty.
 
-    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP does not, as a terminal that hangs up sends one
-    and fails each line that is shown. What is ignored stays so: nohup ignores SIGHUP.
+    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP does not, as a terminal that hangs up sends
+    one and fails each line that is shown. What is ignored stays so: nohup ignores SIGHUP.
     """
     stop = []
 

@@ -300,7 +300,7 @@ def test_no_poison_reaches_a_checkpoint(tiny_data, tmp_path, processes):
         out = tmp_path / str(i)
         kind = ('gradient', 'weight', 'moment')[i % 3]
         result = train_poisoned(tiny_data, out, kind, steps, rng.randrange(processes), processes)
-        assert 'Traceback' not in result.stderr.split('torch.distributed')[0], result.stderr
+        assert 'train.py", line' not in result.stderr, result.stderr  # torchrun shows a traceback of its own
         assert_checkpoints_are_finite(out)
 
 

@@ -230,9 +230,11 @@ def damaged_json(text: str, has_lines: bool, kind: str, place: int, new: str) ->
     Its checksum goes, as if older code had written it: faults in bytes test that.
     """
     documents = [json.loads(line) for line in (text.splitlines() if has_lines else [text])]
-    for document in documents:
+    for document in filter(lambda document: isinstance(document, dict), documents):
         document.pop('crc32', None)
     places = list(places_of(documents))
+    if not places:  # after an earlier fault
+        return text
     holder, key = places[place % len(places)]
     mark = 'here comes what no value of ours can be'
     if kind == 'set':

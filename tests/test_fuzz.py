@@ -9,6 +9,7 @@ that none of our sentences foresaw, a signal, 20 seconds without an end, and a c
 
 Read COMMANDS, then the faults, then `check`.
 """
+import gc
 import importlib
 import json
 import os
@@ -42,21 +43,21 @@ FILE_BYTES = 2 ** 26  # of a file that it writes
 STEPS = 3  # after which training gets a SIGTERM: one that is asked to read 1e18 tokens is no hang
 
 TASK = 'path_star:degree=2,length=3,nodes=8,train_rows=20,val_rows=4'
-CONFIG = {'data': 'data', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2, 'max_tokens': 64,
-          'warmup_tokens': 16, 'eval_interval': 2, 'eval_tokens': 32, 'log_interval': 1, 'save_interval': 1,
+CONFIG = {'data': 'data', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2, 'max_tokens': 96,
+          'warmup_tokens': 16, 'eval_interval': 2, 'eval_tokens': 32, 'log_interval': 1, 'save_interval': 2,
           'sample_tokens': 2, 'threads': 1, 'device': 'cpu', 'dtype': 'float32'}
 PREPARE = '--tokenizer=byte --val_share=0.3 --workers=1'
 HALF = f'texts.jsonl --out_dir=half --shard_tokens=200 {PREPARE}'
-COMMANDS = {  # script: its share of the inputs, and commands that work in the folder that `base` makes
-    'train': (0.3, ['config.py --out_dir=new --dry_run',
-                    'config.py --out_dir=new --dry_run --init_from=standard',
-                    f'config.py --out_dir=new --dry_run --data={TASK} --block_size=17',
-                    'config.py --out_dir=new --dry_run --data=texts',
-                    '--out_dir=standard --eval_only',
-                    '--out_dir=task --eval_only --verify',
-                    '--out_dir=nextlat --resume --dry_run',
-                    '--out_dir=standard --resume',
-                    'config.py --out_dir=new --model=nextlat --init_from=nextlat --acceptance_prompts=1']),
+COMMANDS = {  # script and what it does: its share of the inputs, and commands that work in the folder `base` makes
+    'train': (0.33, ['config.py --out_dir=new --dry_run',
+                     'config.py --out_dir=new --dry_run --init_from=standard',
+                     f'config.py --out_dir=new --dry_run --data={TASK} --block_size=17',
+                     'config.py --out_dir=new --dry_run --data=texts',
+                     '--out_dir=standard --eval_only',
+                     '--out_dir=task --eval_only --verify',
+                     '--out_dir=nextlat --resume --dry_run']),
+    'train to the end': (0.04, ['--out_dir=standard --resume',
+                                'config.py --out_dir=new --model=nextlat --init_from=nextlat --acceptance_prompts=1']),
     'sample': (0.3, ['standard ab cd --max_new_tokens=4 --top_k=5 --top_p=0.9 --min_p=0.01',
                      'standard --file=prompts.txt --max_new_tokens=4 --truncate --stop=a',
                      'task 1,2|3,4/1,2= --max_new_tokens=3 --temperature=0',
@@ -66,13 +67,14 @@ COMMANDS = {  # script: its share of the inputs, and commands that work in the f
                    'task --val --val_tokens=40',
                    'nextlat --tasks=lambada_first_token --data_dir=bench --limit=2 --max_length=8',
                    'standard --to_llama=new',
-                   'llama --from_llama=new --tokenizer=byte',
-                   'nextlat --speculative --n_prompts=2 --prompt_tokens=4 --new_tokens=3 --draft_lens=1,auto']),
-    'prepare_fineweb': (0.15, [f'texts.jsonl --out_dir=new {PREPARE}',
+                   'llama --from_llama=new --tokenizer=byte']),
+    'eval with a picture': (0.02, [
+        'nextlat --speculative --n_prompts=2 --prompt_tokens=4 --new_tokens=3 --draft_lens=1,auto']),
+    'prepare_fineweb': (0.09, [f'texts.jsonl --out_dir=new {PREPARE}',
                                f'texts.jsonl --out_dir=new {PREPARE} --tokenizer=tokenizer.json --max_tokens=100',
                                HALF]),
-    'analysis.scores': (0.025, ['task --out=figure']),
-    'analysis.loss_curves': (0.025, ['standard nextlat --out=figure']),
+    'analysis.scores': (0.01, ['task --out=figure']),
+    'analysis.loss_curves': (0.01, ['standard nextlat --out=figure']),
 }
 RUNS = {'standard', 'nextlat', 'task'}
 OWN = {'train': RUNS, 'eval': RUNS, 'prepare_fineweb': {'half'}}  # what it may change of `base`, if it names it
@@ -87,17 +89,18 @@ def base(tmp_path_factory):
     texts = [f'text {i} of some words' for i in range(40)]
     records = ''.join(json.dumps({'id': str(i), 'text': text}) + '\n' for i, text in enumerate(texts))
     documents = [('train' if i % 4 else 'val', text) for i, text in enumerate(texts)]
-    write_data(folder / 'data', load_tokenizer('byte'), documents, shard_tokens=200)
+    write_data(folder / 'data', load_tokenizer('byte'), documents, shard_tokens=400)
     for name, text in {'config.py': ''.join(f'{name} = {value!r}\n' for name, value in CONFIG.items()),
                        'prompts.txt': 'ab\ncd\n', 'texts.jsonl': records, 'texts/all.txt': '\n'.join(texts),
                        'bench/lambada_first_token.jsonl': records}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     write_tokenizer(folder / 'tokenizer.json')
-    for command in ('train config.py --out_dir=standard', 'train config.py --out_dir=nextlat --model=nextlat',
-                    f'train config.py --out_dir=task --data={TASK} --block_size=17', 'eval standard --to_llama=llama'):
+    for command in ('train config.py --out_dir=standard', 'eval standard --to_llama=llama',
+                    'train config.py --out_dir=nextlat --model=nextlat --save_interval=1',
+                    f'train config.py --out_dir=task --data={TASK} --block_size=17'):
         here(folder, *command.split())
-    shutil.rmtree(folder / 'standard/ckpt/step_00000002')  # so that --resume has a step to do
+    shutil.rmtree(folder / 'standard/ckpt/step_00000003')  # --resume goes on from step 2
     if importlib.util.find_spec('datasets'):
         status, stderr = in_a_fork('prepare_fineweb', HALF.split(), folder, prepare=die_before_the_end)
         assert status == 0, stderr
@@ -158,9 +161,9 @@ def setting_names(program: str) -> list[str]:
 
 
 @st.composite
-def argvs(draw, program: str) -> list[str]:
-    """The arguments of a command that works, with up to two faults."""
-    argv, names = draw(st.sampled_from(COMMANDS[program][1])).split(), setting_names(program)
+def argvs(draw, kind: str) -> list[str]:
+    """The arguments of one of the COMMANDS of a kind, with up to two faults."""
+    argv, names = draw(st.sampled_from(COMMANDS[kind][1])).split(), setting_names(kind.split()[0])
     for _ in range(draw(how_many)):
         i = draw(where) % len(argv)
         name, equals, _ = argv[i].partition('=')
@@ -315,6 +318,7 @@ def stand_alone(standard_files, encoding: str) -> None:
     signal.alarm(SECONDS)
     torch.cuda.is_available = lambda: False
     socket.getaddrinfo = no_network
+    gc.disable()  # it would copy the memory that the fork shares
     replace_what_depends_on_the_machine()
 
 
@@ -342,19 +346,22 @@ def replace_what_depends_on_the_machine() -> None:
 
 # ---- the check ----
 
-def copy_of(base: Path) -> Path:
-    folder = base.with_name('work')
-    shutil.rmtree(folder, ignore_errors=True)
-    return shutil.copytree(base, folder)
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
 
 
+def as_in(base: Path) -> Path:
+    """A working copy of the folder: that of the call before, where it is still as it was."""
+    folder = base.with_name('work')
+    if not folder.exists() or contents(folder) != contents(base):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(base, folder)
+    return folder
+
+
 def check(base: Path, program: str, argv, faults, env, encoding, stdin) -> None:
     """One input: fails as the docstring of this file says."""
-    folder = copy_of(base)
+    folder = as_in(base)
     files = files_read(program, argv, folder)
     for fault in faults:
         damage(files, *fault)
@@ -377,16 +384,18 @@ surroundings = st.sampled_from([  # environment, encoding of the output, standar
                                                         ('WORLD_SIZE', '0'), ('LOCAL_WORLD_SIZE', '0')))])
 
 
-@pytest.mark.parametrize('program', COMMANDS)
-def test_whatever_it_is_given_a_script_ends_with_its_result_or_a_sentence(base, program):
+@pytest.mark.parametrize('kind', COMMANDS)
+def test_whatever_it_is_given_a_script_ends_with_its_result_or_a_sentence(base, kind):
+    program = kind.split()[0]
     if program == 'prepare_fineweb':
         pytest.importorskip('datasets')
-    for command in COMMANDS[program][1]:
-        here(copy_of(base), program, *command.split())  # and what it imports is there for all forks
+    share, commands = COMMANDS[kind]
+    for command in commands:
+        here(as_in(base), program, *command.split())  # and what it imports is there for all forks
 
-    @settings(max_examples=round((FUZZ or 400) * COMMANDS[program][0]), derandomize=not FUZZ, database=None,
-              deadline=None, suppress_health_check=list(HealthCheck))
-    @given(argvs(program), damages, surroundings)
+    @settings(max_examples=round((FUZZ or 400) * share), derandomize=not FUZZ, database=None, deadline=None,
+              suppress_health_check=list(HealthCheck))
+    @given(argvs(kind), damages, surroundings)
     def every_input(argv, faults, around):
         check(base, program, argv, faults, *around)
     every_input()

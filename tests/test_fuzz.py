@@ -23,6 +23,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import runs
+from common.start import quiet_start
 from data.shards import write_data
 from data.tokenizers import load_tokenizer
 
@@ -309,8 +311,8 @@ def stand_alone(standard_files, encoding: str) -> None:
     sys.stdin = open(0, encoding=encoding, closefd=False)
     sys.stdout = open(1, 'w', encoding=encoding, closefd=False)
     sys.stderr = open(2, 'w', encoding=encoding, errors='backslashreplace', closefd=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    quiet_start()
     now = int(Path('/proc/self/statm').read_text().split()[0]) * os.sysconf('SC_PAGE_SIZE')
     for limit, value in ((resource.RLIMIT_AS, now + MEMORY), (resource.RLIMIT_FSIZE, FILE_BYTES),
                          (resource.RLIMIT_CORE, 0)):
@@ -327,8 +329,9 @@ def no_network(*_, **__):
 
 
 def replace_what_depends_on_the_machine() -> None:
-    """Built data goes to the folder of the test, training ends after STEPS, and nothing times the processor."""
+    """Built data goes to the folder of the test, training ends after STEPS, and what takes seconds is left out."""
     import data
+    import eval
     import prepare_fineweb
     import train
     for module in (data, data.shards, prepare_fineweb):
@@ -342,12 +345,15 @@ def replace_what_depends_on_the_machine() -> None:
         return step(*args)
     train.train_step = train_step
     train.peak_flops = lambda *_: 1e12
+    eval.task_manager = lambda: SimpleNamespace(all_tasks=[])
 
 
 # ---- the check ----
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """{path: what is in the file, None for a folder}."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+            for path in folder.rglob('*')}
 
 
 def as_in(base: Path) -> Path:
@@ -371,11 +377,10 @@ def check(base: Path, program: str, argv, faults, env, encoding, stdin) -> None:
     assert os.WIFEXITED(status), f'{signal.Signals(os.WTERMSIG(status)).name}: {case}'
     assert 'Traceback' not in stderr and 'TRACEBACK=1' not in stderr, case
     assert os.WEXITSTATUS(status) == 0 or stderr.strip(), f'no sentence: {case}'
-    after = contents(folder)
     own = {name for name in OWN.get(program, ()) if any(name in arg for arg in argv)}
-    top = {Path(name).parts[0] for name in before} - own
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    assert not [name for name in changed if Path(name).parts[0] in top], f'changed {changed}: {case}'
+    others = {name.partition('/')[0] for name in before} - own
+    changed = {name for name, _ in before.items() ^ contents(folder).items() if name.partition('/')[0] in others}
+    assert not changed, f'changed {changed}: {case}'
 
 
 surroundings = st.sampled_from([  # environment, encoding of the output, standard input

@@ -70,7 +70,7 @@ def start_processes(s) -> Machine:
 
     Sets what holds for the whole process: its GPU, or its threads (None: its share of the cores) and allocator.
     """
-    rank, world, local = torchrun_ranks()
+    rank, world, local, local_world = torchrun_ranks()
     launcher = os.getppid() if 'RANK' in os.environ else None
     kind = pick_device(s.device)
     if kind == 'cuda' and local >= torch.cuda.device_count():
@@ -80,7 +80,7 @@ def start_processes(s) -> Machine:
         torch.cuda.set_device(local)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-        torch.set_num_threads(s.threads or max(1, cores // int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
+        torch.set_num_threads(s.threads or max(1, cores // local_world))
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
@@ -92,16 +92,20 @@ def start_processes(s) -> Machine:
     return Machine(rank, world, device, launcher=launcher)
 
 
-def torchrun_ranks() -> tuple[int, int, int]:
-    """(rank, number of processes, rank on this machine) as torchrun says in the environment; (0, 1, 0) without it."""
-    names = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0'}
-    texts = {name: os.environ.get(name, default) for name, default in names.items()}
-    are_numbers = all(text.isdecimal() and len(text) < 8 for text in texts.values())
-    if not are_numbers or int(texts['RANK']) >= int(texts['WORLD_SIZE']):
-        given = ', '.join(f'{name}={text!r}' for name, text in texts.items())
-        raise UserError(f'the environment has {given}: expected the numbers that torchrun sets. For one process: unset '
-                        'RANK WORLD_SIZE LOCAL_RANK')
-    return tuple(map(int, texts.values()))
+def torchrun_ranks() -> tuple[int, int, int, int]:
+    """(rank, number of processes, rank on this machine, processes on this machine) as torchrun says in the environment.
+
+    (0, 1, 0, 1) without it.
+    """
+    defaults = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
+    texts = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    if all(re.fullmatch('[0-9]{1,7}', text) for text in texts.values()):
+        rank, world, local, local_world = map(int, texts.values())
+        if rank < world and local < local_world:
+            return rank, world, local, local_world
+    given = ', '.join(f'{name}={text!r}' for name, text in texts.items())
+    raise UserError(f'the environment has {given}: expected the numbers that torchrun sets. For one process: unset '
+                    f'{" ".join(defaults)}')
 
 
 def keep_freed_memory() -> None:

@@ -7,7 +7,7 @@ import sys
 def quiet_start() -> None:
     """Ctrl-C ends the imports without a traceback, and standard files that the shell closed (`>&-`) are there again.
 
-    `friendly_errors` of files.py takes over once the imports are done.
+    What a terminal cannot show is shown as its code. `friendly_errors` of files.py takes over after the imports.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -15,3 +15,5 @@ def quiet_start() -> None:
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, open(number, mode, closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors='backslashreplace')

@@ -23,6 +23,8 @@ def open_data(name) -> Data | Generated:
     """Data by name, by data folder, or by a folder of .txt files. Builds what is not there yet, which takes seconds."""
     if task_class(name):
         return Generated(str(name))
+    if not str(name):
+        raise UserError(f'data is empty: expected built-in data ({", ".join(builtin_data())}) or a folder')
     folder, build = Path(name), None
     if name in builtin_data():
         folder, build = BUILT / name, importlib.import_module(f'data.{name}').build

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.files import UserError
+from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
 
@@ -31,10 +32,8 @@ class Task:
     val_rows: int = 20_000  # held-out graphs, for the validation loss and the score
 
     def __post_init__(self):
-        for name, least in (('degree', 1), ('length', 2), ('nodes', 2), ('train_rows', 1), ('val_rows', 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f'{name} = {value}: expected at least {least}')
+        check_ranges(self, degree=(1, 10_000), length=(2, 10_000), nodes=(2, 1_000_000), train_rows=(1, 10 ** 12),
+                     val_rows=(1, 10 ** 7))
         self.n_edges = self.degree * (self.length - 1)
         if self.nodes <= self.n_edges:
             raise UserError(f'nodes = {self.nodes}: a graph of degree {self.degree} and length {self.length} has '

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.files import UserError, friendly_errors
-from common.settings import load_settings
+from common.settings import check_ranges, load_settings
 from data.tasks import greedy_tokens
 
 SOLVED = 0.99  # accuracy from which on a level counts as solved
@@ -45,9 +45,7 @@ class Task:
     train_rows = None  # always fresh ones
 
     def __post_init__(self):
-        for name, least in (('hops', 0), ('keys', 1), ('val_rows', 1)):
-            if getattr(self, name) < least:
-                raise UserError(f'{name} = {getattr(self, name)}: expected at least {least}')
+        check_ranges(self, hops=(0, 1000), keys=(1, 1000), values=(1, 1_000_000), val_rows=(1, 10 ** 7))
         if self.values < self.keys:
             raise UserError(f'values = {self.values} and keys = {self.keys}: the keys of the base table have different '
                             'values, so there must be at least as many')

@@ -3,27 +3,81 @@
 A data folder holds shards of token ids, little-endian and nothing else, and meta.json, which says all about them:
 
      {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "dtype": "uint16", "splits": {"train": {"tokens": ...,
-     "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}}
+     "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}, "crc32": of the rest}
 
-Every document is followed by one eos.
+Every document is followed by one eos. Beside each shard, as train_00000.bin, a file train_00000.crc32 has the crc32 of
+every MiB of it, and at its end that of these numbers: uint32, little-endian. A MiB is checked when it is first read.
 """
+import bisect
 import functools
 import hashlib
+import itertools
 import json
+import math
 import os
+import re
+import secrets
 import shutil
-import tempfile
+import sys
+import weakref
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.files import UserError, write_file, write_json
+from common.files import UserError, sha256, write_file, write_json
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
 VAL_SHARE = 0.05  # of the documents of built-in data and of text folders
 PIECE = 10_000  # bytes of the documents that .txt files are cut into, about; less where there is little text
+MIB = 2 ** 20
+DTYPES = {'uint16': np.dtype('<u2'), 'uint32': np.dtype('<u4')}
+KEPT_OPEN = 400  # files of a data folder; a process may have 1,024 open, as systems are delivered
+
+
+# ---- checksums ----
+
+def write_record(path, values: dict) -> None:
+    """Writes a dict as JSON, with a checksum of itself: meta.json, or the progress of a preparation."""
+    write_json(path, {**values, 'crc32': record_crc32(values)})
+
+
+def read_record(path: Path) -> dict:
+    """What `write_record` wrote. Raises ValueError if it is damaged; older files have no checksum."""
+    try:
+        values = json.loads(path.read_text(encoding='utf-8'))
+    except RecursionError:
+        raise ValueError('it is nested too deeply')
+    if not isinstance(values, dict):
+        raise ValueError(f'it is {values!r:.60}, no object')
+    if 'crc32' in values and values.pop('crc32') != record_crc32(values):
+        raise ValueError('its checksum is that of other content')
+    return values
+
+
+def record_crc32(values: dict) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def piece_checksums(content) -> bytes:
+    """The .crc32 file of a shard with this content, bytes or an array."""
+    content = memoryview(content).cast('B')
+    pieces = [zlib.crc32(content[begin:begin + MIB]) for begin in range(0, len(content), MIB)]
+    numbers = np.array(pieces, '<u4').tobytes()
+    return numbers + zlib.crc32(numbers).to_bytes(4, 'little')
+
+
+def read_checksums(path: Path, size: int) -> np.ndarray | None:
+    """The checksums of the MiBs of a shard of `size` bytes, from its .crc32 file; None if there is none, as of old."""
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    numbers, own = content[:-4], content[-4:]
+    if len(numbers) != 4 * math.ceil(size / MIB) or zlib.crc32(numbers).to_bytes(4, 'little') != own:
+        raise UserError(f'{path} is damaged; copy it again, or remove it and let train.py --verify check the shard')
+    return np.frombuffer(numbers, '<u4')
 
 
 # ---- writing ----
@@ -37,7 +91,8 @@ class ShardWriter:
 
     def __init__(self, folder, tokenizer, shard_tokens, splits=None, pending=None):
         self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
-        self.dtype = np.dtype('<u2' if tokenizer.n_ids <= 2 ** 16 else '<u4')
+        self.dtype_name = 'uint16' if tokenizer.n_ids <= 2 ** 16 else 'uint32'
+        self.dtype = DTYPES[self.dtype_name]
         self.splits = splits or {}
         self.pending = {split: [ids] for split, ids in (pending or {}).items()}
         self.waiting = {split: len(ids) for split, ids in (pending or {}).items()}
@@ -60,21 +115,44 @@ class ShardWriter:
         tokens = np.concatenate(self.pending[split])
         name = f'{split}_{len(shards):05d}.bin'
         write_file(self.folder / name, tokens.data)
+        write_file((self.folder / name).with_suffix('.crc32'), piece_checksums(tokens))
         shards.append({'file': name, 'tokens': len(tokens), 'sha256': hashlib.sha256(tokens).hexdigest()})
         self.pending[split], self.waiting[split] = [], 0
 
-    def finish(self, tokenizer_name: str | None = None) -> None:
-        """Writes what is pending and meta.json. Raises UserError if a split has no documents."""
+    def finish(self) -> None:
+        """Writes what is pending, a copy of the tokenizer's file and meta.json.
+
+        Raises UserError if a split has no documents, or none but empty ones.
+        """
         for split, parts in self.pending.items():
             if parts:
                 self._flush(split)
-        if self.splits.keys() != {'train', 'val'}:
-            raise UserError(f"{self.folder} would have the splits {sorted(self.splits)}: expected documents for "
-                            "'train' and for 'val'")
-        write_json(self.folder / 'meta.json', {
-            'tokenizer': tokenizer_name or self.tokenizer.name,
+        n_bytes = {split: self.splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')}
+        if 0 in n_bytes.values():
+            raise UserError(f'{self.folder} would have {n_bytes["train"]:,} bytes of text in its split train and '
+                            f"{n_bytes['val']:,} in val: expected documents for 'train' and for 'val'; give more text")
+        write_record(self.folder / 'meta.json', {
+            'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name),
             'n_ids': self.tokenizer.n_ids, 'eos_id': self.tokenizer.eos_id,
-            'dtype': 'uint16' if self.dtype.itemsize == 2 else 'uint32', 'splits': self.splits})
+            'dtype': self.dtype_name, 'splits': self.splits})
+
+
+def keep_tokenizer(folder: Path, name: str) -> str:
+    """Copies a tokenizer given by path into the data folder; returns what meta.json calls it."""
+    if name in ('gpt2', 'byte'):
+        return name
+    path = Path(name)
+    if path.is_dir():
+        own_name = 'gpt2_vocabulary'
+        copies = {path / file: folder / own_name / file for file in ('encoder.json', 'vocab.bpe')}
+    else:
+        own_name = 'tokenizer' + path.suffix
+        copies = {path: folder / own_name}
+    for source, target in copies.items():
+        target.parent.mkdir(exist_ok=True)
+        if not target.exists():
+            write_file(target, source.read_bytes())
+    return own_name
 
 
 def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) -> None:
@@ -86,8 +164,8 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
     folder = Path(folder)
     if folder.exists():
         raise UserError(f'{folder} exists: remove it first, or write to another folder')
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent))
+    temporary = folder.with_name(f'.{folder.name}.{secrets.token_hex(4)}')
+    temporary.mkdir(parents=True)
     try:
         writer = ShardWriter(temporary, tokenizer, shard_tokens)
         for split, text in documents:
@@ -126,35 +204,140 @@ def text_documents(paths: list[Path]) -> Iterator[str]:
 # ---- reading ----
 
 
+def check_meta(meta: dict) -> None:
+    """Raises ValueError for a value that no meta.json has. A file name with a folder in it could leave the data's."""
+    tokenizer, n_ids, eos_id, splits = (meta.get(name) for name in ('tokenizer', 'n_ids', 'eos_id', 'splits'))
+    is_path = isinstance(tokenizer, str) and os.path.isabs(tokenizer)  # `write_data` of old did not copy the file
+    expect(is_plain_name(tokenizer) or is_path, 'tokenizer', tokenizer)
+    expect(is_count(n_ids) and n_ids <= 2 ** 32, 'n_ids', n_ids)
+    expect(is_count(eos_id, least=0) and eos_id < n_ids, 'eos_id', eos_id)
+    expect(meta.get('dtype') in [*DTYPES], 'dtype', meta.get('dtype'))
+    for name in ('train', 'val'):
+        split = splits.get(name) if isinstance(splits, dict) else None
+        check_split(name, split)
+        expect(split['bytes'] > 0, f'bytes of {name}', 0)
+        tokens = sum(shard['tokens'] for shard in split['shards'])
+        expect(tokens == split['tokens'], f'tokens of {name}', f'{split["tokens"]}, as its shards have {tokens}')
+
+
+def check_split(name: str, split) -> None:
+    """Raises ValueError for a value that no split of a data folder has, whole or in preparation."""
+    expect(isinstance(split, dict), f'split {name}', split)
+    for key, least in (('tokens', 1), ('documents', 1), ('bytes', 0)):
+        expect(is_count(split.get(key), least), f'{key} of {name}', split.get(key))
+    expect(isinstance(split.get('shards'), list), f'shards of {name}', split.get('shards'))
+    for shard in split['shards']:
+        check_shard(name, shard)
+
+
+def check_shard(name: str, shard) -> None:
+    """Raises ValueError for what is no record of a shard of the split `name`."""
+    expect(isinstance(shard, dict), f'a shard of {name}', shard)
+    expect(is_plain_name(shard.get('file')), f'the file of a shard of {name}', shard.get('file'))
+    expect(is_count(shard.get('tokens')), f'tokens of {shard["file"]}', shard.get('tokens'))
+    is_sha256 = isinstance(shard.get('sha256'), str) and re.fullmatch('[0-9a-f]{64}', shard['sha256'])
+    expect(is_sha256, f'sha256 of {shard["file"]}', shard.get('sha256'))
+
+
+def expect(is_right, name: str, value) -> None:
+    if not is_right:
+        raise ValueError(f'{name} cannot be {value!r:.100}')
+
+
+def is_count(value, least: int = 1) -> bool:
+    return type(value) is int and least <= value < 2 ** 63
+
+
+def is_plain_name(value) -> bool:
+    """Whether it names a file of this folder, and none elsewhere."""
+    return isinstance(value, str) and value.isprintable() and value == Path(value).name and value not in ('', '..')
+
+
+class Shard:
+    """The ids of a shard, read from its file where they are wanted. Raises UserError if it has not the size it should.
+
+    Reading raises UserError if a MiB, first read, does not have its checksum, or if the file was shortened since. (From
+    a map of the file that would be a SIGBUS.)
+    """
+
+    def __init__(self, path: Path, tokens: int, dtype: np.dtype, stays_open: bool):
+        self.path, self.dtype, self.size, self.stays_open = path, dtype, tokens * dtype.itemsize, stays_open
+        self.fd = None
+        have = path.stat().st_size if path.is_file() else None
+        if have != self.size:
+            state = 'is missing' if have is None else f'has {have} bytes'
+            raise UserError(f'{path} {state}, meta.json says {self.size}; copy or build the data again')
+        self.checksums = read_checksums(path.with_suffix('.crc32'), self.size)
+        self.is_checked = bytearray(math.ceil(self.size / MIB))
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """count ids from the start-th on, all of them in this shard."""
+        begin, end = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
+        if self.checksums is not None:
+            for piece in range(begin // MIB, (end - 1) // MIB + 1):
+                if not self.is_checked[piece]:
+                    self._check(piece)
+        return np.frombuffer(self._read(begin, end), self.dtype)
+
+    def _check(self, piece):
+        begin, end = piece * MIB, min((piece + 1) * MIB, self.size)
+        if zlib.crc32(self._read(begin, end)) != self.checksums[piece]:
+            checksums = self.path.with_suffix('.crc32').name
+            raise UserError(f'{self.path} is damaged between byte {begin} and byte {end}, where it does not match its '
+                            f'checksum in {checksums}; copy or build the data again')
+        self.is_checked[piece] = 1
+
+    def _read(self, begin, end):
+        """Bytes of the file. The position is in each call, so that threads and forked processes may share the file."""
+        fd = self.fd
+        if fd is None:
+            fd = os.open(self.path, os.O_RDONLY)
+            if self.stays_open:
+                self.fd = fd
+                weakref.finalize(self, os.close, fd)
+        try:
+            content = os.pread(fd, end - begin, begin)
+            while len(content) < end - begin:  # one call reads 2 GiB at most
+                more = os.pread(fd, end - begin - len(content), begin + len(content))
+                if not more:
+                    raise UserError(f'{self.path} ends after byte {begin + len(content)}, and had {self.size} bytes '
+                                    'before: it was shortened meanwhile; copy or build the data again')
+                content += more
+        except OSError as error:
+            raise UserError(f'{self.path} cannot be read after byte {begin}: {error.strerror}')
+        finally:
+            if not self.stays_open:
+                os.close(fd)
+        return content
+
+
 class Data:
     """A data folder, checked: meta.json complete, every shard there and of its size. Raises UserError otherwise."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        if not (self.folder / 'meta.json').is_file():
+        path = self.folder / 'meta.json'
+        if not path.is_file():
             raise UserError(f'no data at {folder}: expected a folder with meta.json')
         try:
-            meta = json.loads((self.folder / 'meta.json').read_text())
-            self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
-            if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder beside meta.json
-                self.tokenizer = str((self.folder / self.tokenizer).resolve())
-            self.splits, dtype = meta['splits'], {'uint16': '<u2', 'uint32': '<u4'}[meta['dtype']]
-            shards = {}
-            for split in ('train', 'val'):
-                shards[split] = [(self.folder / s['file'], s['tokens']) for s in self.splits[split]['shards']]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f'{self.folder}/meta.json is damaged ({type(error).__name__}: {error}); build the data '
-                            'again')
-        self.shards, self.starts = {}, {}
-        for split, files in shards.items():
-            for path, tokens in files:
-                have = path.stat().st_size if path.is_file() else None
-                want = tokens * np.dtype(dtype).itemsize
-                if have != want:
-                    state = 'is missing' if have is None else f'has {have} bytes'
-                    raise UserError(f'{path} {state}, meta.json says {want}; copy or build the data again')
-            self.shards[split] = [np.memmap(path, dtype, 'r') for path, _ in files]
-            self.starts[split] = np.cumsum([0] + [tokens for _, tokens in files])
+            meta = read_record(path)
+            check_meta(meta)
+        except ValueError as error:
+            raise UserError(f'{path} is damaged: {error}; copy or build the data again')
+        self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
+        if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder beside meta.json
+            self.tokenizer = str((self.folder / self.tokenizer).resolve())
+        self.splits, dtype = meta['splits'], DTYPES[meta['dtype']]
+        self.shards, self.starts, numbers = {}, {}, itertools.count()
+        for split in ('train', 'val'):
+            records = self.splits[split]['shards']
+            self.shards[split] = [Shard(self.folder / record['file'], record['tokens'], dtype,
+                                        stays_open=next(numbers) < KEPT_OPEN) for record in records]
+            self.starts[split] = [0, *itertools.accumulate(record['tokens'] for record in records)]
+        unchecked = sum(shard.checksums is None for split in self.shards.values() for shard in split)
+        if unchecked and os.environ.get('RANK', '0') == '0':  # of several processes one says so
+            print(f'{folder}: {unchecked} shards have no checksums of their pieces (.crc32): only sizes are checked; '
+                  'train.py --verify reads them all', file=sys.stderr, flush=True)
 
     @property
     def sha256(self) -> str:
@@ -163,19 +346,18 @@ class Data:
 
     def verify(self) -> None:
         """Reads every shard and compares its sha256 with meta.json."""
-        for split in self.shards.values():
-            for shard in split:
-                path = Path(shard.filename)
-                recorded = {s['file']: s['sha256'] for info in self.splits.values() for s in info['shards']}
-                if hashlib.sha256(shard).hexdigest() != recorded[path.name]:
-                    raise UserError(f'{path} does not match its checksum in meta.json; copy or build the data again')
+        for split, shards in self.shards.items():
+            for shard, record in zip(shards, self.splits[split]['shards']):
+                if sha256(shard.path) != record['sha256']:
+                    raise UserError(f'{shard.path} does not match its checksum in meta.json; copy or build the data '
+                                    'again')
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """count token ids of a split from position start, across shards, int64 (count,)."""
         parts, starts = [], self.starts[split]
         while count > 0:
-            shard = int(np.searchsorted(starts, start, 'right')) - 1
-            part = self.shards[split][shard][start - starts[shard]:][:count]
+            i = bisect.bisect(starts, start) - 1
+            part = self.shards[split][i].ids(start - starts[i], min(count, starts[i + 1] - start))
             parts.append(part)
             start, count = start + len(part), count - len(part)
         ids = np.concatenate(parts).astype(np.int64)
@@ -186,7 +368,7 @@ class Data:
 
     def n_windows(self, split: str, T: int) -> int:
         """Windows of T inputs and their T targets in a split. A training epoch starts at any of T offsets."""
-        total = int(self.starts[split][-1])
+        total = self.starts[split][-1]
         return total // T - 1 if split == 'train' else (total - 1) // T
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:

@@ -1,4 +1,7 @@
 """Data folders: what is written, the order it is read in, and the sentence when it is damaged."""
+import json
+import os
+import random
 import shutil
 import sysconfig
 from pathlib import Path
@@ -12,6 +15,11 @@ from common.files import UserError
 from data import python_docs, shards
 from data.shards import Data, permute
 from data.tokenizers import load_tokenizer, padded_vocab
+
+
+def stream(folder, split):
+    """The ids of a split, all its shards one after the other, read without Data."""
+    return np.concatenate([np.fromfile(path, '<u2') for path in sorted(folder.glob(f'{split}_*.bin'))])
 
 
 def test_padded_vocabulary_leaves_a_free_row():
@@ -34,7 +42,7 @@ def test_permutation_visits_every_index_once(n):
 def test_shards_read_as_one_stream(tiny_data):
     d = Data(tiny_data)
     assert len(d.shards['train']) > 2
-    whole = np.concatenate(d.shards['train'])
+    whole = stream(tiny_data, 'train')
     assert (d.tokens('train', 4990, 6000) == whole[4990:10990]).all()
     assert d.splits['train']['tokens'] == len(whole) == d.splits['train']['bytes'] + d.splits['train']['documents']
 
@@ -42,7 +50,7 @@ def test_shards_read_as_one_stream(tiny_data):
 def test_an_epoch_reads_every_window_once(tiny_data):
     d, T = Data(tiny_data), 32
     n = d.n_windows('train', T)
-    whole = np.concatenate(d.shards['train'])
+    whole = stream(tiny_data, 'train')
     windows = np.lib.stride_tricks.sliding_window_view(whole.astype(np.int64), T + 1)
     start_of = {window.tobytes(): start for start, window in reversed([*enumerate(windows)])}  # the first of equal ones
     orders, offsets = [], []
@@ -69,7 +77,7 @@ def test_embedded_data_is_deduplicated_and_split_by_hash(tmp_path):
     python_docs.build(tmp_path / 'a')
     splits = Data(tmp_path / 'a').splits
     assert 1.5e6 < splits['train']['tokens'] < 4e6 and splits['val']['tokens'] > 3e4
-    texts = {split: bytes(min(i, 255) for i in np.concatenate(Data(tmp_path / 'a').shards[split])).split(b'\xff')
+    texts = {split: bytes(min(i, 255) for i in stream(tmp_path / 'a', split)).split(b'\xff')
              for split in ('train', 'val')}
     assert not set(texts['train'][:-1]) & set(texts['val'][:-1])
     assert len(set(texts['train'][:-1])) == splits['train']['documents']
@@ -93,8 +101,8 @@ def test_a_folder_of_texts_is_data(tmp_path, monkeypatch):
     (tmp_path / 'texts/a.txt').write_text(''.join(lines[:19_000]))
     (tmp_path / 'texts/more/b.txt').write_text(''.join(lines[19_000:]))
     d = data.open_data(str(tmp_path / 'texts'))
-    stream = np.concatenate([*d.shards['train'], *d.shards['val']])
-    pieces = bytes(min(i, 255) for i in stream).decode('latin1').split('\xff')
+    ids = [*stream(d.folder, 'train'), *stream(d.folder, 'val')]
+    pieces = bytes(min(i, 255) for i in ids).decode('latin1').split('\xff')
     assert sorted(''.join(pieces).splitlines(keepends=True)) == sorted(lines)
     assert d.splits['val']['documents'] > 0 and d.splits['train']['documents'] > 30
     assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len(list((tmp_path / 'built').iterdir())) == 1
@@ -122,12 +130,136 @@ def test_damaged_data_is_a_sentence(copy):
     shard.write_bytes(whole[:-2] + b'a\0' if whole[-2:] != b'a\0' else whole[:-2] + b'b\0')
     expect(f'{shard} does not match its checksum', Data(copy).verify)
     shard.write_bytes(b'\xff\xff' * (len(whole) // 2))
+    shard.with_suffix('.crc32').unlink()  # as in a folder of older code
     expect('holds id 65535, but its tokenizer has only 257 ids', lambda: Data(copy).tokens('train', 0, 10000))
     meta = copy / 'meta.json'
     meta.write_text(meta.read_text()[:50])
     expect(f'{copy}/meta.json is damaged', lambda: Data(copy))
     expect('no data at nowhere: expected a folder with meta.json or with .txt files, or built-in data (path_star, '
            'pointer_chasing, python_docs)', lambda: data.open_data('nowhere'))
+
+
+def flip_bit(path, rng):
+    """One bit of a file, at random."""
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_a_shard_is_found_when_its_mib_is_first_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, 'MIB', 1000)  # a shard of 10,000 bytes then has ten
+    documents = [(split, 'abcdefghi' * 60) for split in ('train', 'val') * 20]
+    shards.write_data(tmp_path / 'data', load_tokenizer('byte'), documents, shard_tokens=5000)
+    shard, rng = tmp_path / 'data/train_00001.bin', random.Random(0)
+    whole, n_before = shard.read_bytes(), Data(tmp_path / 'data').starts['train'][1]
+    for _ in range(100):
+        flip_bit(shard, rng)
+        place = next(i for i, (old, new) in enumerate(zip(whole, shard.read_bytes())) if old != new)
+        begin, end = place // 1000 * 1000, min(place // 1000 * 1000 + 1000, len(whole))
+        d = Data(tmp_path / 'data')
+        with pytest.raises(UserError, match=f'train_00001.bin is damaged between byte {begin} and byte {end},'):
+            d.tokens('train', n_before + place // 2, 1)
+        if begin:
+            d.tokens('train', 0, n_before + begin // 2)  # all before that piece
+        shard.write_bytes(whole)
+    checksums = shard.with_suffix('.crc32')
+    checksums.write_bytes(checksums.read_bytes()[:-6] + bytes(6))
+    with pytest.raises(UserError, match='train_00001.crc32 is damaged'):
+        Data(tmp_path / 'data')
+
+
+def test_a_shard_that_is_shortened_while_it_is_read_is_a_sentence(copy):
+    d = Data(copy)
+    d.tokens('train', 0, 3000)
+    os.truncate(copy / 'train_00000.bin', 5000)
+    d.tokens('train', 0, 2500)
+    with pytest.raises(UserError, match=r'train_00000.bin ends after byte 5000, and had \d+ bytes before'):
+        d.tokens('train', 0, 2501)
+
+
+def test_folders_of_older_code_are_read_and_one_line_says_that_only_sizes_are_checked(copy, tiny_data, capsys):
+    want = Data(tiny_data)
+    assert capsys.readouterr().err == ''
+    for path in copy.glob('*.crc32'):
+        path.unlink()
+    meta = json.loads((copy / 'meta.json').read_text())
+    del meta['crc32']
+    (copy / 'meta.json').write_text(json.dumps(meta))
+    d = Data(copy)
+    message = capsys.readouterr().err
+    assert message.count('\n') == 1 and 'shards have no checksums of their pieces' in message and '--verify' in message
+    n = d.splits['train']['tokens']
+    assert d.sha256 == want.sha256 and (d.tokens('train', 0, n) == want.tokens('train', 0, n)).all()
+
+
+def test_few_files_stay_open_and_none_after_the_data(tiny_data, monkeypatch):
+    def open_files():
+        return [path for path in (os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd'))
+                if path.startswith(str(tiny_data))]
+    monkeypatch.setattr(shards, 'KEPT_OPEN', 2)
+    d = Data(tiny_data)
+    assert open_files() == []
+    ids = d.tokens('train', 0, d.splits['train']['tokens'])
+    assert len(d.shards['train']) > 2 and (ids == stream(tiny_data, 'train')).all() and len(open_files()) == 2
+    del d
+    assert open_files() == []
+
+
+def test_a_flipped_bit_of_meta_json_is_a_sentence_or_changes_nothing(copy):
+    meta, rng, n_found = copy / 'meta.json', random.Random(0), 0
+    whole, want = meta.read_bytes(), vars(Data(copy))
+    for _ in range(200):
+        flip_bit(meta, rng)
+        try:
+            have = vars(Data(copy))
+            assert all(have[name] == want[name] for name in ('splits', 'n_ids', 'eos_id', 'tokenizer', 'starts'))
+        except UserError as error:
+            assert 'meta.json is damaged' in str(error)
+            n_found += 1
+        meta.write_bytes(whole)
+    assert n_found > 100
+
+
+@pytest.mark.parametrize('path, value', [
+    *(((name,), value) for name in ('tokenizer', 'n_ids', 'eos_id', 'dtype', 'splits')
+      for value in (None, [], -1, 'x/y')),
+    (('n_ids',), 2 ** 40), (('n_ids',), True), (('eos_id',), 257), (('tokenizer',), '../byte'), (('dtype',), 'int8'),
+    *((('splits', 'val', name), value) for name in ('tokens', 'documents', 'bytes')
+      for value in (0, -1, 1.5, '7', None)),
+    *((('splits', 'val', 'shards'), value) for value in (None, {}, [], [5], [{}])),
+    *((('splits', 'val', 'shards', 0, 'file'), value)
+      for value in ('../val_00000.bin', '/etc/passwd', 'a/b', '..', '.', '', 'a\0b', '\ud800', 5)),
+    *((('splits', 'val', 'shards', 0, 'tokens'), value) for value in (0, -5, '5', 10 ** 40)),
+    *((('splits', 'val', 'shards', 0, 'sha256'), value) for value in (None, 5, 'abc')),
+])
+def test_wrong_types_and_values_in_meta_json_are_sentences(copy, path, value):
+    meta = json.loads((copy / 'meta.json').read_text())
+    del meta['crc32']  # so that it is the values that are judged
+    inner = meta
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (copy / 'meta.json').write_text(json.dumps(meta))
+    with pytest.raises(UserError, match='meta.json is damaged: .* cannot be '):
+        Data(copy)
+
+
+@pytest.mark.parametrize('text', ['', '5', '[]', 'null', '[' * 100_000, '{"n_ids": ' + '9' * 5000, '\0', '{}'])
+def test_what_is_no_meta_json_is_a_sentence(copy, text):
+    (copy / 'meta.json').write_text(text)
+    with pytest.raises(UserError, match='meta.json is damaged: '):
+        Data(copy)
+
+
+@pytest.mark.parametrize('umask', [0o022, 0o007])
+def test_a_data_folder_has_the_permissions_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        shards.write_data(tmp_path / 'data', load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
+    finally:
+        os.umask(before)
+    assert (tmp_path / 'data').stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / 'data').iterdir()} == {0o666 & ~umask}
 
 
 def test_writing_never_replaces_data_and_needs_both_splits(tiny_data, tmp_path):

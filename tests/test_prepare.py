@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, assert_sentence, run
 
-from common.files import UserError
-from data.shards import Data, split_of
+import prepare_fineweb
+from common.files import UserError, locked
+from data.shards import Data, split_of, write_data
 from data.tokenizers import load_tokenizer
 
 datasets = pytest.importorskip('datasets')
@@ -57,11 +59,12 @@ def prepared(fineweb, tmp_path_factory):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != '.lock'}
 
 
 def documents(folder, split):
-    return bytes(min(i, 255) for i in np.concatenate(Data(folder).shards[split])).split(b'\xff')[:-1]
+    ids = np.concatenate([np.fromfile(path, '<u2') for path in sorted(folder.glob(f'{split}_*.bin'))])
+    return bytes(min(i, 255) for i in ids).split(b'\xff')[:-1]
 
 
 def test_a_streamed_dataset_becomes_shards(prepared, records):
@@ -71,7 +74,7 @@ def test_a_streamed_dataset_becomes_shards(prepared, records):
     d.verify()
     assert len(d.shards['train']) > 5
     shards = {shard['file'] for info in d.splits.values() for shard in info['shards']}
-    assert {p.name for p in prepared.iterdir()} == {'meta.json', *shards}
+    assert contents(prepared).keys() == {'meta.json', *shards, *(shard.replace('.bin', '.crc32') for shard in shards)}
 
 
 @pytest.mark.parametrize('n_kills', [2, pytest.param(6, marks=pytest.mark.long)])
@@ -127,9 +130,9 @@ def test_bad_input_is_a_sentence(prepared, fineweb, tmp_path):
     assert_sentence(prepare(fineweb, '--text_field=body'), "record 1 has no field 'body'",
                     'the fields are text, id, score')
     (tmp_path / 'bad.jsonl').write_text('{"text": "a", "id": 1}\n{"text": null, "id": 2}\n')
-    assert_sentence(prepare(tmp_path / 'bad.jsonl'), "record 2 has None in the field 'text'")
+    assert_sentence(prepare(tmp_path / 'bad.jsonl'), "record 2 (", "bad.jsonl, line 2) has None in field 'text'")
     (tmp_path / 'cut.jsonl').write_text('{"text": "a", "id": 1}\n{"text": "b", "i\n')
-    assert_sentence(prepare(tmp_path / 'cut.jsonl'), 'cannot be read after record')
+    assert_sentence(prepare(tmp_path / 'cut.jsonl'), 'cut.jsonl cannot be read after line 1 (JSONDecodeError')
     assert_sentence(prepare(tmp_path / 'none*.parquet'), 'no file matches')
     assert_sentence(run('prepare_fineweb.py', fineweb, f'--out_dir={prepared}'), 'is complete')
     offline = {k: v for k, v in os.environ.items()
@@ -140,6 +143,241 @@ def test_bad_input_is_a_sentence(prepared, fineweb, tmp_path):
     assert_sentence(run('prepare_fineweb.py', fineweb, f'--out_dir={tmp_path}/gpt2', f'--vocab_dir={tmp_path}'),
                     'encoder.json is missing', 'sha256')
 
+
+# ---- sources that cannot be read ----
+
+def read_all(source, **settings):
+    """All (split, text) of a source, without workers and without a data folder."""
+    s = prepare_fineweb.Settings(tokenizer='byte', **settings)
+    read, *_ = prepare_fineweb.open_source(str(source), s)
+    start = {'state': None, 'skip': 0, 'documents': 0}
+    return [document for _, batch in prepare_fineweb.batches(read, s, start) for document in batch]
+
+
+RECORD = b'{"text": "a", "id": 1}\n'
+MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in range(5000)))
+
+
+@pytest.mark.parametrize('name, content, sentence', [
+    ('a.jsonl', b'', 'a.jsonl is empty: remove it, or fetch it again'),
+    ('a.jsonl.gz', b'', 'a.jsonl.gz is empty'),
+    ('a.parquet', b'', 'a.parquet is empty'),
+    ('a.parquet', b'PAR1 and nothing else', 'a.parquet could not be opened (ArrowInvalid)'),
+    ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
+    ('a.jsonl', RECORD + b'{"text": "\xff"}', 'a.jsonl cannot be read after line 1 (UnicodeDecodeError)'),
+    ('a.jsonl', RECORD + b'[' * 100_000, 'a.jsonl cannot be read after line 1 (RecursionError)'),
+    ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2) is [1, 2]: expected an object with fields, {"text": ...}'),
+    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2) has 5 in field 'text', expected text"),
+    ('a.jsonl', RECORD + b'{"text": "a", "id": 1.5}\n', "a.jsonl, line 2) has 1.5 in field 'id', expected an id"),
+    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2) has no field 'id', expected an id"),
+    ('a.jsonl.gz', MANY[:len(MANY) // 2], 'a.jsonl.gz cannot be read after line'),
+    ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
+    ('a.jsonl.gz', RECORD, 'a.jsonl.gz cannot be read after line 0 (BadGzipFile)'),
+    ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
+    ('a.csv', b'1,2', 'a.csv matches'),
+])
+def test_a_source_that_cannot_be_read_is_a_sentence_that_names_file_and_line(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_all(tmp_path / name)
+    assert sentence in str(error.value)
+
+
+def test_a_source_without_records_or_without_a_name_is_a_sentence(tmp_path):
+    (tmp_path / 'blank.jsonl').write_text('\n \n')
+    (tmp_path / 'folder.jsonl').mkdir()
+    for source, sentence in (('blank.jsonl', 'blank.jsonl has no records'), ('*.jsonl', 'folder.jsonl'),
+                             ('none[0].jsonl', 'no file matches')):
+        assert_sentence(run('prepare_fineweb.py', tmp_path / source, *FAST, f'--out_dir={tmp_path}/out'), sentence)
+    assert_sentence(run('prepare_fineweb.py', ''), 'the source is empty: expected a file')
+
+
+def test_a_name_with_brackets_is_a_file_and_a_pattern_where_there_is_none(tmp_path):
+    for name in ('a[1].jsonl', 'a1.jsonl'):
+        (tmp_path / name).write_text(json.dumps({'text': name, 'id': 1}) + '\n')
+    (tmp_path / 'list[0].json').write_text(json.dumps([{'text': 'one', 'id': 1}, {'text': 'two', 'id': 2}]))
+    assert [text for _, text in read_all(tmp_path / 'a[1].jsonl')] == ['a[1].jsonl']
+    assert [text for _, text in read_all(tmp_path / 'list[0].json')] == ['one', 'two']
+    (tmp_path / 'a[1].jsonl').unlink()
+    assert [text for _, text in read_all(tmp_path / 'a[1].jsonl')] == ['a1.jsonl']
+
+
+def test_reading_goes_on_from_every_batch_with_the_same_documents(records, tmp_path):
+    for i in range(3):
+        with open(tmp_path / f'{i}.jsonl', 'w') as file:
+            file.writelines(json.dumps(record) + '\n\n' for record in records[i * 700:(i + 1) * 700])
+    s = prepare_fineweb.Settings(tokenizer='byte')
+    read, *_ = prepare_fineweb.open_source(f'{tmp_path}/*.jsonl', s)
+    whole = list(prepare_fineweb.batches(read, s, {'state': None, 'skip': 0, 'documents': 0}))
+    assert [text for _, batch in whole for _, text in batch] == [record['text'] for record in records[:2100]]
+    for i, (position, batch) in enumerate(whole):
+        inside = {**position, 'skip': 5, 'documents': position['documents'] + 5}
+        rest = list(prepare_fineweb.batches(read, s, inside))
+        assert [batch[5:], *(batch for _, batch in whole[i + 1:])] == [batch for _, batch in rest]
+
+
+@pytest.mark.parametrize('setting', [
+    'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'shard_tokens=1e30', 'workers=-1', 'workers=1e9',
+    'val_share=0', 'val_share=1', 'val_share=-1', 'val_share=1e400'])
+def test_a_setting_out_of_its_range_is_a_sentence(tmp_path, setting):
+    name, value = setting.split('=')
+    assert_sentence(run('prepare_fineweb.py', 'x.jsonl', f'--out_dir={tmp_path}/out', f'--{setting}'), f'{name} is ',
+                    ': expected ')
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what lies in the folder ----
+
+def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, records):
+    source, out = tmp_path / 'a.jsonl', tmp_path / 'out'
+    source.write_text(json.dumps(records[0]) + '\n')
+    for name, content, sentence in (('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'),
+                                    ('progress.json', '{"mine": 1}', 'progress.json is damaged, or of another program'),
+                                    ('progress.json', '[', 'progress.json is damaged, or of another program'),
+                                    ('meta.json', '{}', 'is complete (it has a meta.json)')):
+        out.mkdir()
+        (out / name).write_text(content)
+        assert_sentence(run('prepare_fineweb.py', source, *FAST, f'--out_dir={out}'), sentence)
+        assert {path.name: path.read_text() for path in out.iterdir()} == {name: content}
+        shutil.rmtree(out)
+    out.write_text('a file')
+    assert_sentence(run('prepare_fineweb.py', source, *FAST, f'--out_dir={out}'), 'out is a file')
+
+
+@pytest.fixture(scope='module')
+def source(records, tmp_path_factory):
+    path = tmp_path_factory.mktemp('source') / 'a.jsonl'
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records[:600]))
+    return path
+
+
+@pytest.fixture(scope='module')
+def half(source, tmp_path_factory):
+    """A folder whose preparation was stopped after its third shard."""
+    folder = tmp_path_factory.mktemp('half') / 'data'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_fineweb.ShardWriter, 'finish', interrupt)
+        result = prepare_source(source, folder)
+    assert result.returncode == 130 and len([*folder.glob('.pending_*')]) == 1, result.stderr
+    return folder
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def prepare_source(source, out, *args):
+    return run('prepare_fineweb.py', source, *FAST, '--shard_tokens=100_000', '--workers=1', f'--out_dir={out}', *args)
+
+
+def test_what_a_stopped_preparation_left_is_checked_before_it_goes_on(half, source, tmp_path):
+    def damaged(name, damage, sentence):
+        out = shutil.copytree(half, tmp_path / 'data')
+        path, = out.glob(name)
+        damage(path)
+        before = contents(out)
+        assert_sentence(prepare_source(source, out), f'{path} {sentence}', f'remove {out} and start again')
+        assert contents(out) == before
+        shutil.rmtree(out)
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[1000] ^= 1
+        path.write_bytes(content)
+    damaged('train_00001.bin', lambda path: os.truncate(path, 1000), 'has 1000 bytes and had')
+    damaged('train_00001.bin', flip, 'does not match its checksum')
+    damaged('train_00000.bin', Path.unlink, 'is missing')
+    damaged('.pending_*', flip, 'does not match its checksum')
+    damaged('.pending_*', Path.unlink, 'is missing')
+
+    out = shutil.copytree(half, tmp_path / 'data')
+    (out / 'train_00001.crc32').unlink()  # it follows from the shard
+    result = prepare_source(source, out)
+    assert result.returncode == 0 and 'going on after document' in result.stdout, result.stderr
+    assert prepare_source(source, tmp_path / 'whole').returncode == 0
+    assert contents(out) == contents(tmp_path / 'whole')
+
+
+def test_a_source_or_tokenizer_that_changed_meanwhile_is_a_sentence(half, source, records, tmp_path):
+    before, stat = source.read_bytes(), source.stat()
+    changed = [lambda: source.write_bytes(before + RECORD), lambda: source.write_bytes(before),  # later, the same
+               lambda: source.write_bytes(before[:-1])]
+    for change in changed:
+        change()
+        assert_sentence(prepare_source(source, half), f'the source has changed since {half} was begun')
+    source.write_bytes(before)
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    paths = train_tokenizers(tmp_path, [record['text'].replace('\n', ' ') for record in records[:200]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_fineweb.ShardWriter, 'finish', interrupt)
+        prepare_source(source, tmp_path / 'out', f'--tokenizer={paths[0]}', '--shard_tokens=10_000')
+    paths[0].write_text(paths[0].read_text().replace('  "', ' "', 1))
+    assert_sentence(prepare_source(source, tmp_path / 'out', f'--tokenizer={paths[0]}', '--shard_tokens=10_000'),
+                    f'the tokenizer has changed since {tmp_path}/out was begun')
+
+
+def test_without_a_whole_shard_other_arguments_are_as_good(source, tmp_path):
+    assert_sentence(prepare_source(source, tmp_path / 'out', '--text_field=body'), "has no field 'body'")
+    assert prepare_source(source, tmp_path / 'out', '--max_tokens=50_000').returncode == 0
+
+
+def test_a_flipped_bit_of_progress_json_is_a_sentence_or_changes_nothing(half, tmp_path):
+    out, rng, n_found = shutil.copytree(half, tmp_path / 'data'), random.Random(0), 0
+    path = out / 'progress.json'
+    whole, want = path.read_bytes(), prepare_fineweb.read_progress(out)
+    for _ in range(200):
+        content = bytearray(whole)
+        content[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        try:
+            have = prepare_fineweb.read_progress(out)
+            assert all(have[name] == want[name] for name in ('arguments', 'splits', 'position', 'pending'))
+        except UserError as error:
+            assert 'progress.json is damaged' in str(error)
+            n_found += 1
+    assert n_found > 150
+
+
+@pytest.mark.parametrize('path, value', [
+    *(((name,), value) for name in ('arguments', 'splits', 'position', 'pending') for value in (None, 5, [])),
+    (('splits', 'train'), None), (('splits', 'train', 'tokens'), '5'), (('splits', 'train', 'shards'), [{}]),
+    (('splits', 'train', 'shards', 0, 'file'), '../x'), (('pending', 'train'), '.pending_train_5.bin'),
+    (('position', 'skip'), -1), (('position', 'documents'), None), (('position', 'state'), 7)])
+def test_wrong_types_in_progress_json_are_sentences(half, tmp_path, path, value):
+    saved = json.loads((half / 'progress.json').read_text())
+    del saved['crc32']  # so that it is the values that are judged
+    inner = saved
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (tmp_path / 'progress.json').write_text(json.dumps(saved))
+    with pytest.raises(UserError, match='progress.json is damaged, .* cannot be '):
+        prepare_fineweb.read_progress(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_the_workers_of_a_killed_preparation_end_and_the_folder_is_free(source, tmp_path):
+    out = tmp_path / 'out'
+    process = subprocess.Popen([sys.executable, 'prepare_fineweb.py', str(source), *FAST, f'--out_dir={out}',
+                                '--shard_tokens=1', '--workers=2'], cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not (out / 'train_00001.bin').exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    workers = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+    assert len(workers) == 2
+    assert_sentence(prepare_source(source, out), 'is being written by process')
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 20
+    while any(Path(f'/proc/{pid}').exists() for pid in workers) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(Path(f'/proc/{pid}').exists() for pid in workers)
+    with locked(out):
+        pass
+
+
+# ---- tokenizers ----
 
 def train_tokenizers(folder, texts):
     """A byte-level BPE tokenizer.json and a SentencePiece .model, small ones."""
@@ -171,11 +409,14 @@ def test_tokenizers_by_path(records, tmp_path):
     result = run('prepare_fineweb.py', tmp_path / 'a.jsonl', '--val_share=0.1', f'--tokenizer={tmp_path / "own.json"}',
                  f'--out_dir={tmp_path}/data')
     assert result.returncode == 0, result.stderr
-    (tmp_path / 'own.json').unlink()  # the data folder keeps its own
+    write_data(tmp_path / 'written', load_tokenizer(tmp_path / 'own.json'), [('train', 'a'), ('val', 'b')])
+    (tmp_path / 'own.json').unlink()  # a data folder keeps its own
+    assert load_tokenizer(Data(tmp_path / 'written').tokenizer).encode('b')
     d = Data(tmp_path / 'data')
     tokenizer = load_tokenizer(d.tokenizer)
-    first = d.shards['train'][0][:list(d.shards['train'][0]).index(d.eos_id)]
-    assert tokenizer.decode(first.tolist()).decode() == next(r['text'] for r in records
+    ids = d.tokens('train', 0, 10_000).tolist()
+    first = ids[:ids.index(d.eos_id)]
+    assert tokenizer.decode(first).decode() == next(r['text'] for r in records
                                                              if split_of(r['id'], 0.1) == 'train')
     (tmp_path / 'bad.json').write_text('{}')
     with pytest.raises(UserError, match='is not a tokenizer.json'):

@@ -336,7 +336,7 @@ def test_an_error_that_is_none_of_ours_names_its_place(monkeypatch):
 
 
 @pytest.mark.parametrize('variables', [{'RANK': 'x'}, {'RANK': '-1'}, {'RANK': '1'}, {'WORLD_SIZE': '9' * 40},
-                                       {'LOCAL_RANK': ''}])
+                                       {'LOCAL_RANK': ''}, {'LOCAL_WORLD_SIZE': '0'}])
 def test_an_environment_that_is_not_torchruns_is_a_sentence(tiny_data, tmp_path, monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -158,10 +158,14 @@ def test_the_checksum_knows_options_and_rows(monkeypatch):
     ('pointer_chasing:hopps=2', "unknown option 'hopps' in data 'pointer_chasing:hopps=2': did you mean 'hops'?"),
     ('pointer_chasing:hops=two', "'hops' in data 'pointer_chasing:hops=two' is 'two', a str: expected int"),
     ('pointer_chasing:hops', "'hops' in data 'pointer_chasing:hops' is '', a str: expected int"),
-    ('pointer_chasing:hops=-1', 'hops = -1: expected at least 0'),
+    ('pointer_chasing:hops=-1', 'hops is -1: expected 0 to 1000'),
     ('pointer_chasing:keys=11', 'values = 10 and keys = 11'),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
-    ('path_star:train_rows=0', 'train_rows = 0: expected at least 1'),
+    ('path_star:train_rows=0', 'train_rows is 0: expected 1 to'),
+    *((f'{task}={"9" * 40}', f'is {"9" * 40}: expected') for task in (
+        'pointer_chasing:hops', 'pointer_chasing:keys', 'pointer_chasing:values', 'pointer_chasing:val_rows',
+        'path_star:degree', 'path_star:length', 'path_star:nodes', 'path_star:train_rows', 'path_star:val_rows')),
+    ('', 'data is empty: expected built-in data (path_star, pointer_chasing, python_docs) or a folder'),
     ('python_docs:hops=2', 'no data at python_docs:hops=2'),
     ('path_stars', 'built-in data (path_star, pointer_chasing, python_docs)')])
 def test_bad_options_are_sentences(name, sentence):

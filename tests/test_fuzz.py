@@ -320,6 +320,9 @@ def stand_alone(standard_files, encoding: str) -> None:
     signal.alarm(SECONDS)
     torch.cuda.is_available = lambda: False
     socket.getaddrinfo = no_network
+    os.environ['HF_HUB_OFFLINE'] = '1'
+    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # which have read that already
+        sys.modules[name].HF_HUB_OFFLINE = True
     gc.disable()  # it would copy the memory that the fork shares
     replace_what_depends_on_the_machine()
 

@@ -40,7 +40,16 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import UserError, friendly_errors, locked, sha256, write_file
+from common.files import (
+    UserError,
+    checked_json,
+    friendly_errors,
+    locked,
+    read_json,
+    sha256,
+    write_file,
+    write_json,
+)
 from common.settings import check_ranges, load_settings
 from data.shards import (
     BUILT,
@@ -50,9 +59,7 @@ from data.shards import (
     expect,
     is_count,
     piece_checksums,
-    read_record,
     split_of,
-    write_record,
 )
 from data.tokenizers import Tokenizer, load_tokenizer
 
@@ -308,23 +315,22 @@ def check_folder(folder: Path) -> None:
 
 def read_progress(folder: Path) -> dict:
     """What progress.json says. Raises UserError if it is damaged."""
-    path = folder / 'progress.json'
-    try:
-        saved = read_record(path)
-        for name in ('arguments', 'splits', 'position', 'pending'):
-            expect(isinstance(saved.get(name), dict), name, saved.get(name))
-        for name, split in saved['splits'].items():
-            check_split(name, split)
-        for name, record in saved['pending'].items():
-            check_shard(name, record)
-        state, skip, documents = (saved['position'].get(name) for name in ('state', 'skip', 'documents'))
-        expect(isinstance(state, dict | None) and 'state' in saved['position'], 'state', state)
-        expect(is_count(skip, 0), 'skip', skip)
-        expect(is_count(documents, 0), 'documents', documents)
-    except ValueError as error:
-        raise UserError(f'{path} is damaged, or of another program: {error}; give another --out_dir, or remove '
-                        f'{folder} if nothing else is in it')
-    return saved
+    return read_json(folder / 'progress.json', 'it may be of another program. Give another --out_dir, or remove '
+                     f'{folder} if nothing else is in it', check_progress)
+
+
+def check_progress(saved: dict) -> None:
+    """Raises ValueError for a value that no progress.json has."""
+    for name in ('arguments', 'splits', 'position', 'pending'):
+        expect(isinstance(saved.get(name), dict), name, saved.get(name))
+    for name, split in saved['splits'].items():
+        check_split(name, split)
+    for name, record in saved['pending'].items():
+        check_shard(name, record)
+    state, skip, documents = (saved['position'].get(name) for name in ('state', 'skip', 'documents'))
+    expect(isinstance(state, dict | None) and 'state' in saved['position'], 'state', state)
+    expect(is_count(skip, 0), 'skip', skip)
+    expect(is_count(documents, 0), 'documents', documents)
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, position: dict) -> None:
@@ -336,8 +342,8 @@ def save_progress(folder: Path, arguments: dict, writer: ShardWriter, position: 
             name = f'.pending_{split}_{position["documents"]}.bin'
             write_file(folder / name, ids.tobytes())
             pending[split] = {'file': name, 'tokens': len(ids), 'sha256': hashlib.sha256(ids).hexdigest()}
-    write_record(folder / 'progress.json',
-                 {'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending})
+    write_json(folder / 'progress.json', checked_json(
+        {'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending}))
     kept = {record['file'] for record in pending.values()}
     for path in folder.glob('.pending_*'):
         if path.name not in kept:

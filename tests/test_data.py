@@ -244,14 +244,14 @@ def test_wrong_types_and_values_in_meta_json_are_sentences(copy, path, value):
         inner = inner[key]
     inner[path[-1]] = value
     (copy / 'meta.json').write_text(json.dumps(meta))
-    with pytest.raises(UserError, match='meta.json is damaged: .* cannot be '):
+    with pytest.raises(UserError, match='meta.json is damaged .* cannot be '):
         Data(copy)
 
 
 @pytest.mark.parametrize('text', ['', '5', '[]', 'null', '[' * 100_000, '{"n_ids": ' + '9' * 5000, '\0', '{}'])
 def test_what_is_no_meta_json_is_a_sentence(copy, text):
     (copy / 'meta.json').write_text(text)
-    with pytest.raises(UserError, match='meta.json is damaged: '):
+    with pytest.raises(UserError, match='meta.json is damaged '):
         Data(copy)
 
 

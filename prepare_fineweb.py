@@ -130,7 +130,7 @@ def open_source(name: str, s: Settings) -> tuple[Callable, str, int | None]:
     identity = [builder.hash]
     for split, of_split in (builder.config.data_files or {}).items():
         for file, origin in zip(of_split, of_split.origin_metadata):  # the origin: revision on the hub, or time
-            identity.append((split, file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
+            identity.append((str(split), file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
     info = stream.info.splits and stream.info.splits.get(s.split)
     return (lambda position: stream_batches(name, stream.with_format('arrow'), s, position), checksum_of(identity),
             info and info.num_examples)

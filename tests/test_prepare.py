@@ -324,6 +324,16 @@ def test_a_source_or_tokenizer_that_changed_meanwhile_is_a_sentence(half, source
                     f'the tokenizer has changed since {tmp_path}/out was begun')
 
 
+def test_a_dataset_folder_and_parquet_files_have_an_identity_of_their_own(fineweb, tmp_path):
+    parquet = shutil.copytree(fineweb / 'sample/100BT', tmp_path / 'texts') / '000_00000.parquet'
+    s = prepare_fineweb.Settings(tokenizer='byte')
+    for source in (tmp_path / 'texts', f'{tmp_path}/texts/*.parquet'):
+        checksum = prepare_fineweb.open_source(str(source), s)[1]
+        assert checksum == prepare_fineweb.open_source(str(source), s)[1]
+        os.utime(parquet)
+        assert checksum != prepare_fineweb.open_source(str(source), s)[1]
+
+
 def test_without_a_whole_shard_other_arguments_are_as_good(source, tmp_path):
     assert_sentence(prepare_source(source, tmp_path / 'out', '--text_field=body'), "has no field 'body'")
     assert prepare_source(source, tmp_path / 'out', '--max_tokens=50_000').returncode == 0

@@ -20,15 +20,16 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
+import contextlib
 import csv
 import datetime
 import difflib
 import functools
 import importlib.metadata
+import io
 import json
 import math
 import operator
-import os
 import statistics
 import sys
 import tempfile
@@ -43,15 +44,14 @@ import torch
 import torch.distributed as dist
 
 from common.benchmarks import local_records, task_files
-from common.decoding import generate, pack_weights
-from common.files import UserError, friendly_errors
+from common.decoding import check_sampling, generate, pack_weights
+from common.files import UserError, first_line, friendly_errors, write_file
 from common.llama import export_llama, import_llama
-from common.machine import pick_device, pick_dtype
-from common.runs import load_run
-from common.scoring import Scorer, rank, validation_loss, world
+from common.machine import pick_device, pick_dtype, torchrun_ranks
+from common.runs import load_run, run_data
+from common.scoring import Scorer, perplexity, rank, validation_loss, world
 from common.settings import check_ranges, load_settings
-from common.speculative import AutoLength, longest_draft, speculative_generate
-from data import open_data
+from common.speculative import AutoLength, longest_draft, read_length, speculative_generate
 from data.tokenizers import Tokenizer, load_tokenizer
 from sample import load_draft
 
@@ -93,6 +93,12 @@ class Settings:
     to_llama: str | None = None  # write the run to this folder as a Hugging Face Llama
     from_llama: str | None = None  # make a new run folder of this name from a Hugging Face Llama folder
     tokenizer: str = 'gpt2'  # with --from_llama: its tokenizer, as in prepare_fineweb.py
+
+    def __post_init__(self):
+        at_least_1 = (1, inf)
+        check_ranges(self, val_tokens=at_least_1, limit=at_least_1, n_prompts=at_least_1, prompt_tokens=at_least_1,
+                     new_tokens=(2, inf), batch_size=at_least_1, batch_tokens=at_least_1, max_length=(2, inf))
+        check_sampling(self.temperature)
 
 
 # ---- lm-eval ----
@@ -176,9 +182,12 @@ def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: 
 
     def cut(text):
         return text[:min((text.find(stop) for stop in stops if stop in text), default=len(text))]
-    temperature = float(options.get('temperature', 1)) if options.get('do_sample') else 0
-    new = generate(scorer.model, [ids[-room:] for ids in prompts.values()], max_new_tokens, temperature=temperature,
-                   top_p=options.get('top_p'), top_k=options.get('top_k'), eos_id=encoding.eos_id, finished=finished)
+    sampling = {'temperature': 0}
+    if options.get('do_sample'):
+        sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
+                    'top_k': options.get('top_k')}
+    new = generate(scorer.model, [ids[-room:] for ids in prompts.values()], max_new_tokens, eos_id=encoding.eos_id,
+                   finished=finished, **sampling)
     return {i: cut(text_of(ids)) for i, ids in zip(prompts, new)}
 
 
@@ -209,6 +218,9 @@ def run_tasks(lm, tasks: list[str], s: Settings, **options) -> dict:
         except OSError as error:
             raise UserError(f'the documents of {", ".join(tasks)} could not be had ({type(error).__name__}: {error}); '
                             'offline, use --data_dir')
+        except OverflowError as error:
+            raise UserError(f'a perplexity of {", ".join(tasks)} is beyond the largest number ({first_line(error)}): '
+                            'the model knows nothing of these texts')
     box = [found]
     if world() > 1:  # lm-eval returns them on the first process alone
         dist.broadcast_object_list(box)
@@ -241,17 +253,14 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
     scores = scorer.score(requests)
     means = [nats / len(continuation) for (nats, *_), (_, continuation) in zip(scores, requests)]
     n_right = sum(is_first_greedy for *_, is_first_greedy in scores)
-    return {'acc': n_right / len(scores), 'perplexity': math.exp(-sum(means) / len(means))}
+    return {'acc': n_right / len(scores), 'perplexity': perplexity(-sum(means) / len(means))}
 
 
 # ---- validation loss ----
 
 def data_for(record: dict, s: Settings):
     """--data, or the run's own data; UserError if there is none or it has another tokenizer."""
-    name = s.data or record['settings']['data']
-    if not name:
-        raise UserError('this run has no data of its own: give --data=FOLDER')
-    data, of_run = open_data(name), record['data']
+    data, of_run = run_data(record, s.data), record['data']
     if (data.n_ids, data.eos_id) != (of_run['n_ids'], of_run['eos_id']):
         raise UserError(f'{data.folder} has {data.n_ids} ids with eos {data.eos_id}, the run {of_run["n_ids"]} with '
                         f'{of_run["eos_id"]}: they have different tokenizers')
@@ -270,7 +279,7 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     batch_size = s.batch_size or max(1, s.batch_tokens // T)
     nats, n_counted = validation_loss(model, data, T, n_windows, batch_size, device)
-    values = {'nats_per_token': nats, 'perplexity': math.exp(nats)}
+    values = {'nats_per_token': nats, 'perplexity': perplexity(nats)}
     if hasattr(data, 'score'):  # a synthetic task: exact, on all its held-out rows
         values |= data.score(model, device, batch_size)
     else:
@@ -282,8 +291,8 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
 
 # ---- speculative decoding ----
 
-def speculative(folder, model, record: dict, s: Settings) -> dict[str, float]:
-    """{'speedup 4': ..., 'accepted 4': ...} over draft lengths; writes speculative.csv into the run folder.
+def speculative(model, record: dict, s: Settings) -> list[dict]:
+    """The table of speculative.csv: a row for each draft length.
 
     The NextLat paper's protocol. Plain decoding and all lengths take turns on each batch of prompts, none of which ends
     early. A speed-up is the median over the batches of the ratio of their times, as machines are noisy; accepted tokens
@@ -293,13 +302,10 @@ def speculative(folder, model, record: dict, s: Settings) -> dict[str, float]:
     if world() > 1:
         raise UserError('--speculative compares times within one process: start it without torchrun')
     prompts = speculative_prompts(record, s)
-    draft = s.draft and load_draft(s.draft, record, next(model.parameters()).device.type, s.dtype)
-    try:
-        longest_draft(model, draft, 'auto')
-    except ValueError as error:
-        raise UserError(str(error))
-    lengths = [int(n) if n.strip().isdecimal() else n.strip() for n in s.draft_lens.split(',')]
-    lengths = [n for n in lengths if draft or n == 'auto' or n <= model.longest_draft]
+    draft = None
+    if s.draft is not None:
+        draft = load_draft(s.draft, record, next(model.parameters()).device.type, s.dtype)
+    lengths = draft_lengths(s.draft_lens, model, draft)
     seconds, statistics_of = time_decoding(decoders(model, draft, lengths, s), prompts, s)
     table = []
     for n in lengths:
@@ -307,18 +313,30 @@ def speculative(folder, model, record: dict, s: Settings) -> dict[str, float]:
         ratios = [plain / own for plain, own in zip(seconds['plain'], seconds[n])]
         speed = s.n_prompts * s.new_tokens / sum(seconds[n])
         table[-1] |= {'speedup': statistics.median(ratios), 'tokens_per_s': speed}
-    columns = ['draft_len', 'speedup', 'accepted', 'tokens_per_s']
-    columns += [name for name in max(table, key=len) if name.startswith('cumulative')]
-    with open(Path(folder) / 'speculative.csv', 'w', newline='') as file:
-        writer = csv.DictWriter(file, columns, restval='')
-        writer.writeheader()
-        writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in table)
-    return {f'{what} {row["draft_len"]}': row[what] for what in ('speedup', 'accepted') for row in table}
+    return table
+
+
+def draft_lengths(text: str, model, draft) -> list:
+    """The lengths of --draft_lens, each once, but for those beyond what the model drafts; UserError for a bad one."""
+    longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
+    asked = dict.fromkeys(read_length(part.strip()) for part in text.split(','))
+    lengths = [n for n in asked if isinstance(n, str) or n <= longest]
+    try:
+        for n in ('auto', *lengths):
+            longest_draft(model, draft, n)
+    except ValueError as error:
+        raise UserError(str(error))
+    if not lengths:
+        raise UserError(f'draft_lens is {text}: this model drafts up to {longest} tokens')
+    return lengths
 
 
 def speculative_prompts(record, s):
     """Prompts spread evenly over the validation data; UserError if they do not fit the context or are too few."""
     data, T, block_size = data_for(record, s), s.prompt_tokens, record['settings']['block_size']
+    if hasattr(data, 'score'):
+        raise UserError(f'--speculative takes its prompts from texts, and {data.folder} is a synthetic task: give '
+                        '--data=FOLDER')
     if T + s.new_tokens > block_size:
         raise UserError(f'prompts of {T} tokens and {s.new_tokens} new ones do not fit the context of {block_size} '
                         'tokens that the run was trained with: lower prompt_tokens or new_tokens')
@@ -368,36 +386,40 @@ def acceptance(parts) -> dict[str, float]:
             **{f'cumulative_{i + 1}': share for i, share in enumerate(survive)}}
 
 
-def plot_speculative(runs: list[str]) -> None:
-    """Speed-up and cumulative acceptance over the draft length, from each run's speculative.csv, as speculative.png.
+def write_speculative(folder, table: list[dict]) -> None:
+    """Writes speculative.csv."""
+    columns = ['draft_len', 'speedup', 'accepted', 'tokens_per_s']
+    columns += [name for name in max(table, key=len) if name.startswith('cumulative')]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval='')
+    writer.writeheader()
+    writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in table)
+    write_file(Path(folder) / 'speculative.csv', text.getvalue().encode())
 
-    The picture goes to the first run's folder.
-    """
+
+def plot_speculative(tables: dict[str, list[dict]], path) -> None:
+    """Speed-up and cumulative acceptance over the draft length as a picture, from {run: table of `speculative`}."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout='constrained')
-    for i, run in enumerate(runs):
-        with open(Path(run) / 'speculative.csv', newline='') as file:
-            rows = list(csv.DictReader(file))
+    for i, (run, rows) in enumerate(tables.items()):
         fixed = [row for row in rows if row['draft_len'] != 'auto']
-        x, y = [int(row['draft_len']) for row in fixed], [float(row['speedup']) for row in fixed]
+        x, y = [row['draft_len'] for row in fixed], [row['speedup'] for row in fixed]
         left.plot(x, y, marker='o', color=f'C{i}', label=Path(run).name)
         for row in rows:
             if row['draft_len'] == 'auto':
-                left.axhline(float(row['speedup']), color=f'C{i}', linestyle='--', label=f'{Path(run).name}, auto')
+                left.axhline(row['speedup'], color=f'C{i}', linestyle='--', label=f'{Path(run).name}, auto')
         longest = (fixed or rows)[-1]
-        shares = [float(value) for name, value in longest.items() if name.startswith('cumulative') and value]
+        shares = [value for name, value in longest.items() if name.startswith('cumulative')]
         right.plot(range(1, len(shares) + 1), shares, marker='o', color=f'C{i}', label=Path(run).name)
     left.set(xlabel='draft length', ylabel='times plain decoding')
     right.set(xlabel='draft length', ylabel='cumulative acceptance', ylim=(0, 1))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
-    path = Path(runs[0]) / 'speculative.png'
     figure.savefig(path, dpi=130)
     plt.close(figure)
-    print(f'written to {path}; the numbers are in speculative.csv of each run folder')
 
 
 # ---- one run, several runs ----
@@ -407,20 +429,22 @@ def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
     if device == 'cuda' and world() > 1:
-        device = f'cuda:{os.environ["LOCAL_RANK"]}'
+        device = f'cuda:{torchrun_ranks()[2]}'
     model, record = load_run(folder, device, dtype, s.scan)
     scorer = Scorer(pack_weights(model), s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
     return scorer, load_tokenizer(record['data']['tokenizer']), record
 
 
-def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict[str, float]:
-    """{row: value} for one run; also a line in its eval.jsonl."""
+def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> tuple[dict, list[dict]]:
+    """The line for eval.jsonl of one run, {task: {metric: value}} in its 'results'; and its table of `speculative`."""
     scorer, tokenizer, record = load_scorer(folder, s)
-    model, results = scorer.model, {}
+    model, results, table = scorer.model, {}, []
     if s.val:
         results['val'] = validation(model, record, s)
     if s.speculative:
-        results['speculative'] = speculative(folder, model, record, s)
+        table = speculative(model, record, s)
+        results['speculative'] = {f'{what} {row["draft_len"]}': row[what] for what in ('speedup', 'accepted')
+                                  for row in table}
     if 'lambada_first_token' in tasks:
         results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
     of_lm_eval = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
@@ -431,19 +455,36 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict[
         results |= found
     if s.paper:
         results['average'] = averages(results, s.paper, corpora)
-    if rank() == 0:
-        if scorer.truncated:
-            print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their '
-                  'start', file=sys.stderr)
-        versions = {'torch': torch.__version__}
-        if of_lm_eval:
-            versions['lm_eval'] = importlib.metadata.version('lm_eval')
-        line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s),
-                'dtype': str(next(model.parameters()).dtype)[6:], 'versions': versions,
-                'truncated': scorer.truncated, 'results': results}
-        with open(Path(folder) / 'eval.jsonl', 'a') as file:
-            file.write(json.dumps(line) + '\n')
-    return {f'{task} {metric}': value for task, values in results.items() for metric, value in values.items()}
+    if scorer.truncated and rank() == 0:
+        print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their '
+              'start', file=sys.stderr)
+    versions = {'torch': torch.__version__}
+    if of_lm_eval:
+        versions['lm_eval'] = importlib.metadata.version('lm_eval')
+    line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s),
+            'dtype': str(next(model.parameters()).dtype)[6:], 'versions': versions,
+            'truncated': scorer.truncated, 'results': results}
+    return line, table
+
+
+@contextlib.contextmanager
+def lenient_writes():
+    """What cannot be written costs a line on stderr, not the results, which are printed by then."""
+    try:
+        yield
+    except OSError as error:
+        print(f'eval.py: not written: {error}', file=sys.stderr)
+
+
+def write_records(folder, line: dict, table: list[dict]) -> None:
+    """Appends the line to eval.jsonl, what is not finite as null, and writes speculative.csv."""
+    results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
+               for task, values in line['results'].items()}
+    with lenient_writes(), open(Path(folder) / 'eval.jsonl', 'ab', buffering=0) as file:
+        file.write(json.dumps({**line, 'results': results}).encode() + b'\n')  # in one write, so that none is cut
+    if table:
+        with lenient_writes():
+            write_speculative(folder, table)
 
 
 def averages(results, paper, corpora) -> dict[str, float]:
@@ -486,21 +527,29 @@ def main(argv: list[str] | None = None) -> None:
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which run? python eval.py RUN_FOLDER --val')
-        check_ranges(s, val_tokens=(1, inf), limit=(1, inf), batch_size=(1, inf), batch_tokens=(1, inf),
-                     max_length=(2, inf), n_prompts=(1, inf), prompt_tokens=(1, inf), new_tokens=(1, inf),
-                     temperature=(0, inf))
         if s.to_llama:
             return export_llama(runs[0], s.to_llama)
         if s.from_llama:
             return import_llama(runs[0], s.from_llama, load_tokenizer(s.tokenizer))
         tasks, corpora = chosen(s)
-        if 'RANK' in os.environ:
+        if torchrun_ranks()[1] > 1:
             dist.init_process_group('gloo')
-        columns = {run: evaluate(run, s, tasks, corpora) for run in runs}
+        columns, tables = {}, {}
+        for run in runs:
+            line, tables[run] = evaluate(run, s, tasks, corpora)
+            columns[run] = {f'{task} {metric}': value
+                            for task, values in line['results'].items() for metric, value in values.items()}
+            if rank() == 0:
+                print_table({run: columns[run]})
+                write_records(run, line, tables[run])
         if rank() == 0:
-            print_table(columns)
+            if len(runs) > 1:
+                print_table(columns)
             if s.speculative:
-                plot_speculative(runs)
+                path = Path(runs[0]) / 'speculative.png'
+                with lenient_writes():
+                    plot_speculative(tables, path)
+                    print(f'written to {path}; the numbers are in speculative.csv of each run folder')
         if dist.is_initialized():
             dist.destroy_process_group()
 

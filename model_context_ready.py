@@ -80,17 +80,24 @@ class Config:
     eos_id: int | None = None  # the id that ends a document: attention and corrections stop there; None: one document
 
     def __post_init__(self):
-        for name in ('n_layer', 'n_head', 'n_embd', 'rope_theta', 'norm_eps', 'init_std', 'prefill_tol'):
+        for name in ('n_layer', 'n_head', 'n_embd', 'n_ids', 'rope_theta', 'norm_eps', 'init_std', 'prefill_tol'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
+<<<<<<< HEAD
         choices = {'variant': VARIANTS, 'block': ('gpt', 'llama'), 'prefill': ('parallel', 'sequential'),
                    'scan': ('loop', 'fast', 'auto')}
+=======
+        if self.n_layer > 1000:
+            raise ValueError(f'n_layer = {self.n_layer}: expected at most 1000')
+        choices = {'variant': VARIANTS, 'prefill': ('parallel', 'sequential'), 'scan': ('loop', 'fast', 'auto')}
+>>>>>>> main
         for name, expected in choices.items():
             if getattr(self, name) not in expected:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(expected)}')
-        if self.K < 1 or any(n is not None and not 1 <= n <= self.K for n in (self.k_min, self.last_unrolls)):
+        of_K = [n for n in (self.k_min, self.last_unrolls) if n is not None]
+        if not 1 <= self.K <= 1000 or not all(1 <= n <= self.K for n in of_K):
             raise ValueError(f'K = {self.K}, k_min = {self.k_min}, last_unrolls = {self.last_unrolls}: '
-                             'expected K of at least 1, the others from 1 to K, or None for K')
+                             'expected K from 1 to 1000, the others from 1 to K, or None for K')
         if self.variant == 'extra_ffn' and self.K > 1:
             raise ValueError(f'variant = extra_ffn and K = {self.K}: Roformer-hFFN has nothing to unroll, use K = 1')
         if self.bptt and self.K == 1:
@@ -123,6 +130,8 @@ class Config:
                              'concat, token_blind or block_head, and auto or loop')
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
+        if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
+            raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
         self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
 
 

@@ -50,9 +50,11 @@ class Config:
     eos_id: int | None = None  # the id that ends a document: state and memory start anew; None: never, as in the paper
 
     def __post_init__(self):
-        for name in ('n_layer', 'n_embd', 'd_emb', 'd_k', 'd_v', 'segment_len', 'norm_eps', 'init_std'):
+        for name in ('n_layer', 'n_embd', 'd_emb', 'd_k', 'd_v', 'segment_len', 'n_ids', 'norm_eps', 'init_std'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
+        if self.n_layer > 1000:
+            raise ValueError(f'n_layer = {self.n_layer}: expected at most 1000')
         if self.n_head < 0:
             raise ValueError(f'n_head = {self.n_head}: expected a number of memory heads, 0 for no memory')
         for name in ('n_ffn', 'bptt_len'):
@@ -62,6 +64,8 @@ class Config:
             raise ValueError(f"scan = {self.scan!r}: expected 'auto', 'loop' or 'fast'")
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
+        if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
+            raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
         self.n_ffn = self.n_ffn or max(1, round(8 / 3 * self.n_embd / 128)) * 128
 
 

@@ -76,9 +76,13 @@ class Config:
         for name, choices in (('objective', ('ntp', 'nextlat', 'mtp', 'jtp')), ('token_loss', ('kl', 'ce'))):
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: expected {", ".join(choices)}')
-        for name in ('n_layer', 'n_head', 'n_embd', 'rope_theta', 'norm_eps', 'init_std', 'horizon', 'lambda_mtp'):
+        for name in ('n_layer', 'n_head', 'n_embd', 'n_ids', 'rope_theta', 'norm_eps', 'init_std', 'horizon',
+                     'lambda_mtp'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
+        for name in ('n_layer', 'horizon'):
+            if getattr(self, name) > 1000:
+                raise ValueError(f'{name} = {getattr(self, name)}: expected at most 1000')
         for name in ('n_ffn', 'n_dynamics'):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected at least 1, or None')
@@ -98,6 +102,8 @@ class Config:
             rope_scaling(self.rope_scaling)
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
+        if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
+            raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_dynamics = self.n_dynamics or 3 * self.n_embd
 

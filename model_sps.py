@@ -75,9 +75,11 @@ class Config:
             raise ValueError(f'method = {self.method!r}: expected one of {", ".join(METHODS)}')
         if self.predict_input not in ('predict', 'token'):
             raise ValueError(f"predict_input = {self.predict_input!r}: expected 'predict' or 'token'")
-        for name in ('n_layer', 'n_head', 'n_embd', 'rope_theta', 'norm_eps', 'init_std'):
+        for name in ('n_layer', 'n_head', 'n_embd', 'n_ids', 'rope_theta', 'norm_eps', 'init_std'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
+        if self.n_layer > 1000:
+            raise ValueError(f'n_layer = {self.n_layer}: expected at most 1000')
         for name in ('window', 'persistent_window'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected 0 or more positions, or None for all')
@@ -103,6 +105,8 @@ class Config:
         if self.n_ids >= self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
                              'and <predict>')
+        if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
+            raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
     @property

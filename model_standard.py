@@ -52,9 +52,11 @@ class Config:
     eos_id: int | None = 50256  # the id that ends a document: attention stops there; None: one endless document
 
     def __post_init__(self):
-        for name in ('n_layer', 'n_head', 'n_embd', 'rope_theta', 'norm_eps', 'init_std'):
+        for name in ('n_layer', 'n_head', 'n_embd', 'n_ids', 'rope_theta', 'norm_eps', 'init_std'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
+        if self.n_layer > 1000:
+            raise ValueError(f'n_layer = {self.n_layer}: expected at most 1000')
         if self.window is not None and self.window < 0:
             raise ValueError(f'window = {self.window}: expected 0 or more positions, or None for all')
         if self.n_ffn is not None and self.n_ffn < 1:
@@ -72,6 +74,8 @@ class Config:
             rope_scaling(self.rope_scaling)
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
+        if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
+            raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
 

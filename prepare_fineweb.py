@@ -40,7 +40,16 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import UserError, friendly_errors, locked, sha256, write_file
+from common.files import (
+    UserError,
+    checked_json,
+    friendly_errors,
+    locked,
+    read_json,
+    sha256,
+    write_file,
+    write_json,
+)
 from common.settings import check_ranges, load_settings
 from data.shards import (
     BUILT,
@@ -50,9 +59,7 @@ from data.shards import (
     expect,
     is_count,
     piece_checksums,
-    read_record,
     split_of,
-    write_record,
 )
 from data.tokenizers import Tokenizer, load_tokenizer
 
@@ -123,7 +130,7 @@ def open_source(name: str, s: Settings) -> tuple[Callable, str, int | None]:
     identity = [builder.hash]
     for split, of_split in (builder.config.data_files or {}).items():
         for file, origin in zip(of_split, of_split.origin_metadata):  # the origin: revision on the hub, or time
-            identity.append((split, file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
+            identity.append((str(split), file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
     info = stream.info.splits and stream.info.splits.get(s.split)
     return (lambda position: stream_batches(name, stream.with_format('arrow'), s, position), checksum_of(identity),
             info and info.num_examples)
@@ -138,7 +145,7 @@ def stream_batches(name: str, stream, s: Settings, position: dict) -> Iterator[t
     state, documents = position['state'], position['documents'] - position['skip']
     if state:
         stream.load_state_dict(state)
-    tables = stream.iter(BATCH)
+    tables, fields = stream.iter(BATCH), {s.text_field, s.id_field} - {None}
     while True:
         try:
             table = next(tables, None)
@@ -147,15 +154,19 @@ def stream_batches(name: str, stream, s: Settings, position: dict) -> Iterator[t
         if table is None:
             return
         documents += len(table)
-        if {s.text_field, s.id_field} - {None} <= set(table.column_names):
-            table = table.select(list({s.text_field, s.id_field} - {None}))
+        if fields <= set(table.column_names):
+            table = table.select(sorted(fields))
         yield state, [('', record) for record in table.to_pylist()]
         state = stream.state_dict()
 
 
 def file_batches(files: list[str], state: dict | None) -> Iterator[tuple]:
     """`read` of json and txt files."""
-    records = file_records(files, state or {'file': 0, 'line': 0})
+    state = state or {'file': 0, 'line': 0}
+    if not (is_count(state.get('file'), 0) and state['file'] < len(files) and is_count(state.get('line'), 0)):
+        raise UserError(f'progress.json is damaged: {state!r:.100} is no place in the source; remove its folder '
+                        'and start again')
+    records = file_records(files, state)
     while batch := list(islice(records, BATCH)):
         yield batch[0][0], [(place, record) for _, place, record in batch]
 
@@ -212,9 +223,10 @@ def document(record, place: str, s: Settings) -> tuple[str, str]:
     for field, kind in ((s.text_field, str), (s.id_field, (str, int))):
         if field is not None and not isinstance(record.get(field), kind):
             has = f'has {record[field]!r:.60} in' if field in record else 'has no'
+            fields = ', '.join([*record][:20])
             raise UserError(f'{place} {has} field {field!r}, expected {"text" if kind is str else "an id"}; the fields '
-                            f'are {", ".join(record)}: set --text_field, or --id_field (None: the hash of the text '
-                            'decides between train and val)')
+                            f'are {fields}: set --text_field, or --id_field (None: the hash of the text decides '
+                            'between train and val)')
     text = printable(record[s.text_field])
     return split_of(text if s.id_field is None else printable(str(record[s.id_field])), s.val_share), text
 
@@ -303,23 +315,22 @@ def check_folder(folder: Path) -> None:
 
 def read_progress(folder: Path) -> dict:
     """What progress.json says. Raises UserError if it is damaged."""
-    path = folder / 'progress.json'
-    try:
-        saved = read_record(path)
-        for name in ('arguments', 'splits', 'position', 'pending'):
-            expect(isinstance(saved.get(name), dict), name, saved.get(name))
-        for name, split in saved['splits'].items():
-            check_split(name, split)
-        for name, record in saved['pending'].items():
-            check_shard(name, record)
-        state, skip, documents = (saved['position'].get(name) for name in ('state', 'skip', 'documents'))
-        expect(isinstance(state, dict | None), 'state', state)
-        expect(is_count(skip, 0), 'skip', skip)
-        expect(is_count(documents, 0), 'documents', documents)
-    except ValueError as error:
-        raise UserError(f'{path} is damaged, or of another program: {error}; give another --out_dir, or remove '
-                        f'{folder} if nothing else is in it')
-    return saved
+    return read_json(folder / 'progress.json', 'it may be of another program. Give another --out_dir, or remove '
+                     f'{folder} if nothing else is in it', check_progress)
+
+
+def check_progress(saved: dict) -> None:
+    """Raises ValueError for a value that no progress.json has."""
+    for name in ('arguments', 'splits', 'position', 'pending'):
+        expect(isinstance(saved.get(name), dict), name, saved.get(name))
+    for name, split in saved['splits'].items():
+        check_split(name, split)
+    for name, record in saved['pending'].items():
+        check_shard(name, record)
+    state, skip, documents = (saved['position'].get(name) for name in ('state', 'skip', 'documents'))
+    expect(isinstance(state, dict | None) and 'state' in saved['position'], 'state', state)
+    expect(is_count(skip, 0), 'skip', skip)
+    expect(is_count(documents, 0), 'documents', documents)
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, position: dict) -> None:
@@ -331,8 +342,8 @@ def save_progress(folder: Path, arguments: dict, writer: ShardWriter, position: 
             name = f'.pending_{split}_{position["documents"]}.bin'
             write_file(folder / name, ids.tobytes())
             pending[split] = {'file': name, 'tokens': len(ids), 'sha256': hashlib.sha256(ids).hexdigest()}
-    write_record(folder / 'progress.json',
-                 {'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending})
+    write_json(folder / 'progress.json', checked_json(
+        {'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending}))
     kept = {record['file'] for record in pending.values()}
     for path in folder.glob('.pending_*'):
         if path.name not in kept:

@@ -22,12 +22,12 @@ from math import inf
 
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait leave the core to others
 
-from common.decoding import generate, pack_weights, roomy_cache
+from common.decoding import check_sampling, generate, pack_weights, roomy_cache
 from common.files import UserError, friendly_errors
 from common.machine import pick_device, pick_dtype
 from common.runs import load_run
 from common.settings import check_ranges, load_settings
-from common.speculative import longest_draft, speculative_generate
+from common.speculative import longest_draft, read_length, speculative_generate
 from data.tokenizers import load_tokenizer
 
 
@@ -48,6 +48,14 @@ class Settings:
     scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
     dtype: str = 'auto'  # float32, bfloat16; auto: bfloat16 on GPUs and on CPUs with bf16 units
+
+    def __post_init__(self):
+        check_ranges(self, max_new_tokens=(1, inf), seed=(0, inf))
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        try:
+            (self.stop or '').encode()
+        except UnicodeEncodeError:
+            raise UserError(f'stop is {self.stop!r}: expected text in UTF-8')
 
 
 # ---- prompts ----
@@ -72,6 +80,8 @@ def fit(ids: list[int], s: Settings, block_size: int) -> list[int]:
     if room < 1:
         raise UserError(f'max_new_tokens = {s.max_new_tokens} leaves no room for a prompt in the context of '
                         f'{block_size} tokens: lower it')
+    if not ids:
+        raise UserError('a prompt has no tokens: give text that the tokenizer of the run knows')
     if len(ids) > room and not s.truncate:
         raise UserError(f'a prompt of {len(ids)} tokens and {s.max_new_tokens} new ones do not fit the context of '
                         f'{block_size}: lower max_new_tokens, or use --truncate to keep the end of the prompt')
@@ -94,9 +104,8 @@ def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
     """Options of `speculative_generate` from the settings, None for plain decoding; UserError for an unfit draft."""
     if s.draft is None and s.draft_len is None:
         return None
-    draft = s.draft and load_draft(s.draft, record, device, s.dtype)
-    draft_len = s.draft_len or 'auto'
-    draft_len = int(draft_len) if draft_len.isdecimal() else draft_len
+    draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype)
+    draft_len = read_length('auto' if s.draft_len is None else s.draft_len)
     try:
         longest_draft(model, draft, draft_len)
     except ValueError as error:
@@ -182,8 +191,6 @@ def main(argv: list[str] | None = None) -> None:
         s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not positional:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
-        check_ranges(s, seed=(0, 2 ** 63), temperature=(0, inf), max_new_tokens=(1, inf), top_k=(1, inf),
-                     top_p=(1e-9, 1), min_p=(0, 1))
         texts = read_prompts(s, positional[1:])
         device = pick_device(s.device)
         model, record = load_run(positional[0], device, pick_dtype(s.dtype, device), s.scan)

@@ -89,6 +89,16 @@ class Settings:
     compile: bool | None = None  # torch.compile; None: on GPUs
     threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes
 
+    def __post_init__(self):
+        at_least_0, at_least_1 = (0, math.inf), (1, math.inf)
+        check_ranges(
+            self, seed=(0, 2 ** 31), batch_size=(1, 2 ** 20), micro_batch_size=at_least_1, block_size=at_least_1,
+            max_tokens=at_least_1, learning_rate=at_least_0, min_lr=at_least_0, warmup_tokens=at_least_0,
+            decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=at_least_0,
+            grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, acceptance_prompts=at_least_0,
+            log_interval=at_least_1, save_interval=at_least_1, keep_checkpoints=(2, math.inf),
+            sample_tokens=at_least_0, threads=(1, 1024))
+
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
     'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval',
@@ -121,7 +131,7 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
             raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
     elif s.init_from:  # what is not given is as in the source
         source = runs.read_run(s.init_from)
-        source = source['model_config'] if source['model'] == s.model else {}
+        source = asdict(runs.saved_config(source, s.init_from)) if source['model'] == s.model else {}
         if 'documents' not in given and 'eos_id' in source:
             s.documents = source['eos_id'] is not None
         given = {k: v for k, v in source.items() if k not in ('vocab_size', 'n_ids', 'eos_id')} | given
@@ -150,13 +160,6 @@ def check_settings(s, data, world):
     """Raises UserError for what would fail later."""
     if s.schedule not in ('wsd', 'cosine', 'constant'):
         raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
-    at_least_0, at_least_1 = (0, math.inf), (1, math.inf)
-    check_ranges(
-        s, batch_size=at_least_1, micro_batch_size=at_least_1, block_size=at_least_1, max_tokens=at_least_1,
-        eval_interval=at_least_1, log_interval=at_least_1, save_interval=at_least_1, keep_checkpoints=(2, math.inf),
-        threads=at_least_1, sample_tokens=at_least_0, acceptance_prompts=at_least_0, learning_rate=at_least_0,
-        min_lr=at_least_0, warmup_tokens=at_least_0, decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9),
-        weight_decay=at_least_0, grad_clip=at_least_0, seed=(0, 2 ** 31))
     if s.sample_tokens:
         load_tokenizer(data.tokenizer)  # now, not after the training
     if s.batch_size < world:
@@ -193,8 +196,7 @@ def model_config(s, given, data, record):
 
 def describe(s, c, data, world):
     """Prints parameters, costs and estimated memory. Returns a model without storage and the number of steps."""
-    with torch.device('meta'):
-        model = runs.model_file(s.model).Model(c)
+    model = runs.blank_model(s.model, c)
     n_params = sum(p.numel() for p in model.parameters())
     try:
         flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
@@ -231,6 +233,16 @@ def print_memory(s, model, n_params, world):
         line += (f', {activations / 2**30:.2f} GiB for activations (micro-batches of {n_rows}, less with '
                  'checkpoint_blocks or checkpoint_unrolls)')
     print(line)
+
+
+def check_memory(s, model, device):
+    """Raises UserError for a model that cannot be held: later the kernel would end the process without a word."""
+    bytes_per_weight = 4 if s.eval_only or device.type == 'cuda' else 16  # a model for a GPU is made on the host
+    needed = bytes_per_weight * sum(p.numel() for p in model.parameters())
+    have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    if needed > have:
+        raise UserError(f'the model needs {needed / 2**30:,.0f} GiB of memory, this machine has {have / 2**30:,.0f}: '
+                        'choose a smaller one')
 
 
 def read_weights(s, record):
@@ -515,6 +527,7 @@ def run(s, c, data, record, machine, argv):
         runs.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
     if s.dry_run:
         return
+    check_memory(s, blank_model, device)
 
     model = make_model(s, c, data, device, source, weights)
     if not s.eval_only:

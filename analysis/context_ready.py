@@ -11,18 +11,18 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import math
 import sys
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
 from analysis import write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
-from common.runs import check_vocabulary, load_run
+from common.runs import check_vocabulary, load_run, run_data
+from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
-from data import open_data
 
 DEPTHS = (1, 2, 3, 5, 10)
 
@@ -34,6 +34,9 @@ class Settings:
     batch_size: int = 16  # windows at a time
     data: str | None = None  # data folder; None: the run's own
     device: str = 'auto'  # auto, cuda or cpu
+
+    def __post_init__(self):
+        check_ranges(self, tokens=(1, inf), batch_size=(1, inf))
 
 
 @torch.no_grad()
@@ -67,9 +70,11 @@ def analyse(run, s):
     if record['model'] != 'context_ready':
         raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
     c, T = model.config, record['settings']['block_size']
-    data = open_data(s.data or record['settings']['data'])
+    data = run_data(record, s.data)
     check_vocabulary(record, data, run)
-    windows = range(max(1, min(data.n_windows('val', T), s.tokens // T)))
+    if data.n_windows('val', T) < 1:
+        raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
+    windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))
     totals, counted, contraction, unrolls = {}, 0, 0.0, []
     for a in range(0, len(windows), s.batch_size):
         idx, targets = (x.to(model.head.weight.device) for x in data.val_batch(windows[a:a + s.batch_size], T))
@@ -81,15 +86,15 @@ def analyse(run, s):
         counted += count
         contraction = max([contraction, *ratios.tolist()])
         unrolls.append(used)
-    perplexity = {k: math.exp(v / counted) for k, v in totals.items()}
+    perplexities = {k: perplexity(v / counted) for k, v in totals.items()}
     width, variant = c.n_embd, c.variant
     if c.K == 1 and c.variant != 'extra_ffn':
         variant = 'roformer'
     network = {'concat': 12, 'block_head': 0, 'roformer': 0}.get(variant, 8)
     row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'T': T, 'K': 'bptt' if c.bptt else c.K,
            'k_min': c.k_min}
-    row |= {f'K={k}': round(perplexity[k], 3) if k in perplexity else '' for k in DEPTHS}
-    row |= {'sequential': round(perplexity['sequential'], 3),
+    row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
+    row |= {'sequential': round(perplexities['sequential'], 3),
             'L': round(contraction, 2) if c.K > 1 else '', 'prefill_unrolls': max(unrolls),
             # of feed-forward nets of width 4 C, as the paper's
             'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,
@@ -119,7 +124,6 @@ def main(argv=None):
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')
-        check_ranges(s, tokens=(1, math.inf), batch_size=(1, math.inf))
         rows = [analyse(run, s) for run in runs]
         write_csv(f'{s.out}.csv', rows)
         plot(rows, f'{s.out}.png')

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
-from common.runs import load_run
+from common.runs import check_vocabulary, load_run, run_data
 from common.settings import check_ranges, load_settings
-from data import open_data
 from data.tokenizers import load_tokenizer
 from model_gpn import start_documents
 
@@ -38,6 +37,9 @@ class Settings:
     block_size: int | None = None  # tokens of a window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
+
+    def __post_init__(self):
+        check_ranges(self, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
 
 
 @contextmanager
@@ -223,17 +225,17 @@ def plot(rows, path):
     plt.close(figure)
 
 
-def main():
+def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:])
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if len(runs) != 1:
             raise UserError('which run? python -m analysis.gpn_state RUN --out=NAME')
-        check_ranges(s, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
         device = pick_device(s.device)
         model, record = load_run(runs[0], device)
         if record['model'] != 'gpn':
             raise UserError(f'{runs[0]} is a run of model_{record["model"]}: expected one of model_gpn')
-        data, T = open_data(s.data or record['settings']['data']), s.block_size or record['settings']['block_size']
+        data, T = run_data(record, s.data), s.block_size or record['settings']['block_size']
+        check_vocabulary(record, data, runs[0])
         n_windows = data.n_windows('val', T)
         if n_windows < s.batches * s.batch_size:
             raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, {s.batches} batches of '
@@ -242,7 +244,7 @@ def main():
         for i in range(s.batches):
             windows = range(i * s.batch_size, (i + 1) * s.batch_size)
             batches.append([x.to(device) for x in data.val_batch(windows, T)])
-        counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens']))
+        counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
         unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
         tokenizer = load_tokenizer(record['data']['tokenizer'])
         rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'))

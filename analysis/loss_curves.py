@@ -13,6 +13,7 @@ if __name__ == '__main__':
 import statistics
 import sys
 from dataclasses import dataclass
+from math import inf
 
 from analysis import write_csv
 from common.files import UserError, friendly_errors
@@ -38,7 +39,7 @@ def group(runs: list[str]) -> dict[str, list[str]]:
     own = {}
     for run in runs:
         record = read_run(run)
-        name = record['model_config'].get('method', record['model'])
+        name = str(record['model_config'].get('method', record['model']))
         training, model = ({key: value for key, value in record[part].items() if key not in NO_DIFFERENCE | {'model'}}
                            for part in ('settings', 'model_config'))
         own[run] = name, training, model
@@ -61,7 +62,10 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> l
 
     A point is {'step', 'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'}.
     """
-    logs = [{record['tokens']: record for record in read_log(run) if key in record} for run in runs]
+    def is_whole(record):
+        values = [record.get(name) for name in ('step', 'tokens', 'seconds', key)]
+        return all(isinstance(value, (int, float)) and abs(value) < inf for value in values)
+    logs = [{record['tokens']: record for record in read_log(run) if is_whole(record)} for run in runs]
     points = []
     for tokens in sorted(set.intersection(*map(set, logs))):
         values = [log[tokens][key] for log in logs]

@@ -4,6 +4,29 @@ from pathlib import Path
 
 from common.files import UserError
 
+FIELDS = {  # that lm-eval's tasks read, with their types
+    **dict.fromkeys(['arc_easy', 'arc_challenge'], {'question': str, 'choices': dict, 'answerKey': str}),
+    'piqa': {'goal': str, 'sol1': str, 'sol2': str, 'label': int},
+    'social_iqa': {'context': str, 'question': str, 'answerA': str, 'answerB': str, 'answerC': str,
+                   'label': (int, str)},
+    'hellaswag': {'activity_label': str, 'ctx_a': str, 'ctx_b': str, 'endings': list, 'label': (int, str)},
+    'winogrande': {'sentence': str, 'option1': str, 'option2': str, 'answer': str},
+    'sciq': {'question': str, 'distractor1': str, 'distractor2': str, 'distractor3': str, 'correct_answer': str,
+             'support': str},
+    **dict.fromkeys(['lambada_openai', 'lambada_standard', 'lambada_first_token'], {'text': str}),
+    **dict.fromkeys(['books3', 'govreport'], {'text': str}),
+    **dict.fromkeys(['wikitext', 'c4'], {'page': str})}
+SOUND = {  # whether the answer of a record is one of its choices, its sentence has a gap, its text a word
+    **dict.fromkeys(['arc_easy', 'arc_challenge'], lambda r: (
+        are_texts(r['choices']['text']) and r['answerKey'] in r['choices']['label'])),
+    'piqa': lambda r: r['label'] in (0, 1),
+    'social_iqa': lambda r: int(r['label']) in (1, 2, 3),
+    'hellaswag': lambda r: are_texts(r['endings']) and 0 <= int(r['label']) < len(r['endings']),
+    'winogrande': lambda r: r['answer'] in ('1', '2') and '_' in r['sentence'],
+    **dict.fromkeys(['lambada_openai', 'lambada_standard', 'lambada_first_token'], lambda r: ' ' in r['text'].strip()),
+    **dict.fromkeys(['books3', 'govreport'], lambda r: r['text'].strip()),
+    **dict.fromkeys(['wikitext', 'c4'], lambda r: r['page'].strip())}
+
 
 def local_records(folder, task: str) -> list[dict]:
     """A task's documents from the benchmark's own file in a folder, as lm-eval's task reads them; else a UserError.
@@ -18,16 +41,35 @@ def local_records(folder, task: str) -> list[dict]:
     path = _first_file(Path(folder) / f'{name}{ending}' for name in names for ending in ('.jsonl', '.json'))
     if path is None:
         raise UserError(f'{folder} has no file for {task}: expected {names[0]}.jsonl')
-    with open(path, encoding='utf-8') as file:
-        records = [json.loads(line) for line in file if line.strip()]
     labels = _first_file(path.with_name(f'{path.stem}{ending}') for ending in ('_labels.lst', '-labels.lst'))
-    if labels:
-        of_records = labels.read_text().split()
-        records = [record | {'label': int(label)} for record, label in zip(records, of_records, strict=True)]
+    records = []
     try:
-        return [as_on_the_hub(record, task) for record in records]
-    except (KeyError, TypeError) as error:
-        raise UserError(f'{path} has a record without {error}: it is not in the form of {task}')
+        lines = [line for line in path.read_bytes().split(b'\n') if line.strip()]
+        of_lines = [int(label) for label in labels.read_text().split()] if labels else [None] * len(lines)
+        for line, label in zip(lines, of_lines, strict=True):
+            record = json.loads(line)
+            record = as_on_the_hub(record if label is None else record | {'label': label}, task)
+            check_record(record, task)
+            records.append(record)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f'{path}, record {len(records) + 1}, is not in the form of {task} ({type(error).__name__}: '
+                        f'{error})')
+    if not records:
+        raise UserError(f'{path} is empty')
+    return records
+
+
+def are_texts(values) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def check_record(record: dict, task: str) -> None:
+    """Raises ValueError unless the record has the fields of a task that we know, and an answer that there is."""
+    for name, kind in FIELDS.get(task, {}).items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f'its {name!r} is {record.get(name)!r}')
+    if task in SOUND and not SOUND[task](record):
+        raise ValueError('its answer is none of its choices, or a text is missing')
 
 
 def _first_file(paths):

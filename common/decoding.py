@@ -9,6 +9,8 @@ import sys
 import torch
 import torch.nn as nn
 
+from common.files import UserError
+
 # ---- the distribution ----
 
 
@@ -22,7 +24,7 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # so that no temperature overflows
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no softmax overflows
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, float('-inf'))
@@ -35,6 +37,25 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
     if min_p is not None:
         probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0)
     return probs / probs.sum(-1, keepdim=True)
+
+
+def check_sampling(temperature: float, top_k: int | None = None, top_p: float | None = None,
+                   min_p: float | None = None) -> None:
+    """Raises UserError for a setting of `token_probs` that fp32 cannot compute with, or that leaves no token."""
+    if temperature != 0 and not 1e-6 <= temperature <= 1e6:
+        raise UserError(f'temperature is {temperature}: expected 0 for the likeliest token, or 1e-6 to 1e6')
+    if top_k is not None and not top_k >= 1:
+        raise UserError(f'top_k is {top_k}: expected at least 1')
+    if top_p is not None and not 1e-9 <= top_p <= 1:
+        raise UserError(f'top_p is {top_p}: expected 1e-09 to 1')
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise UserError(f'min_p is {min_p}: expected 0 to 1')
+
+
+def check_logits(logits) -> None:
+    """Raises UserError unless each row of logits (B, V) has a likeliest token. Waits for the device."""
+    if not logits.amax(-1).isfinite().all():  # an id that only pads the vocabulary has -inf
+        raise UserError('the model computes no finite logits for a prompt: its weights are not finite, or too large')
 
 
 def draw(probs, noise) -> torch.Tensor:
@@ -54,9 +75,10 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperatur
 
     finished(i, new_ids) -> bool ends the text of prompt i early; on_tokens(the new ids of each prompt so far) is called
     as tokens arrive. Ids reach the host every step on CPU, every 16 on a GPU. Pass a cache from `roomy_cache` to look
-    at it afterwards.
+    at it afterwards. Raises ValueError for settings out of range, and where the logits of a prompt are not finite.
     """
     check_prompts(prompts)
+    check_sampling(temperature, top_k, top_p, min_p)
     if cache is not None and cache.max_tokens < max(map(len, prompts)) + max_new_tokens:
         raise ValueError(f'the cache holds {cache.max_tokens} tokens a row: the longest prompt and {max_new_tokens} '
                          'new ones do not fit')
@@ -102,6 +124,7 @@ class Decoder:
     def read_prompts(self, tokens, lengths):
         """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
         logits = self.model.extend(tokens, self.cache, lengths)
+        check_logits(logits)
         self.noise = torch.empty_like(logits, dtype=torch.float32)
         self.tokens = torch.empty(len(tokens), dtype=torch.int64, device=tokens.device)
         self.refresh_noise()
@@ -140,9 +163,9 @@ class Decoder:
 
 
 def check_prompts(prompts: list[list[int]]) -> None:
-    """Raises ValueError unless there are prompts, each with at least one token."""
+    """Raises UserError unless there are prompts, each with at least one token."""
     if not prompts or not all(prompts):
-        raise ValueError('a prompt is empty: each needs at least one token')
+        raise UserError('a prompt is empty: each needs at least one token')
 
 
 def pad(sequences: list, device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -149,10 +149,11 @@ def checked_json(value: dict) -> dict:
     return {'crc32': f'{zlib.crc32(canonical.encode()):08x}', **value}
 
 
-def read_json(path, remedy: str) -> dict:
+def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
     """The dict of a JSON file, without its checksum, which files of older code have not.
 
-    Raises UserError, which ends with the remedy, if the file is damaged.
+    check(value) raises ValueError for a dict that is no such file's. Raises UserError, which ends with the remedy, if
+    the file is damaged.
     """
     try:
         value = json.loads(Path(path).read_bytes())
@@ -162,6 +163,7 @@ def read_json(path, remedy: str) -> dict:
         found = value.pop('crc32', None)
         if has_checksum and checked_json(value)['crc32'] != found:
             raise ValueError('its content does not match the crc32 in it; if you changed it by hand, remove that line')
+        check(value)
     except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is damaged ({error}): {remedy}')
     return value

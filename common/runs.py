@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import sys
+import typing
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,8 +30,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common.files import UserError, locked, sha256, sync_folder, write_json
-from common.settings import saved_settings
+from common.files import UserError, checked_json, first_line, locked, read_json, sha256, sync_folder, write_json
+from common.settings import saved_settings, typed
+from data import Data, open_data
+from data.tasks import Generated
 
 ROOT = Path(__file__).resolve().parent.parent
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
@@ -53,21 +56,32 @@ def model_file(name: str) -> ModuleType:
 
 
 def make_config(model_name: str, values: dict):
-    """The Config of a model file from {name: value}; what the Config itself rejects becomes a UserError."""
+    """The Config of a model file from {name: value}; a wrong type, or what the Config rejects, is a UserError."""
+    Config = model_file(model_name).Config
+    types_of = typing.get_type_hints(Config)
     try:
-        return model_file(model_name).Config(**values)
+        return Config(**{name: typed(name, value, types_of[name], f'of model {model_name!r}') if name in types_of
+                         else value for name, value in values.items()})
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
         raise UserError(f'model {model_name!r}: {error}')
 
 
 def saved_config(record: dict, folder):
     """The Config of a run's model, from its config.json (`record`), which may be older than some of its settings."""
+    return saved_settings(model_file(record['model']).Config, record['model_config'], Path(folder) / 'config.json')
+
+
+def blank_model(model_name: str, config) -> torch.nn.Module:
+    """A model without storage, for its names, shapes and costs; UserError for sizes that no tensor can have."""
     try:
-        return saved_settings(model_file(record['model']).Config, record['model_config'], Path(folder) / 'config.json')
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f'model {record["model"]!r}: {error}')
+        with torch.device('meta'):
+            return model_file(model_name).Model(config)
+    except (RuntimeError, TypeError) as error:
+        if 'overflow' not in str(error).lower():
+            raise
+        raise UserError(f'model {model_name!r} cannot be so large: {first_line(error)}')
 
 
 def choose_scan(model: torch.nn.Module) -> dict | None:
@@ -161,6 +175,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
                             'form: leave scan out')
         config = make_config(record['model'], {**dataclasses.asdict(config), 'scan': scan})
     tensors = load_checkpoint(folder, ('model.safetensors',))[1]['model.safetensors']
+    check_weights(blank_model(record['model'], config), tensors, folder)  # before memory is taken for sizes misread
     model = model_file(record['model']).Model(config)
     load_weights(model, tensors, folder)
     model = model.eval().to(device=device, dtype=dtype)
@@ -174,19 +189,32 @@ def read_run(folder) -> dict:
     if not path.is_file():
         runs = sorted(str(p.parent) for p in Path('out').glob('*/config.json')) if Path('out').is_dir() else []
         known = f'runs here: {", ".join(runs)}' if runs else 'train one first: python train.py config/quickstart.py'
-        raise UserError(f'{folder} is not a run folder (it has no config.json); {known}')
-    needed = {'settings': ['block_size'], 'model_config': [], 'data': ['tokenizer', 'n_ids', 'eos_id', 'sha256']}
-    try:
-        record = json.loads(path.read_text())
-        for part, keys in needed.items():
-            if not isinstance(record[part], dict) or not all(key in record[part] for key in keys):
-                raise ValueError(f'{part} is incomplete')
-        for part in ('settings', 'model_config'):
-            record[part] = {RENAMED.get(name, name): value for name, value in record[part].items()}
-        record.setdefault('versions', {})
-        return {key: record[key] for key in ('model', *needed, 'versions')}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{path} is damaged ({type(error).__name__}: {error}); copy the run again or train it anew')
+        raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); {known}')
+    remedy = 'copy the run again or train it anew'
+    record = {'model': None, 'versions': {}, **read_json(path, remedy)}
+    typed('model', record['model'], str, f'in {path}')
+    needed = {'settings': {'block_size': int}, 'model_config': {}, 'versions': {},
+              'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'sha256': str}}
+    for part, types_of in needed.items():
+        if not isinstance(record.get(part), dict):
+            raise UserError(f'{path} is damaged ({part} is missing, or no object): {remedy}')
+        record[part] = {RENAMED.get(name, name): value for name, value in record[part].items()}
+        if missing := types_of.keys() - record[part].keys():
+            raise UserError(f'{path} is damaged ({part} has no {", ".join(sorted(missing))}): {remedy}')
+        for name, kind in types_of.items():
+            record[part][name] = typed(name, record[part][name], kind, f'in {path}')
+    data = record['data']
+    if not (record['settings']['block_size'] >= 1 and 0 <= data['eos_id'] < data['n_ids']):
+        raise UserError(f'{path} is damaged (block_size, n_ids or eos_id out of range): {remedy}')
+    return {key: record[key] for key in ('model', *needed)}
+
+
+def run_data(record: dict, name: str | None) -> Data | Generated:
+    """The data called `name`; None: the run's own, by its config.json (`record`)."""
+    name = name or record['settings'].get('data')
+    if not name:
+        raise UserError('this run has no data of its own: give --data=FOLDER')
+    return open_data(name)
 
 
 def check_vocabulary(record: dict, data, folder) -> None:
@@ -268,9 +296,9 @@ def remove_run(folder) -> None:
 
 
 def save_run(folder, record: dict) -> None:
-    """Writes config.json of a new run folder."""
+    """Writes config.json of a new run folder, which `read_run` reads."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_json(Path(folder) / 'config.json', record)
+    write_json(Path(folder) / 'config.json', checked_json(record))
 
 
 def open_log(folder, step: int) -> TextIO:

@@ -1,5 +1,6 @@
 """Judging a model on tokens: validation loss, and log-likelihoods of continuations. Processes share the work."""
 import functools
+import math
 from collections.abc import Iterator
 from math import inf
 
@@ -47,6 +48,14 @@ def validation_loss(model, data, T: int, n_windows: int, batch_size: int, device
     if world() > 1:
         dist.all_reduce(totals)
     return (totals[0] / totals[1]).item(), int(totals[1])
+
+
+def perplexity(nats: float) -> float:
+    """exp of nats per token; infinite where that is beyond the largest float."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return inf
 
 
 # ---- log-likelihoods ----

@@ -19,9 +19,10 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
-from common.files import UserError
+from common.files import UserError, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
+LARGEST = 2 ** 53  # number in a setting: up to here whole numbers are exact as floats and in JSON
 
 
 class Text(str):
@@ -89,8 +90,10 @@ def read_config_file(path: str) -> dict:
         raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:
-        raise UserError(f'config file {path} does not run: {type(error).__name__}: {error}')
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too
+        raise UserError(f'config file {path} does not run: {type(error).__name__}: {first_line(error)}')
 
     def is_setting(name, value):
         return not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))
@@ -104,12 +107,16 @@ def typed(name: str, value, annotation, where: str):
     """
     options = typing.get_args(annotation) or (annotation,)
     if isinstance(value, Text):
+        if not value and {str, type(None)} <= set(options):  # as --init_from=$RUN where RUN is not set
+            raise UserError(f'setting {name!r} {where} is empty: expected text, or None for none')
         if str in options and value not in ('None', "''", '""'):
             return str(value)
         try:
             value = ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(value, value))
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply
             value = str(value)
+    if type(value) in (int, float) and not abs(value) <= LARGEST:
+        raise UserError(f'setting {name!r} {where} is {shown(value)}: expected a number of at most {LARGEST:.0e}')
     for option in options:
         if option is int and isinstance(value, float) and value.is_integer():
             return int(value)
@@ -120,25 +127,41 @@ def typed(name: str, value, annotation, where: str):
     if value is True and where == 'on the command line':
         raise UserError(f'--{name} needs a value: write --{name}=VALUE')
     wanted = ' or '.join('None' if o is type(None) else o.__name__ for o in options)
-    raise UserError(f'setting {name!r} {where} is {value!r}, a {type(value).__name__}: expected {wanted}')
+    raise UserError(f'setting {name!r} {where} is {shown(value)}, a {type(value).__name__}: expected {wanted}')
+
+
+def shown(value) -> str:
+    """The repr of a value that may be anything, short enough for a sentence."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python prints, or a class of the user's
+        return '...'
+    return text if len(text) <= 80 else f'{text[:80]}...'
 
 
 def saved_settings(Settings: type, values: dict, path):
     """A dataclass of settings, or a model's Config, from the dict of a config.json at `path`.
 
     A run may be older than a setting: what is missing takes its default. So the default of a new setting must be what
-    the code did before there was one. Raises UserError for a name that is unknown or a type that is wrong.
+    the code did before there was one. Raises UserError for a name that is unknown or a value that is wrong.
     """
     types_of = typing.get_type_hints(Settings)
     unknown = sorted(values.keys() - types_of.keys())
     if unknown:
         raise UserError(f'{path} has settings that {Path(inspect.getsourcefile(Settings)).name} does not know: '
                         f'{", ".join(unknown)}. Use the code that the run was made with')
-    return Settings(**{name: typed(name, value, types_of[name], f'in {path}') for name, value in values.items()})
+    values = {name: typed(name, value, types_of[name], f'in {path}') for name, value in values.items()}
+    try:
+        return Settings(**values)
+    except ValueError as error:
+        raise UserError(f'{path}: {error}')
 
 
 def check_ranges(settings, **ranges: tuple) -> None:
-    """Raises UserError for a setting outside its (low, high), both included; None is always inside."""
+    """Raises UserError for a number outside its (low, high), both included; None is always inside.
+
+    A dataclass of settings calls it in __post_init__, so that its numbers are right wherever they come from.
+    """
     for name, (low, high) in ranges.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:

@@ -11,9 +11,21 @@ from math import inf
 
 import torch
 
-from common.decoding import check_prompts, decodable, draw, has_graphs, pad, record_graph, roomy_cache, token_probs
+from common.decoding import (
+    check_logits,
+    check_prompts,
+    check_sampling,
+    decodable,
+    draw,
+    has_graphs,
+    pad,
+    record_graph,
+    roomy_cache,
+    token_probs,
+)
 
 LONGEST_AUTO = 16  # tokens that auto drafts at most
+LONGEST = 1000  # tokens of any draft, at most
 
 
 def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,10 +61,11 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
 
     draft: a second model with the same vocabulary, or None: the model drafts for itself. draft_len: tokens a draft, or
     'auto' (by `auto`, an `AutoLength`; None: a new one). Greedy texts are those of `generate` but for rounding where
-    two logits are equal. Raises ValueError for a model that cannot draft, or not so many tokens.
+    two logits are equal. Raises ValueError as `generate`, and for a model that cannot draft, or not so many tokens.
     """
     longest = longest_draft(model, draft, draft_len)
     check_prompts(prompts)
+    check_sampling(temperature, top_k, top_p, min_p)
     statistics = DraftStatistics()
     if max_new_tokens < 1:
         return [[] for _ in prompts], statistics
@@ -113,11 +126,17 @@ def draft_tokens(decoder, auto, longest, going) -> int:
     return longest
 
 
+def read_length(text: str):
+    """A draft_len as text -> the number that it is, or else as it stands: 'auto', or what `longest_draft` refuses."""
+    return int(text) if text.isdecimal() and len(text) < 20 else text
+
+
 def longest_draft(model, draft, draft_len) -> int:
     """The longest draft that draft_len asks for; ValueError if it is no length, or not one of the model's."""
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
-    if draft_len != 'auto' and not (isinstance(draft_len, int) and draft_len >= 1):
-        raise ValueError(f'draft_len = {draft_len!r}: expected at least 1 token, or auto')
+    if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= LONGEST):
+        raise ValueError(f'draft_len = {draft_len!r}: expected at least 1 token, or auto, '
+                         f'and at most {LONGEST}')
     if longest < 1:
         raise ValueError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that '
                          'drafts')
@@ -145,6 +164,7 @@ class SpeculativeDecoder:
     def read_prompts(self, tokens, lengths):
         """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
         logits = self.model.extend(tokens, self.cache, lengths)
+        check_logits(logits)
         B, V, device = *logits.shape, logits.device
         self.noise = torch.ones(B, V, device=device)
         self.uniform = torch.full((B, self.longest), 0.5, device=device)

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.files import UserError, sha256, write_file, write_json
+from common.files import UserError, checked_json, read_json, sha256, write_file, write_json
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
 VAL_SHARE = 0.05  # of the documents of built-in data and of text folders
@@ -38,28 +38,6 @@ KEPT_OPEN = 400  # files of a data folder; a process may have 1,024 open, as sys
 
 
 # ---- checksums ----
-
-def write_record(path, values: dict) -> None:
-    """Writes a dict as JSON, with a checksum of itself: meta.json, or the progress of a preparation."""
-    write_json(path, {**values, 'crc32': record_crc32(values)})
-
-
-def read_record(path: Path) -> dict:
-    """What `write_record` wrote. Raises ValueError if it is damaged; older files have no checksum."""
-    try:
-        values = json.loads(path.read_text(encoding='utf-8'))
-    except RecursionError:
-        raise ValueError('it is nested too deeply')
-    if not isinstance(values, dict):
-        raise ValueError(f'it is {values!r:.60}, no object')
-    if 'crc32' in values and values.pop('crc32') != record_crc32(values):
-        raise ValueError('its checksum is that of other content')
-    return values
-
-
-def record_crc32(values: dict) -> int:
-    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
-
 
 def piece_checksums(content) -> bytes:
     """The .crc32 file of a shard with this content, bytes or an array."""
@@ -131,10 +109,10 @@ class ShardWriter:
         if 0 in n_bytes.values():
             raise UserError(f'{self.folder} would have {n_bytes["train"]:,} bytes of text in its split train and '
                             f"{n_bytes['val']:,} in val: expected documents for 'train' and for 'val'; give more text")
-        write_record(self.folder / 'meta.json', {
+        write_json(self.folder / 'meta.json', checked_json({
             'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name),
             'n_ids': self.tokenizer.n_ids, 'eos_id': self.tokenizer.eos_id,
-            'dtype': self.dtype_name, 'splits': self.splits})
+            'dtype': self.dtype_name, 'splits': self.splits}))
 
 
 def keep_tokenizer(folder: Path, name: str) -> str:
@@ -250,7 +228,8 @@ def is_count(value, least: int = 1) -> bool:
 
 def is_plain_name(value) -> bool:
     """Whether it names a file of this folder, and none elsewhere."""
-    return isinstance(value, str) and value.isprintable() and value == Path(value).name and value not in ('', '..')
+    is_one = isinstance(value, str) and value.isprintable() and value == Path(value).name and value not in ('', '..')
+    return is_one and len(value) < 100
 
 
 class Shard:
@@ -300,8 +279,8 @@ class Shard:
             while len(content) < end - begin:  # one call reads 2 GiB at most
                 more = os.pread(fd, end - begin - len(content), begin + len(content))
                 if not more:
-                    raise UserError(f'{self.path} ends after byte {begin + len(content)}, and had {self.size} bytes '
-                                    'before: it was shortened meanwhile; copy or build the data again')
+                    raise UserError(f'{self.path} has {os.fstat(fd).st_size} bytes and had {self.size}: it was '
+                                    'shortened meanwhile; copy or build the data again')
                 content += more
         except OSError as error:
             raise UserError(f'{self.path} cannot be read after byte {begin}: {error.strerror}')
@@ -319,11 +298,7 @@ class Data:
         path = self.folder / 'meta.json'
         if not path.is_file():
             raise UserError(f'no data at {folder}: expected a folder with meta.json')
-        try:
-            meta = read_record(path)
-            check_meta(meta)
-        except ValueError as error:
-            raise UserError(f'{path} is damaged: {error}; copy or build the data again')
+        meta = read_json(path, 'copy or build the data again', check_meta)
         self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
         if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder beside meta.json
             self.tokenizer = str((self.folder / self.tokenizer).resolve())

@@ -3,6 +3,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import os
 import random
 import signal
@@ -136,6 +137,13 @@ def run_here(main, argv):
 def train_tiny(data, out, *args, steps=20, **kwargs):
     return run('train.py', *TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *args,
                **kwargs)
+
+
+def config_json(out):
+    """config.json of a run as a person edits it: without its checksum."""
+    record = json.loads((out / 'config.json').read_text())
+    record.pop('crc32', None)
+    return record
 
 
 def assert_sentence(result, *parts):

@@ -2,6 +2,7 @@
 import json
 
 import pytest
+from conftest import assert_sentence, run
 
 from analysis import loss_curves, scores
 from common.files import UserError
@@ -47,6 +48,26 @@ def test_runs_without_a_common_step_are_a_sentence(tmp_path):
     runs = [write_run(tmp_path / 'a', [4.0, None]), write_run(tmp_path / 'b', [None, 3.0], seed=1)]
     with pytest.raises(UserError, match='no validation loss that all of these runs logged'):
         loss_curves.curve(runs)
+
+
+def test_lines_of_a_log_that_lack_a_number_are_left_out(tmp_path):
+    run = write_run(tmp_path / 'a', [4.0, 3.0])
+    bad = [{'step': 5}, *({'step': 5, 'tokens': 500, 'seconds': 1.0, 'val': 2.0} | change for change in (
+        {'val': float('nan')}, {'val': None}, {'val': {}}, {'tokens': 'x'}, {'seconds': []}))]
+    (tmp_path / 'a/log.jsonl').write_text('\n'.join(map(json.dumps, [*bad, bad[1] | {'step': 1, 'val': 1.5}])))
+    assert [point['mean'] for point in loss_curves.curve([run])] == [1.5]
+    (tmp_path / 'a/log.jsonl').write_text('')
+    with pytest.raises(UserError, match='no validation loss'):
+        loss_curves.curve([run])
+
+
+@pytest.mark.parametrize('script', ['loss_curves', 'scores', 'context_ready', 'gpn_state'])
+def test_a_run_that_a_figure_cannot_use_is_a_sentence(tmp_path, script):
+    run_folder = write_run(tmp_path / 'a', [])
+    assert_sentence(run('-m', f'analysis.{script}'), 'which run')
+    assert_sentence(run('-m', f'analysis.{script}', tmp_path / 'none'), 'is not a run folder')
+    assert_sentence(run('-m', f'analysis.{script}', run_folder, f'--out={tmp_path}/figure'), run_folder)
+    assert not list(tmp_path.glob('figure*'))
 
 
 def test_scores_are_read_by_name_and_solved_for_good(tmp_path):

@@ -1,6 +1,11 @@
 """Settings: what is accepted, and the sentence for what is not."""
+import copy
 import dataclasses
+import importlib
+import itertools
+import json
 import shutil
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +15,7 @@ import torch
 import train
 from common import runs
 from common.files import UserError
-from common.settings import load_settings
+from common.settings import load_settings, saved_settings
 
 
 def model_config_class(name):
@@ -47,7 +52,10 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
     ('--flag=1', "setting 'flag' on the command line is 1, a int: expected bool"),
     ('--limit=a', "expected int or None"),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
-    ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list")])
+    ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
+    ('--name=', "setting 'name' on the command line is empty: expected text, or None"),
+    ('--count=' + '[' * 5000, "setting 'count' on the command line is '[[["),
+    ('--count=\0', 'expected int'), ('--count=\udcff', 'expected int')])
 def test_bad_values_are_sentences(arg, sentence):
     with pytest.raises(UserError) as error:
         load_settings(Example, [arg])
@@ -79,7 +87,16 @@ def with_warmup():
     ('n_layer = "three"', "setting 'n_layer' in {} is 'three', a str: expected int"),
     ('model = "standrd"', "unknown model 'standrd': did you mean 'standard'?"),
     ('model = "../../etc/passwd"', 'unknown model'),
-    ('n_layer = 1 +', 'config file {} does not run: SyntaxError')])
+    ('n_layer = 1 +', 'config file {} does not run: SyntaxError'),
+    ('\0', 'config file {} does not run: SyntaxError'),
+    ('from config.no_such_file import *', 'config file {} does not run: ModuleNotFoundError'),
+    ('raise SystemExit(3)', 'config file {} does not run: SystemExit: 3'),
+    ('raise BaseException("odd")', 'config file {} does not run: BaseException: odd'),
+    ('def f():\n    f()\nf()', 'config file {} does not run: RecursionError'),
+    ('rate = float("nan")', "setting 'rate' in {} is nan: expected a number"),
+    ('n_layer = 10 ** 5000', "setting 'n_layer' in {} is ...: expected a number of at most 9e+15"),
+    ('class Odd:\n    def __repr__(self):\n        raise ValueError\nn_layer = Odd()', "is ..., a Odd: expected int"),
+    ('import torch\nrate = torch.ones(())', "setting 'rate' in {} is tensor(1.), a Tensor: expected float")])
 def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence):
     path = write(tmp_path / 'mine.py', text)
     with pytest.raises(UserError) as error:
@@ -92,7 +109,8 @@ def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence
 def test_every_config_file_is_a_model_and_settings(path):
     _, _, given = load_settings(train.Settings, [str(path)], config_of=model_config_class)
     names = {f.name for f in dataclasses.fields(runs.model_file(given.get('model', 'standard')).Config)}
-    runs.make_config(given.get('model', 'standard'), {k: v for k, v in given.items() if k in names})
+    of_data = {'eos_id': None}  # with the vocabulary of the data
+    runs.make_config(given.get('model', 'standard'), of_data | {k: v for k, v in given.items() if k in names})
 
 
 def test_missing_config_file_names_the_nearest():
@@ -107,6 +125,182 @@ def test_help_lists_every_setting_with_type_default_and_comment(capsys):
     assert exit.value.code == 0
     assert '--count=3  (int)\n        how many' in text and '--limit=None  (int | None)' in text
     assert '--window=None' in text and 'positions of the past' in text  # the model's too
+
+
+# ---- numbers out of range ----
+
+BAD_NUMBERS = ('nan', 'inf', '1e400', '-1e400', '1e18', '-1e18', '9' * 40, '9' * 5000, '-1')
+SCRIPTS = ['train', 'sample', 'eval', *(f'analysis.{path.stem}' for path in sorted(Path('analysis').glob('[a-z]*.py')))]
+SETTINGS = {script: importlib.import_module(script).Settings for script in SCRIPTS}
+MODELS = [path.stem.removeprefix('model_') for path in sorted(Path().glob('model_*.py'))]
+VOCABULARY = dict(vocab_size=320, n_ids=257, eos_id=None)
+
+
+def numbers(cls):
+    """The names of the numeric settings of a dataclass."""
+    return [name for name, kind in typing.get_type_hints(cls).items() if {int, float} & {kind, *typing.get_args(kind)}]
+
+
+def config_from(model, argv):
+    """The Config of a model from a command line, as train.py makes it."""
+    _, _, given = load_settings(train.Settings, argv, config_of=model_config_class)
+    own = {f.name for f in dataclasses.fields(model_config_class(model))}
+    return runs.make_config(model, VOCABULARY | {name: value for name, value in given.items() if name in own})
+
+
+def test_every_number_of_every_script_has_a_range_on_the_command_line():
+    for Settings in SETTINGS.values():
+        load_settings(Settings, [])  # the defaults are inside
+        for name, value in itertools.product(numbers(Settings), BAD_NUMBERS):
+            with pytest.raises(UserError, match=name):
+                print(name, value, load_settings(Settings, [f'--{name}={value}']))
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_every_number_of_every_model_has_a_range_on_the_command_line(model):
+    config_from(model, [f'--model={model}'])
+    for name, value in itertools.product(numbers(model_config_class(model)), BAD_NUMBERS):
+        with pytest.raises(UserError, match=name):
+            print(name, value, config_from(model, [f'--model={model}', f'--{name}={value}']))
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_every_number_has_a_range_in_a_config_file(tmp_path, model):
+    for name in (*numbers(model_config_class(model)), *(numbers(train.Settings) if model == 'standard' else ())):
+        for value in ('float("nan")', '1e400', '-1e400', '10 ** 18', '10 ** 5000', '-1'):
+            path = write(tmp_path / 'mine.py', f'model = {model!r}\n{name} = {value}\n')
+            with pytest.raises(UserError, match=name):
+                print(name, value, config_from(model, [path]))
+
+
+@pytest.mark.parametrize('option', ['--threads=1000000', '--threads=0', '--eval_tokens=-5', '--seed=4294967296',
+                                    '--batch_size=1e9', '--beta1=1', '--decay_fraction=1.5'])
+def test_values_that_end_in_a_crash_are_out_of_range(option):
+    with pytest.raises(UserError, match='expected'):
+        load_settings(train.Settings, [option])
+
+
+@pytest.mark.parametrize('model, values', [
+    ('standard', dict(n_embd=2 ** 52, n_head=1)), ('standard', dict(n_ffn=2 ** 52)), ('gpn', dict(n_head=2 ** 52)),
+    ('gpn', dict(d_k=2 ** 52, n_head=2 ** 52)), ('nextlat', dict(n_dynamics=2 ** 52)),
+    ('sps', dict(vocab_size=2 ** 52))])
+def test_a_model_too_large_for_any_machine_is_a_sentence(model, values):
+    with pytest.raises(UserError, match='cannot be so large'):
+        runs.blank_model(model, runs.make_config(model, VOCABULARY | values))
+
+
+@pytest.mark.parametrize('values', [dict(n_embd=10 ** 6, n_head=1), dict(vocab_size=10 ** 10)])
+def test_a_model_too_large_for_this_machine_is_a_sentence(values):
+    model = runs.blank_model('standard', runs.make_config('standard', VOCABULARY | values))
+    with pytest.raises(UserError, match='GiB of memory, this machine has'):
+        train.check_memory(train.Settings(), model, torch.device('cpu'))
+
+
+def test_sizes_in_config_json_that_are_not_the_weights_own_are_a_sentence(tmp_path):
+    """Before memory is taken for them."""
+    model = runs.model_file('standard').Model(runs.make_config('standard', VOCABULARY | dict(n_layer=1, n_embd=24)))
+    runs.save_checkpoint(tmp_path, 1, {'model.safetensors': dict(model.named_parameters())}, {'step': 1})
+    runs.save_run(tmp_path, record_of('standard', n_layer=1, n_embd=10 ** 6, n_head=1))
+    with pytest.raises(UserError, match='embed.weight has shape'):
+        runs.load_run(tmp_path)
+
+
+# ---- config.json ----
+
+def record_of(model, **changes):
+    """A record as train.py writes it."""
+    config = runs.make_config(model, VOCABULARY | changes)
+    return {'model': model, 'settings': dataclasses.asdict(train.Settings(model=model, block_size=32)),
+            'model_config': dataclasses.asdict(config),
+            'data': {'folder': 'x', 'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'sha256': ''},
+            'versions': {'torch': '2'}}
+
+
+def read_all(folder):
+    """Reads config.json of a run as the scripts do: its record, the settings of training, the model's Config."""
+    record = runs.read_run(folder)
+    return record, saved_settings(train.Settings, record['settings'], folder), runs.saved_config(record, folder)
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_every_number_has_a_range_in_config_json(tmp_path, model):
+    (tmp_path / 'config.json').write_text(json.dumps(record_of(model)))
+    read_all(tmp_path)
+    fields = [('model_config', name) for name in numbers(model_config_class(model))]
+    fields += [('settings', name) for name in numbers(train.Settings) if model == 'standard']
+    for (part, name), value in itertools.product(fields, ('NaN', '1e400', '-1e400', '1e18', '9' * 40, '-1')):
+        record = record_of(model)
+        record[part][name] = '@'
+        (tmp_path / 'config.json').write_text(json.dumps(record).replace('"@"', value))
+        with pytest.raises(UserError, match=name):
+            print(name, value, read_all(tmp_path))
+
+
+def test_wrong_types_in_config_json_are_sentences(tmp_path):
+    """Each value as another type: it is refused in a sentence, or was free, as the name of the data folder."""
+    whole = record_of('nextlat')
+    places = [(part,) for part in whole] + [(part, name) for part in whole if part != 'model' for name in whole[part]]
+    free = set()
+    for place, value in itertools.product(places, ('x', [], {}, None, True, -1, 2.5, [[1]], {'a': {'b': 1}})):
+        record = copy.deepcopy(whole)
+        owner = record if len(place) == 1 else record[place[0]]
+        if type(value) is type(owner[place[-1]]):
+            continue
+        owner[place[-1]] = value
+        (tmp_path / 'config.json').write_text(json.dumps(record))
+        try:
+            read_all(tmp_path)
+            free.add(place[-1])
+        except UserError as error:
+            assert str(tmp_path) in str(error)
+    kinds = typing.get_type_hints(train.Settings) | typing.get_type_hints(model_config_class('nextlat'))
+    optional = {name for name, kind in kinds.items() if type(None) in typing.get_args(kind)}
+    floats = {name for name, kind in kinds.items() if kind is float}  # for which -1 and 2.5 are tried elsewhere
+    assert free - optional - floats <= {'folder', 'torch'}
+
+
+@pytest.mark.parametrize('place', [('model',), ('settings',), ('model_config',), ('data',), ('settings', 'block_size'),
+                                   ('data', 'tokenizer'), ('data', 'n_ids'), ('data', 'eos_id'), ('data', 'sha256')])
+def test_what_config_json_must_have_is_named_where_it_is_missing(tmp_path, place):
+    record = record_of('standard')
+    del (record if len(place) == 1 else record[place[0]])[place[-1]]
+    (tmp_path / 'config.json').write_text(json.dumps(record))
+    with pytest.raises(UserError, match=place[-1]):
+        read_all(tmp_path)
+
+
+def test_a_flipped_bit_in_config_json_is_found(tmp_path):
+    runs.save_run(tmp_path, record_of('standard'))
+    path = tmp_path / 'config.json'
+    whole, content, n_found = read_all(tmp_path), path.read_bytes(), 0
+    for i in range(0, 8 * len(content), 101):
+        damaged = bytearray(content)
+        damaged[i // 8] ^= 1 << i % 8
+        path.write_bytes(damaged)
+        try:
+            assert read_all(tmp_path) == whole  # in a blank, or in the name crc32
+        except UserError as error:
+            assert f'{path} is damaged' in str(error)
+            n_found += 1
+    assert n_found > len(content) * 8 // 101 * 0.9
+
+
+def test_config_json_can_be_edited_by_hand(tmp_path):
+    runs.save_run(tmp_path, record_of('standard'))
+    path = tmp_path / 'config.json'
+    path.write_text(path.read_text().replace('"threads": null', '"threads": 2'))
+    with pytest.raises(UserError, match='if you changed it by hand, remove that line'):
+        read_all(tmp_path)
+    path.write_text(''.join(line for line in path.read_text().splitlines(True) if 'crc32' not in line))
+    assert read_all(tmp_path)[1].threads == 2
+
+
+@pytest.mark.parametrize('content', [b'', b'\0' * 100, b'\xff\xfe', b'[' * 200_000, b'null', b'[1]', b'{"crc32": 1}',
+                                     b'{"model": ' + b'9' * 5000 + b'}'])
+def test_a_config_json_that_is_none_is_a_sentence(tmp_path, content):
+    (tmp_path / 'config.json').write_bytes(content)
+    with pytest.raises(UserError, match='config.json is damaged'):
+        read_all(tmp_path)
 
 
 # ---- checkpoints ----

@@ -1,5 +1,6 @@
 """eval.py: log-likelihoods against whole-window logits and against lm-eval's own Hugging Face model, tasks from local
 files, Llama folders."""
+import io
 import json
 import math
 import random
@@ -12,6 +13,7 @@ from test_models import make
 
 import eval as judge
 from common import runs
+from common.benchmarks import local_records
 from common.files import UserError
 from data.shards import Data
 from data.tokenizers import load_tokenizer
@@ -194,3 +196,119 @@ def test_bad_input_is_a_sentence(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained, '--tasks=sciq', f'--data_dir={tmp_path}'), 'no file for sciq')
     (tmp_path / 'lambada_openai.jsonl').write_text('{"context": "a"}\n')
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', f'--data_dir={tmp_path}', '--limit=0'), 'limit is 0')
+
+
+# ---- what cannot be written, and what cannot be read ----
+
+@pytest.mark.slow
+def test_results_are_printed_where_the_run_folder_cannot_be_written_to(trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    (out / 'eval.jsonl').unlink(missing_ok=True)
+    (out / 'eval.jsonl').mkdir()
+    result = run('eval.py', out, '--val', '--val_tokens=64')
+    assert result.returncode == 0 and 'val nats_per_token' in result.stdout
+    assert result.stderr == f"eval.py: not written: [Errno 21] Is a directory: '{out}/eval.jsonl'\n"
+
+
+@pytest.mark.slow
+def test_results_are_printed_before_they_are_written(trained, monkeypatch, capsys):
+    monkeypatch.setattr(judge, 'write_records', lambda *_: print('written'))
+    judge.main([str(trained), '--val', '--val_tokens=64'])
+    printed = capsys.readouterr().out
+    assert -1 < printed.find('nats_per_token') < printed.find('written')
+
+
+@pytest.mark.slow
+def test_a_loss_beyond_every_number_is_inf_on_the_screen_and_null_in_json(trained, monkeypatch, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    (out / 'eval.jsonl').unlink(missing_ok=True)
+    monkeypatch.setattr(judge, 'validation_loss', lambda *_: (1e4, 64))
+    result = run('eval.py', out, '--val')
+    assert result.returncode == 0 and ' inf\n' in result.stdout, result.stderr
+
+    def refuse(constant):
+        raise AssertionError(f'{constant} is no JSON')
+    line, = (out / 'eval.jsonl').read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse)['results']['val']['perplexity'] is None
+
+
+def test_a_line_of_eval_jsonl_is_one_write(tmp_path, monkeypatch):
+    """Then lines of two processes never mix: the file needs no lock."""
+    writes = []
+
+    class Spy(io.FileIO):
+        def write(self, content):
+            writes.append(content)
+            return super().write(content)
+    monkeypatch.setattr(judge, 'open', lambda path, mode, buffering: Spy(path, mode), raising=False)
+    for i in range(2):
+        judge.write_records(tmp_path, {'results': {'val': {'loss': float(i)}}}, [])
+    assert [json.loads(content)['results']['val']['loss'] for content in writes] == [0.0, 1.0]
+    assert (tmp_path / 'eval.jsonl').read_bytes() == b''.join(writes)
+
+
+PIQA = {'goal': 'a', 'sol1': 'b', 'sol2': 'c', 'label': 1}
+LISTED = {'question': {'stem': 'a', 'choices': [{'text': 'b', 'label': 'A'}]}, 'answerKey': 'A'}
+HELLASWAG = {'activity_label': 'a', 'ctx_a': 'b', 'ctx_b': 'c', 'endings': ['d'], 'label': '0'}
+WINOGRANDE = {'sentence': 'a _', 'option1': 'b', 'option2': 'c', 'answer': '1'}
+SOCIAL_IQA = {'context': 'a', 'question': 'b', 'answerA': 'c', 'answerB': 'd', 'answerC': 'e', 'label': 1}
+
+
+@pytest.mark.parametrize('task, record', [
+    *[('piqa', record) for record in (3, None, [], 'a', {}, PIQA | {'goal': 1}, PIQA | {'label': 7},
+                                      PIQA | {'label': 'x'})],
+    *[('arc_easy', record) for record in (
+        {'query': 'a', 'choices': ['b'], 'gold': 1}, {'query': 'a', 'choices': 'b', 'gold': 0},
+        {'query': 3, 'choices': ['b'], 'gold': 0}, LISTED | {'question': {'stem': 'a', 'choices': [3]}},
+        LISTED | {'answerKey': 'B'}, {'question': 'a', 'choices': {}, 'answerKey': 'A'})],
+    *[('lambada_openai', record) for record in ({'text': 'one'}, {'text': 3}, {'context': 'a', 'continuation': 3})],
+    ('hellaswag', HELLASWAG | {'label': '1'}), ('hellaswag', HELLASWAG | {'endings': [1]}),
+    ('winogrande', WINOGRANDE | {'answer': '3'}), ('winogrande', WINOGRANDE | {'sentence': 'a'}),
+    ('social_iqa', SOCIAL_IQA | {'label': 4}), ('social_iqa', SOCIAL_IQA | {'label': 'A'}),
+    ('wikitext', {'page': ''}), ('c4', {'page': None}), ('govreport', {'text': ' '})])
+def test_a_record_that_a_task_cannot_use_is_a_sentence(tmp_path, task, record):
+    (tmp_path / f'{task}.jsonl').write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f'{task}.jsonl, record 1, is not in the form of {task}'):
+        local_records(tmp_path, task)
+
+
+@pytest.mark.parametrize('task, record', [('piqa', PIQA), ('arc_easy', LISTED), ('hellaswag', HELLASWAG),
+                                          ('winogrande', WINOGRANDE), ('social_iqa', SOCIAL_IQA)])
+def test_a_record_that_a_task_can_use_is_taken(tmp_path, task, record):
+    (tmp_path / f'{task}.jsonl').write_text(json.dumps(record))
+    assert len(local_records(tmp_path, task)) == 1
+
+
+@pytest.mark.parametrize('content, part', [(b'', 'is empty'), (b'{"goal"', 'record 1'), (b'\xff\xfe\0', 'record 1'),
+                                           (b'[' * 200_000, 'record 1'), (b'\n\n', 'is empty')])
+def test_a_benchmark_file_that_is_no_jsonl_is_a_sentence(tmp_path, content, part):
+    (tmp_path / 'piqa.jsonl').write_bytes(content)
+    with pytest.raises(UserError, match=part):
+        local_records(tmp_path, 'piqa')
+
+
+def test_ranks_that_are_no_numbers_are_a_sentence(trained, monkeypatch):
+    monkeypatch.setenv('RANK', 'x')
+    assert_sentence(run('eval.py', trained, '--val'), "RANK='x'")
+
+
+@pytest.mark.slow
+def test_bad_llama_folders_are_sentences(trained, tmp_path):
+    llama, new = tmp_path / 'llama', tmp_path / 'new'
+    assert run('eval.py', trained, f'--to_llama={llama}').returncode == 0
+    whole, weights = json.loads((llama / 'config.json').read_text()), (llama / 'model.safetensors').read_bytes()
+
+    def refused(config, weights, part):
+        (llama / 'config.json').write_text(config if isinstance(config, str) else json.dumps(config))
+        (llama / 'model.safetensors').write_bytes(weights)
+        assert_sentence(run('eval.py', llama, f'--from_llama={new}', '--tokenizer=byte'), str(llama), part)
+        assert not new.exists()
+    for config in ('', '{', '[]', '\0', 'null', *(whole | {name: value} for name in (
+            'hidden_size', 'num_attention_heads', 'vocab_size', 'max_position_embeddings') for value in (
+            'x', None, -1, [], {}))):
+        refused(config, weights, '')
+    refused(whole | {'num_hidden_layers': 3}, weights, 'does not fit its config.json')
+    refused(whole | {'hidden_size': 2 * whole['hidden_size'], 'head_dim': 2 * whole['head_dim']}, weights, '')
+    for damaged in (b'', weights[:100], weights[:-1], b'\xff' * 100):
+        refused(whole, damaged, 'has no weights of a Llama')
+    assert_sentence(run('eval.py', tmp_path / 'none', f'--from_llama={new}', '--tokenizer=byte'), 'is not a Llama')

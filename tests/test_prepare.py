@@ -216,6 +216,13 @@ def test_reading_goes_on_from_every_batch_with_the_same_documents(records, tmp_p
         assert [batch[5:], *(batch for _, batch in whole[i + 1:])] == [batch for _, batch in rest]
 
 
+@pytest.mark.parametrize('state', [{'file': 1, 'line': 0}, {'file': 0, 'line': '5'}, {'line': 0}])
+def test_a_place_that_the_source_does_not_have_is_a_sentence(source, state):
+    read, *_ = prepare_fineweb.open_source(str(source), prepare_fineweb.Settings())
+    with pytest.raises(UserError, match='progress.json is damaged.* is no place in the source'):
+        list(read({'state': state}))
+
+
 @pytest.mark.parametrize('setting', [
     'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'shard_tokens=1e30', 'workers=-1', 'workers=1e9',
     'val_share=0', 'val_share=1', 'val_share=-1', 'val_share=1e400'])
@@ -232,8 +239,8 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, reco
     source, out = tmp_path / 'a.jsonl', tmp_path / 'out'
     source.write_text(json.dumps(records[0]) + '\n')
     for name, content, sentence in (('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'),
-                                    ('progress.json', '{"mine": 1}', 'progress.json is damaged, or of another program'),
-                                    ('progress.json', '[', 'progress.json is damaged, or of another program'),
+                                    ('progress.json', '{"mine": 1}', 'progress.json is damaged'),
+                                    ('progress.json', '[', 'progress.json is damaged'),
                                     ('meta.json', '{}', 'is complete (it has a meta.json)')):
         out.mkdir()
         (out / name).write_text(content)
@@ -317,6 +324,16 @@ def test_a_source_or_tokenizer_that_changed_meanwhile_is_a_sentence(half, source
                     f'the tokenizer has changed since {tmp_path}/out was begun')
 
 
+def test_a_dataset_folder_and_parquet_files_have_an_identity_of_their_own(fineweb, tmp_path):
+    parquet = shutil.copytree(fineweb / 'sample/100BT', tmp_path / 'texts') / '000_00000.parquet'
+    s = prepare_fineweb.Settings(tokenizer='byte')
+    for source in (tmp_path / 'texts', f'{tmp_path}/texts/*.parquet'):
+        checksum = prepare_fineweb.open_source(str(source), s)[1]
+        assert checksum == prepare_fineweb.open_source(str(source), s)[1]
+        os.utime(parquet)
+        assert checksum != prepare_fineweb.open_source(str(source), s)[1]
+
+
 def test_without_a_whole_shard_other_arguments_are_as_good(source, tmp_path):
     assert_sentence(prepare_source(source, tmp_path / 'out', '--text_field=body'), "has no field 'body'")
     assert prepare_source(source, tmp_path / 'out', '--max_tokens=50_000').returncode == 0
@@ -352,7 +369,7 @@ def test_wrong_types_in_progress_json_are_sentences(half, tmp_path, path, value)
         inner = inner[key]
     inner[path[-1]] = value
     (tmp_path / 'progress.json').write_text(json.dumps(saved))
-    with pytest.raises(UserError, match='progress.json is damaged, .* cannot be '):
+    with pytest.raises(UserError, match='progress.json is damaged .* cannot be '):
         prepare_fineweb.read_progress(tmp_path)
 
 

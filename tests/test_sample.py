@@ -1,5 +1,8 @@
 """Generation: the tokens are those of the full forward, drawn from the distribution that was asked for."""
 import copy
+import io
+import signal
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ import model_sps
 import model_standard
 import sample
 from common.decoding import generate, pack_weights, token_probs
+from common.files import UserError
+from common.start import quiet_start
 
 
 def make(device='cpu', eos_id=None, module=model_standard):
@@ -90,6 +95,50 @@ def test_rows_end_at_eos_and_at_finished():
 def test_empty_prompt_is_a_sentence():
     with pytest.raises(ValueError, match='a prompt is empty'):
         generate(make(), [[1], []], 5)
+    with pytest.raises(UserError, match='a prompt has no tokens'):
+        sample.fit([], sample.Settings(max_new_tokens=5), 64)  # as a blank is for a synthetic task
+
+
+@pytest.mark.parametrize('temperature', [1e-6, 1e-3, 1.0, 1e3, 1e6])
+def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperature):
+    sample.Settings(temperature=temperature)
+    logits = torch.cat([torch.tensor([0.0, 1e-6, -80.0]), torch.full((3,), float('-inf'))])
+    want = (logits.double() / temperature).softmax(-1)
+    torch.testing.assert_close(token_probs(logits, temperature).double(), want, rtol=1e-4, atol=1e-9)
+
+
+BAD_SAMPLING = [dict(temperature=1e-46), dict(temperature=1e39), dict(temperature=-1), dict(temperature=float('nan')),
+                dict(top_k=0), dict(top_k=-1), dict(top_p=0), dict(top_p=1e-46), dict(top_p=1.1),
+                dict(top_p=float('nan')), dict(min_p=-0.1), dict(min_p=float('nan'))]
+
+
+@pytest.mark.parametrize('options', BAD_SAMPLING, ids=str)
+def test_sampling_settings_out_of_range_are_a_sentence(options):
+    name, = options
+    with pytest.raises(ValueError, match=f'{name} is .*: expected'):
+        generate(make(), PROMPTS, 3, **options)
+    with pytest.raises(UserError, match=f'{name} is .*: expected'):
+        sample.Settings(**options)
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+def test_logits_that_are_not_finite_are_a_sentence(device, bad):
+    model = make(device)
+    with torch.no_grad():
+        model.norm.weight.mul_(bad)
+    with pytest.raises(UserError, match='computes no finite logits'):
+        generate(model, PROMPTS, 3)
+
+
+def test_output_in_an_encoding_without_the_character_has_its_code(monkeypatch):
+    before, out = signal.getsignal(signal.SIGINT), io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+    monkeypatch.setattr(sys, 'stdout', out)
+    try:
+        quiet_start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    print('aé日', end='', flush=True)
+    assert out.buffer.getvalue() == rb'a\xe9\u65e5'
 
 
 # ---- the command line ----
@@ -140,6 +189,10 @@ def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py', trained), 'a prompt is empty')
     assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
     assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')
+    assert_sentence(run('sample.py', trained, 'a', '--stop=\udcff'), "stop is '\\udcff': expected text in UTF-8")
+    assert_sentence(run('sample.py', trained, 'a', f'--file={tmp_path}'), f'there is no prompt file {tmp_path}')
+    assert_sentence(run('sample.py', '', 'a'), 'an empty name is not a run folder')
+    assert run('sample.py', trained, 'a\0\udcff\ud800', '--max_new_tokens=2').returncode == 0
     assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones',
                     '64', '--truncate')
     assert run('sample.py', trained, 'a' * 60, '--max_new_tokens=20', '--truncate').returncode == 0

@@ -13,6 +13,7 @@ from common import speculative
 from common.decoding import generate, token_probs
 from common.runs import read_log
 from common.speculative import AutoLength, speculative_generate
+from eval import draft_lengths
 
 SHAPES = {'standard': (model_standard, {}), 'sps': (model_sps, dict(window=2)), 'nextlat': (model_nextlat, dict()),
           'mtp': (model_nextlat, dict(objective='mtp', horizon=2)),
@@ -261,6 +262,9 @@ def test_table_of_draft_lengths(runs):
     assert_sentence(run('eval.py', runs / 'ntp', '--speculative', *small), 'cannot draft for itself')
     assert_sentence(run('eval.py', runs / 'nextlat', '--speculative'), 'do not fit the context of 64 tokens',
                     'lower prompt_tokens')
+    assert_sentence(run('eval.py', runs / 'nextlat', '--speculative', *small, '--new_tokens=1'), 'new_tokens is 1')
+    shortest = run('eval.py', runs / 'nextlat', '--speculative', *small, '--new_tokens=2', '--draft_lens=1')
+    assert shortest.returncode == 0 and 'accepted 1' in shortest.stdout, shortest.stderr
 
 
 @pytest.mark.slow
@@ -278,9 +282,43 @@ def test_bad_input_is_a_sentence(runs, tmp_path):
     ask = lambda run_name, *options: run('sample.py', runs / run_name, 'ab', '--max_new_tokens=5', *options)
     assert_sentence(ask('nextlat', '--draft_len=0'), 'draft_len = 0: expected at least 1 token, or auto')
     assert_sentence(ask('nextlat', '--draft_len=long'), "draft_len = 'long': expected")
+    assert_sentence(ask('nextlat', '--draft_len='), "setting 'draft_len' on the command line is empty")
+    assert_sentence(ask('nextlat', '--draft='), "setting 'draft' on the command line is empty")
+    for options in ([], [f'--draft={runs}/ntp']):
+        assert_sentence(ask('nextlat', f'--draft_len={"1" * 31}', *options), 'expected at least 1 token, or auto')
     assert_sentence(ask('ntp', '--draft_len=2'), 'cannot draft for itself')
     assert_sentence(ask('standard', '--draft_len=2'), 'cannot draft for itself')
     assert_sentence(ask('nextlat', f'--draft={tmp_path}/none'), 'is not a run folder')
+
+
+@pytest.mark.parametrize('options', [dict(temperature=1e-46), dict(top_p=0), dict(top_k=0), dict(min_p=2)], ids=str)
+def test_sampling_settings_out_of_range_are_a_sentence(options):
+    with pytest.raises(ValueError, match='expected'):
+        speculative_generate(make('nextlat'), PROMPTS, 5, **options)
+
+
+def test_logits_that_are_not_finite_are_a_sentence():
+    model = make('nextlat')
+    with torch.no_grad():
+        model.head.weight.mul_(float('nan'))
+    with pytest.raises(ValueError, match='computes no finite logits'):
+        speculative_generate(model, PROMPTS, 5)
+
+
+@pytest.mark.parametrize('text, lengths', [('1,3,auto', [1, 3, 'auto']), (' 2 ,2,2', [2]), ('3,1000', [3, 1000])])
+def test_draft_lengths_to_compare_are_read_once_each(text, lengths):
+    assert draft_lengths(text, make('nextlat'), None) == lengths
+    fits = [n for n in lengths if n == 'auto' or n <= 2]
+    if fits:
+        assert draft_lengths(text, make('mtp'), None) == fits  # it drafts 2 tokens
+
+
+@pytest.mark.parametrize('text', ['', 'a', '0', '-1', '1,,2', '2.5', '1' * 31, '9' * 5000, '1001', '\0'])
+def test_what_is_no_draft_length_is_a_sentence(text):
+    with pytest.raises(ValueError, match='expected at least 1 token, or auto'):
+        draft_lengths(text, make('nextlat'), None)
+    with pytest.raises(ValueError, match='this model drafts up to 2 tokens'):
+        draft_lengths('3,4', make('mtp'), None)
 
 
 def test_a_draft_of_another_vocabulary_is_a_sentence():

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, run_apart, train_tiny
+from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, config_json, run, run_apart, train_tiny
 
 import train
 from common import machine, runs
@@ -192,7 +192,7 @@ def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
         wider = train_tiny(tiny_data, tmp_path / 'other', f'--init_from={undisturbed}', '--n_embd=32', *more)
         assert_sentence(wider, 'embed.weight has shape')
     assert not (tmp_path / 'other').exists()
-    record = json.loads((new / 'config.json').read_text())
+    record = config_json(new)
     record['settings'] |= {'init_from': '/gone', 'max_tokens': 3 * STEP_TOKENS}
     (new / 'config.json').write_text(json.dumps(record))
     assert run('train.py', f'--out_dir={new}', '--resume').returncode == 0  # the first run's folder is needed no more
@@ -252,7 +252,7 @@ def test_dry_run_prints_costs_and_creates_nothing(tiny_data, tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tiny_data, tmp_path):
-    result = train_tiny(tiny_data, tmp_path / 'out', '--learning_rate=1e30', '--grad_clip=0', '--save_interval=1')
+    result = train_tiny(tiny_data, tmp_path / 'out', '--learning_rate=1e15', '--grad_clip=0', '--save_interval=1')
     assert_sentence(result, 'not finite three steps in a row', 'learning rate', 'last good checkpoint is', 'step_0000')
     runs.load_run(tmp_path / 'out')  # as every checkpoint, it is finite
 
@@ -274,7 +274,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, un
 def test_resume_wants_the_same_data(tiny_data, undisturbed, tmp_path):
     other, out = tmp_path / 'other', shutil.copytree(undisturbed, tmp_path / 'run')
     write_data(other, load_tokenizer('byte'), [('train', 'another text ' * 100), ('val', 'of other words ' * 10)])
-    record = json.loads((out / 'config.json').read_text())
+    record = config_json(out)
     record['settings']['data'] = str(other)
     (out / 'config.json').write_text(json.dumps(record))
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume'),
@@ -286,7 +286,7 @@ def test_a_vocabulary_that_does_not_fit_the_run_is_a_sentence(tiny_data, undistu
     other, out = shutil.copytree(tiny_data, tmp_path / 'other'), shutil.copytree(undisturbed, tmp_path / 'run')
     meta = json.loads((other / 'meta.json').read_text())
     (other / 'meta.json').write_text(json.dumps({**meta, 'n_ids': 300}))
-    record = json.loads((out / 'config.json').read_text())
+    record = config_json(out)
     record['settings']['data'] = str(other)
     (out / 'config.json').write_text(json.dumps(record))
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), "has tokenizer 'byte' with 300 ids",
@@ -298,7 +298,7 @@ def test_a_vocabulary_that_does_not_fit_the_run_is_a_sentence(tiny_data, undistu
     ({'batch_size': 'many'}, "setting 'batch_size' in"), ({'colour': 1}, 'does not know: colour')])
 def test_a_damaged_config_json_is_a_sentence(undisturbed, tmp_path, change, part):
     out = shutil.copytree(undisturbed, tmp_path / 'run')
-    record = json.loads((out / 'config.json').read_text())
+    record = config_json(out)
     record['settings'] |= change
     (out / 'config.json').write_text(json.dumps(record))
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), str(out / 'config.json'), part)
@@ -306,7 +306,7 @@ def test_a_damaged_config_json_is_a_sentence(undisturbed, tmp_path, change, part
 
 @pytest.mark.slow
 def test_resume_keeps_the_dtype_that_auto_was(undisturbed):
-    record = json.loads((undisturbed / 'config.json').read_text())
+    record = config_json(undisturbed)
     s, _, _ = train.read_settings([f'--out_dir={undisturbed}', '--resume', '--dtype=auto'])
     assert s.dtype == record['settings']['dtype'] == 'float32'
 

@@ -83,14 +83,10 @@ class Config:
         for name in ('n_layer', 'n_head', 'n_embd', 'n_ids', 'rope_theta', 'norm_eps', 'init_std', 'prefill_tol'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
-<<<<<<< HEAD
-        choices = {'variant': VARIANTS, 'block': ('gpt', 'llama'), 'prefill': ('parallel', 'sequential'),
-                   'scan': ('loop', 'fast', 'auto')}
-=======
         if self.n_layer > 1000:
             raise ValueError(f'n_layer = {self.n_layer}: expected at most 1000')
-        choices = {'variant': VARIANTS, 'prefill': ('parallel', 'sequential'), 'scan': ('loop', 'fast', 'auto')}
->>>>>>> main
+        choices = {'variant': VARIANTS, 'block': ('gpt', 'llama'), 'prefill': ('parallel', 'sequential'),
+                   'scan': ('loop', 'fast', 'auto')}
         for name, expected in choices.items():
             if getattr(self, name) not in expected:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(expected)}')

@@ -176,6 +176,8 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
             rope_theta=float(rope['rope_theta']), rope_scaling=rope_scaling_of(rope, folder),
             norm_eps=theirs.rms_norm_eps, tied_head=theirs.tie_word_embeddings, window=window_of(theirs, folder))
         activation, block_size = theirs.hidden_act, int(theirs.max_position_embeddings)
+        if min(n_rows, block_size) < 1:
+            raise ValueError(f'vocab_size = {n_rows} and max_position_embeddings = {block_size}')
     except UserError:
         raise
     except Exception as error:  # the library raises nothing narrower for a config.json that is damaged
@@ -188,7 +190,10 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     # More rows than ids: Hugging Face's padding, which takes part in the softmax. Else ours, which does not.
     is_padded = n_rows > tokenizer.n_ids
     vocabulary = dict(vocab_size=n_rows if is_padded else padded_vocab(n_rows), pad_rows_in_loss=is_padded)
-    c = runs.make_config('standard', {**values, **vocabulary, 'n_ids': tokenizer.n_ids, 'eos_id': None})
+    try:
+        c = runs.make_config('standard', {**values, **vocabulary, 'n_ids': tokenizer.n_ids, 'eos_id': None})
+    except UserError as error:
+        raise UserError(f'{folder}/config.json: {error}')
     return c, n_rows, block_size
 
 

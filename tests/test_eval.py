@@ -307,8 +307,8 @@ def test_bad_llama_folders_are_sentences(trained, tmp_path):
             'hidden_size', 'num_attention_heads', 'vocab_size', 'max_position_embeddings') for value in (
             'x', None, -1, [], {}))):
         refused(config, weights, '')
-    refused(whole | {'num_hidden_layers': 3}, weights, 'does not fit its config.json')
+    refused(whole | {'num_hidden_layers': 3}, weights, 'lacks the tensor model.layers.2')
     refused(whole | {'hidden_size': 2 * whole['hidden_size'], 'head_dim': 2 * whole['head_dim']}, weights, '')
     for damaged in (b'', weights[:100], weights[:-1], b'\xff' * 100):
-        refused(whole, damaged, 'has no weights of a Llama')
-    assert_sentence(run('eval.py', tmp_path / 'none', f'--from_llama={new}', '--tokenizer=byte'), 'is not a Llama')
+        refused(whole, damaged, 'model.safetensors is damaged')
+    assert_sentence(run('eval.py', tmp_path / 'none', f'--from_llama={new}', '--tokenizer=byte'), 'no Hugging Face folder')

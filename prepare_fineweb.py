@@ -155,7 +155,11 @@ def stream_batches(name: str, stream, s: Settings, position: dict) -> Iterator[t
 
 def file_batches(files: list[str], state: dict | None) -> Iterator[tuple]:
     """`read` of json and txt files."""
-    records = file_records(files, state or {'file': 0, 'line': 0})
+    state = state or {'file': 0, 'line': 0}
+    if not (is_count(state.get('file'), 0) and state['file'] < len(files) and is_count(state.get('line'), 0)):
+        raise UserError(f'progress.json is damaged: {state!r:.100} is no place in the source; remove its folder '
+                        'and start again')
+    records = file_records(files, state)
     while batch := list(islice(records, BATCH)):
         yield batch[0][0], [(place, record) for _, place, record in batch]
 
@@ -214,8 +218,8 @@ def document(record, place: str, s: Settings) -> tuple[str, str]:
             has = f'has {record[field]!r:.60} in' if field in record else 'has no'
             fields = ', '.join([*record][:20])
             raise UserError(f'{place} {has} field {field!r}, expected {"text" if kind is str else "an id"}; the fields '
-                            f'are {fields}: set --text_field, or --id_field (None: the hash of the text decides between '
-                            'train and val)')
+                            f'are {fields}: set --text_field, or --id_field (None: the hash of the text decides '
+                            'between train and val)')
     text = printable(record[s.text_field])
     return split_of(text if s.id_field is None else printable(str(record[s.id_field])), s.val_share), text
 
@@ -314,7 +318,7 @@ def read_progress(folder: Path) -> dict:
         for name, record in saved['pending'].items():
             check_shard(name, record)
         state, skip, documents = (saved['position'].get(name) for name in ('state', 'skip', 'documents'))
-        expect(isinstance(state, dict | None), 'state', state)
+        expect(isinstance(state, dict | None) and 'state' in saved['position'], 'state', state)
         expect(is_count(skip, 0), 'skip', skip)
         expect(is_count(documents, 0), 'documents', documents)
     except ValueError as error:

@@ -250,7 +250,8 @@ def is_count(value, least: int = 1) -> bool:
 
 def is_plain_name(value) -> bool:
     """Whether it names a file of this folder, and none elsewhere."""
-    return isinstance(value, str) and value.isprintable() and value == Path(value).name and value not in ('', '..')
+    is_one = isinstance(value, str) and value.isprintable() and value == Path(value).name and value not in ('', '..')
+    return is_one and len(value) < 100
 
 
 class Shard:

@@ -232,7 +232,7 @@ def test_a_flipped_bit_of_meta_json_is_a_sentence_or_changes_nothing(copy):
       for value in (0, -1, 1.5, '7', None)),
     *((('splits', 'val', 'shards'), value) for value in (None, {}, [], [5], [{}])),
     *((('splits', 'val', 'shards', 0, 'file'), value)
-      for value in ('../val_00000.bin', '/etc/passwd', 'a/b', '..', '.', '', 'a\0b', '\ud800', 5)),
+      for value in ('../val_00000.bin', '/etc/passwd', 'a/b', '..', '.', '', 'a\0b', '\ud800', 'a' * 300, 5)),
     *((('splits', 'val', 'shards', 0, 'tokens'), value) for value in (0, -5, '5', 10 ** 40)),
     *((('splits', 'val', 'shards', 0, 'sha256'), value) for value in (None, 5, 'abc')),
 ])

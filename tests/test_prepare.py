@@ -216,6 +216,13 @@ def test_reading_goes_on_from_every_batch_with_the_same_documents(records, tmp_p
         assert [batch[5:], *(batch for _, batch in whole[i + 1:])] == [batch for _, batch in rest]
 
 
+@pytest.mark.parametrize('state', [{'file': 1, 'line': 0}, {'file': 0, 'line': '5'}, {'line': 0}])
+def test_a_place_that_the_source_does_not_have_is_a_sentence(source, state):
+    read, *_ = prepare_fineweb.open_source(str(source), prepare_fineweb.Settings())
+    with pytest.raises(UserError, match='progress.json is damaged: .* is no place in the source'):
+        list(read({'state': state}))
+
+
 @pytest.mark.parametrize('setting', [
     'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'shard_tokens=1e30', 'workers=-1', 'workers=1e9',
     'val_share=0', 'val_share=1', 'val_share=-1', 'val_share=1e400'])

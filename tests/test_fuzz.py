@@ -1,0 +1,409 @@
+"""Whatever it is given, a script ends with its result or with a sentence.
+
+Hypothesis takes a command that works, puts a fault or two into its arguments and into the files that it reads, and
+calls the script's main(argv) in a fork of this process, which spares the imports. What fails: a traceback, an error
+that none of our sentences foresaw, a signal, 20 seconds without an end, and a changed file that is not this command's.
+
+    python -m pytest tests/test_fuzz.py                                            the same few inputs each time
+    FUZZ=10000 python -m pytest -n 2 tests/test_fuzz.py --hypothesis-seed=1        10,000 others
+
+Read COMMANDS, then the faults, then `check`.
+"""
+import gc
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common import runs
+from common.start import quiet_start
+from data.shards import write_data
+from data.tokenizers import load_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')]
+
+FUZZ = int(os.environ.get('FUZZ', 0))  # inputs, over all scripts; 0: few, and the same each time
+SECONDS = 20  # after which a script hangs
+MEMORY = 4 * 2 ** 30  # bytes that a script may take beyond those of the imports
+FILE_BYTES = 2 ** 26  # of a file that it writes
+STEPS = 3  # after which training gets a SIGTERM: one that is asked to read 1e18 tokens is no hang
+
+TASK = 'path_star:degree=2,length=3,nodes=8,train_rows=20,val_rows=4'
+CONFIG = {'data': 'data', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2, 'max_tokens': 96,
+          'warmup_tokens': 16, 'eval_interval': 2, 'eval_tokens': 32, 'log_interval': 1, 'save_interval': 2,
+          'sample_tokens': 2, 'threads': 1, 'device': 'cpu', 'dtype': 'float32'}
+PREPARE = '--tokenizer=byte --val_share=0.3 --workers=1'
+HALF = f'texts.jsonl --out_dir=half --shard_tokens=200 {PREPARE}'
+COMMANDS = {  # script and what it does: its share of the inputs, and commands that work in the folder `base` makes
+    'train': (0.33, ['config.py --out_dir=new --dry_run',
+                     'config.py --out_dir=new --dry_run --init_from=standard',
+                     f'config.py --out_dir=new --dry_run --data={TASK} --block_size=17',
+                     'config.py --out_dir=new --dry_run --data=texts',
+                     '--out_dir=standard --eval_only',
+                     '--out_dir=task --eval_only --verify',
+                     '--out_dir=nextlat --resume --dry_run']),
+    'train to the end': (0.04, ['--out_dir=standard --resume',
+                                'config.py --out_dir=new --model=nextlat --init_from=nextlat --acceptance_prompts=1']),
+    'sample': (0.3, ['standard ab cd --max_new_tokens=4 --top_k=5 --top_p=0.9 --min_p=0.01',
+                     'standard --file=prompts.txt --max_new_tokens=4 --truncate --stop=a',
+                     'task 1,2|3,4/1,2= --max_new_tokens=3 --temperature=0',
+                     'nextlat ab --max_new_tokens=4 --draft_len=1',
+                     'standard ab --max_new_tokens=4 --draft=nextlat --draft_len=auto']),
+    'eval': (0.2, ['standard nextlat --val --batch_size=3',
+                   'task --val --val_tokens=40',
+                   'nextlat --tasks=lambada_first_token --data_dir=bench --limit=2 --max_length=8',
+                   'standard --to_llama=new',
+                   'llama --from_llama=new --tokenizer=byte']),
+    'eval with a picture': (0.02, [
+        'nextlat --speculative --n_prompts=2 --prompt_tokens=4 --new_tokens=3 --draft_lens=1,auto']),
+    'prepare_fineweb': (0.09, [f'texts.jsonl --out_dir=new {PREPARE}',
+                               f'texts.jsonl --out_dir=new {PREPARE} --tokenizer=tokenizer.json --max_tokens=100',
+                               HALF]),
+    'analysis.scores': (0.01, ['task --out=figure']),
+    'analysis.loss_curves': (0.01, ['standard nextlat --out=figure']),
+}
+RUNS = {'standard', 'nextlat', 'task'}
+OWN = {'train': RUNS, 'eval': RUNS, 'prepare_fineweb': {'half'}}  # what it may change of `base`, if it names it
+
+
+# ---- a folder in which the commands work ----
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+    """Runs of two steps, a Llama, token data of which some is half built, texts, prompts, a tokenizer, a config."""
+    folder = tmp_path_factory.mktemp('fuzz') / 'base'
+    texts = [f'text {i} of some words' for i in range(40)]
+    records = ''.join(json.dumps({'id': str(i), 'text': text}) + '\n' for i, text in enumerate(texts))
+    documents = [('train' if i % 4 else 'val', text) for i, text in enumerate(texts)]
+    write_data(folder / 'data', load_tokenizer('byte'), documents, shard_tokens=400)
+    for name, text in {'config.py': ''.join(f'{name} = {value!r}\n' for name, value in CONFIG.items()),
+                       'prompts.txt': 'ab\ncd\n', 'texts.jsonl': records, 'texts/all.txt': '\n'.join(texts),
+                       'bench/lambada_first_token.jsonl': records}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    write_tokenizer(folder / 'tokenizer.json')
+    for command in ('train config.py --out_dir=standard', 'eval standard --to_llama=llama',
+                    'train config.py --out_dir=nextlat --model=nextlat --save_interval=1',
+                    f'train config.py --out_dir=task --data={TASK} --block_size=17'):
+        here(folder, *command.split())
+    shutil.rmtree(folder / 'standard/ckpt/step_00000003')  # --resume goes on from step 2
+    if importlib.util.find_spec('datasets'):
+        status, stderr = in_a_fork('prepare_fineweb', HALF.split(), folder, prepare=die_before_the_end)
+        assert status == 0, stderr
+    return folder
+
+
+def here(folder, program: str, *argv) -> None:
+    """A script in this process and in the folder; it must succeed."""
+    before = os.getcwd()
+    os.chdir(folder)
+    result = run('-m', program, *argv)
+    os.chdir(before)
+    assert result.returncode == 0, result.stderr
+
+
+def write_tokenizer(path) -> None:
+    """A byte-level tokenizer.json without merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    pieces = ['<|endoftext|>', *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    fast = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.save(str(path))
+
+
+def die_before_the_end():
+    """prepare_fineweb.py ends when all shards but the last of each split are written."""
+    import prepare_fineweb
+    prepare_fineweb.ShardWriter.finish = lambda *_: os._exit(0)
+
+
+# ---- faults in arguments ----
+
+NUMBERS = ['0', '-0', '-1', '1', '2', '3', '100', '0.5', '1e-46', '1e39', '1e400', '-1e400', 'nan', '-inf', '1_0',
+           '0x10', '9' * 19, '9' * 40, '-' + '9' * 40, '9' * 5000]
+TEXTS = ['', ' ', 'True', 'false', 'maybe', 'None', 'null', '[]', '{}', "''", '"a', '(' * 300, 'auto', 'cuda', 'byte',
+         'gpt2', 'path_star', 'path_star:degree=x', 'path_star:degree=9,', 'a,b,,', ':', '=', '--', '-', '*', '[', '~',
+         '.', '..', 'data', 'standard', 'nextlat', 'half', 'texts', 'texts.jsonl', 'tokenizer.json', 'missing',
+         'standard,nextlat', 'x' * 300, 'é', '日本', '\u202eab', '\x1b[2J', '\n', '\\n', '%s', 'a\ud800']
+where = st.integers(0, 2 ** 16)  # which of the places that a fault can be at, modulo their number
+
+
+def as_argument(text: str) -> str:
+    """A text as a shell can pass it; without a slash, so that it names nothing outside the folder."""
+    raw = text.encode(errors='surrogatepass')
+    return os.fsdecode(raw.replace(b'\0', b'').replace(b'/', b''))
+
+
+words = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.integers(-5, 20).map(str),
+                  st.integers().map(str), st.floats().map(repr), st.text(st.characters(), max_size=8)).map(as_argument)
+how_many = st.sampled_from([1, 1, 1, 0, 2])  # faults
+
+
+def setting_names(program: str) -> list[str]:
+    """What can stand in --NAME=, the settings of two models included."""
+    Settings = importlib.import_module(program).Settings
+    Configs = [runs.model_file(name).Config for name in ('standard', 'nextlat')] if program == 'train' else []
+    return sorted({field.name for cls in (Settings, *Configs) for field in fields(cls)})
+
+
+@st.composite
+def argvs(draw, kind: str) -> list[str]:
+    """The arguments of one of the COMMANDS of a kind, with up to two faults."""
+    argv, names = draw(st.sampled_from(COMMANDS[kind][1])).split(), setting_names(kind.split()[0])
+    for _ in range(draw(how_many)):
+        i = draw(where) % len(argv)
+        name, equals, _ = argv[i].partition('=')
+        fault = draw(st.sampled_from(['setting'] * 5 + ['value'] * 3 + ['flag', 'word', 'misspell', 'remove']))
+        if fault == 'value':
+            argv[i] = name + '=' + draw(words) if equals else draw(words)
+        elif fault == 'setting':
+            argv.append(f'--{draw(st.sampled_from(names))}={draw(words)}')
+        elif fault == 'flag':
+            argv.append(f'--{draw(st.sampled_from(names))}')
+        elif fault == 'word':
+            argv.insert(i, draw(words))
+        elif fault == 'misspell':
+            argv[i] = name[:-1] + argv[i][len(name):]
+        elif fault == 'remove' and len(argv) > 1:
+            del argv[i]
+    return argv
+
+
+# ---- faults in files ----
+
+ODD_JSON = ['null', 'true', '0', '-0', '-1', '1', '0.5', '1e400', '-1e400', 'NaN', '9' * 40, '9' * 5000, '1e-400', '""',
+            '" "', '"a"', '"1"', '"byte"', '"standard"', '"gpn"', '"uint32"', '"../data"', '"\\u0000"', '"\\ud800"',
+            '"' + 'x' * 5000 + '"', '[]', '[[]]', '[null]', '{}', '{"a": 1}', '[' * 100_000, '{"": {"": 0}}', '']
+json_texts = st.one_of(st.sampled_from(ODD_JSON), st.integers().map(str), st.text(max_size=8).map(json.dumps))
+damages = how_many.flatmap(lambda n: st.lists(st.one_of(  # (what is done, to which file, where in it, what with)
+    st.tuples(st.sampled_from(['set', 'set', 'add', 'rename', 'delete']), where, where, json_texts),
+    st.tuples(st.sampled_from(['flip', 'flip', 'cut', 'insert', 'remove', 'folder']), where, where,
+              st.binary(min_size=1, max_size=8))), min_size=n, max_size=n))
+
+
+def files_read(program: str, argv: list[str], folder: Path) -> list[Path]:
+    """The files of `base` that a command reads: those that its arguments name, and the data of the runs."""
+    names = {arg.rpartition('=')[2] for arg in argv} | ({'data'} if program in ('train', 'eval') else set())
+    found = [folder / name for name in names if name in {path.name for path in folder.iterdir()}]
+    return sorted(path for top in found for path in (top, *top.rglob('*')) if path.is_file())
+
+
+def damage(files: list[Path], kind: str, file: int, place: int, new) -> None:
+    """Puts a fault into one of the files: into its JSON, where `new` is a text, or into its bytes."""
+    is_json = isinstance(new, str)
+    if is_json:
+        files = [path for path in files if path.suffix in ('.json', '.jsonl') and 'ckpt' not in path.parts]
+    if not files:  # the argument that named them has a fault
+        return
+    path = files[file % len(files)]
+    if not path.is_file():  # after an earlier fault
+        return
+    content = path.read_bytes()
+    place %= len(content) or 1
+    path.unlink()
+    if kind == 'folder':
+        path.mkdir()
+    elif kind == 'flip' and content:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << new[0] % 8]) + content[place + 1:])
+    elif kind in ('cut', 'insert'):
+        path.write_bytes(content[:place] + (new + content[place:] if kind == 'insert' else b''))
+    elif is_json:
+        with suppress(ValueError, RecursionError):  # after an earlier fault
+            content = damaged_json(content.decode(), path.suffix == '.jsonl', kind, place, new).encode()
+        path.write_bytes(content)
+
+
+def damaged_json(text: str, has_lines: bool, kind: str, place: int, new: str) -> str:
+    """JSON with one of its values, itself included, set to `new`, renamed or deleted, or with another beside it.
+
+    Its checksum goes, as if older code had written it: faults in bytes test that.
+    """
+    documents = [json.loads(line) for line in (text.splitlines() if has_lines else [text])]
+    for document in filter(lambda document: isinstance(document, dict), documents):
+        document.pop('crc32', None)
+    places = list(places_of(documents))
+    if not places:  # after an earlier fault
+        return text
+    holder, key = places[place % len(places)]
+    mark = 'here comes what no value of ours can be'
+    if kind == 'set':
+        holder[key] = mark
+    elif kind == 'delete':
+        del holder[key]
+    elif isinstance(holder, list):
+        holder.insert(key, mark)
+    elif kind == 'add':
+        holder['odd'] = mark
+    else:
+        holder[key[:-1]] = holder.pop(key)
+    return '\n'.join(map(json.dumps, documents)).replace(json.dumps(mark), new)
+
+
+def places_of(value):
+    """Yields (holder, key or index) of every value inside a JSON value."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from places_of(value[key])
+
+
+# ---- a script in a fork ----
+
+def in_a_fork(program: str, argv: list[str], folder: Path, env=None, encoding='utf-8', stdin=b'', prepare=None):
+    """main(argv) of a script in a fork that works in the folder: (its wait status, what it wrote to stderr).
+
+    env {name: value} and the encoding of its output are those of its surroundings; `prepare` is called in the fork.
+    """
+    main = importlib.import_module(program).main
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
+        given.write(stdin)
+        given.seek(0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                os.chdir(folder)
+                os.environ.update(env or {})
+                stand_alone((given, output, errors), encoding)
+                sys.argv = [f'{program}.py', *argv]
+                (prepare or (lambda: None))()
+                main(argv)
+                sys.stdout.flush()
+                code = 0
+            except SystemExit as end:  # as Python ends
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+                print(end.code if isinstance(end.code, str) else '', file=sys.stderr)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # workers that it left
+        errors.seek(0)
+        return status, errors.read().decode(errors='replace')
+
+
+def stand_alone(standard_files, encoding: str) -> None:
+    """Makes a fork of the tests a process like that of a script, with limits, without a network or a GPU."""
+    os.setsid()
+    for number, file in enumerate(standard_files):
+        os.dup2(file.fileno(), number)
+    sys.stdin = open(0, encoding=encoding, closefd=False)
+    sys.stdout = open(1, 'w', encoding=encoding, closefd=False)
+    sys.stderr = open(2, 'w', encoding=encoding, errors='backslashreplace', closefd=False)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    quiet_start()
+    now = int(Path('/proc/self/statm').read_text().split()[0]) * os.sysconf('SC_PAGE_SIZE')
+    for limit, value in ((resource.RLIMIT_AS, now + MEMORY), (resource.RLIMIT_FSIZE, FILE_BYTES),
+                         (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(limit, (value, value))
+    signal.alarm(SECONDS)
+    torch.cuda.is_available = lambda: False
+    socket.getaddrinfo = no_network
+    os.environ['HF_HUB_OFFLINE'] = '1'
+    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # which have read that already
+        sys.modules[name].HF_HUB_OFFLINE = True
+    gc.disable()  # it would copy the memory that the fork shares
+    replace_what_depends_on_the_machine()
+
+
+def no_network(*_, **__):
+    raise OSError('no network in tests')
+
+
+def replace_what_depends_on_the_machine() -> None:
+    """Built data goes to the folder of the test, training ends after STEPS, and what takes seconds is left out."""
+    import data
+    import eval
+    import prepare_fineweb
+    import train
+    for module in (data, data.shards, prepare_fineweb):
+        module.BUILT = Path('built')
+    step, done = train.train_step, []
+
+    def train_step(*args):
+        done.append(1)
+        if len(done) == STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args)
+    train.train_step = train_step
+    train.peak_flops = lambda *_: 1e12
+    eval.task_manager = lambda: SimpleNamespace(all_tasks=[])
+
+
+# ---- the check ----
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """{path: what is in the file, None for a folder}."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+            for path in folder.rglob('*')}
+
+
+def as_in(base: Path) -> Path:
+    """A working copy of the folder: that of the call before, where it is still as it was."""
+    folder = base.with_name('work')
+    if not folder.exists() or contents(folder) != contents(base):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(base, folder)
+    return folder
+
+
+def check(base: Path, program: str, argv, faults, env, encoding, stdin) -> None:
+    """One input: fails as the docstring of this file says."""
+    folder = as_in(base)
+    files = files_read(program, argv, folder)
+    for fault in faults:
+        damage(files, *fault)
+    before = contents(folder)
+    status, stderr = in_a_fork(program, argv, folder, env, encoding, stdin)
+    case = f'{program} {argv!r} faults={faults!r} env={env!r} encoding={encoding} stdin={stdin!r}\n{stderr[-5000:]}'
+    assert os.WIFEXITED(status), f'{signal.Signals(os.WTERMSIG(status)).name}: {case}'
+    assert 'Traceback' not in stderr and 'TRACEBACK=1' not in stderr, case
+    assert os.WEXITSTATUS(status) == 0 or stderr.strip(), f'no sentence: {case}'
+    own = {name for name in OWN.get(program, ()) if any(name in arg for arg in argv)}
+    others = {name.partition('/')[0] for name in before} - own
+    changed = {name for name, _ in before.items() ^ contents(folder).items() if name.partition('/')[0] in others}
+    assert not changed, f'changed {changed}: {case}'
+
+
+surroundings = st.sampled_from([  # environment, encoding of the output, standard input
+    *[({}, 'utf-8', b'')] * 9, ({}, 'ascii', b''), ({}, 'utf-8', b'ab'), ({}, 'utf-8', b'\xff\0'),
+    *(({name: value}, 'utf-8', b'') for name, value in (('RANK', 'x'), ('RANK', '0'), ('LOCAL_RANK', '-1'),
+                                                        ('WORLD_SIZE', '0'), ('LOCAL_WORLD_SIZE', '0')))])
+
+
+@pytest.mark.parametrize('kind', COMMANDS)
+def test_whatever_it_is_given_a_script_ends_with_its_result_or_a_sentence(base, kind):
+    program = kind.split()[0]
+    if program == 'prepare_fineweb':
+        pytest.importorskip('datasets')
+    share, commands = COMMANDS[kind]
+    for command in commands:
+        here(as_in(base), program, *command.split())  # and what it imports is there for all forks
+
+    @settings(max_examples=round((FUZZ or 400) * share), derandomize=not FUZZ, database=None, deadline=None,
+              suppress_health_check=list(HealthCheck))
+    @given(argvs(kind), damages, surroundings)
+    def every_input(argv, faults, around):
+        check(base, program, argv, faults, *around)
+    every_input()

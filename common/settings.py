@@ -116,7 +116,7 @@ def typed(name: str, value, annotation, where: str):
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply
             value = str(value)
     if type(value) in (int, float) and not abs(value) <= LARGEST:
-        raise UserError(f'setting {name!r} {where} is {shown(value)}: expected a number of at most {LARGEST:.0e}')
+        raise UserError(f'{name} is {shown(value)} {where}: expected a number of at most {LARGEST:.0e}')
     for option in options:
         if option is int and isinstance(value, float) and value.is_integer():
             return int(value)

@@ -93,8 +93,8 @@ def with_warmup():
     ('raise SystemExit(3)', 'config file {} does not run: SystemExit: 3'),
     ('raise BaseException("odd")', 'config file {} does not run: BaseException: odd'),
     ('def f():\n    f()\nf()', 'config file {} does not run: RecursionError'),
-    ('rate = float("nan")', "setting 'rate' in {} is nan: expected a number"),
-    ('n_layer = 10 ** 5000', "setting 'n_layer' in {} is ...: expected a number of at most 9e+15"),
+    ('rate = float("nan")', 'rate is nan in {}: expected a number'),
+    ('n_layer = 10 ** 5000', 'n_layer is ... in {}: expected a number of at most 9e+15'),
     ('class Odd:\n    def __repr__(self):\n        raise ValueError\nn_layer = Odd()', "is ..., a Odd: expected int"),
     ('import torch\nrate = torch.ones(())', "setting 'rate' in {} is tensor(1.), a Tensor: expected float")])
 def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence):

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from common import runs
 from common.decoding import generate
 from common.files import UserError, friendly_errors
-from common.machine import caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
+from common.machine import caught_signals, make_progress, peak_flops, peak_memory, pick_dtype, say, start_processes
 from common.scoring import counted, validation_loss
 from common.settings import check_ranges, load_settings, saved_settings
 from common.speculative import longest_draft, speculative_generate
@@ -456,6 +456,8 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
                 'tokens_per_s': speed}
         if flops:
             line['mfu'] = speed * flops / peak
+        if held := peak_memory(machine.device):
+            line['memory_gib'] = held / 2 ** 30
         if n_skipped:
             line['skipped'] = n_skipped
         left = (n_steps - step) * (seconds - first_seconds) / (step - first_step)

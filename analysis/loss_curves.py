@@ -27,6 +27,8 @@ from train import MAY_CHANGE
 
 # settings that do not change what a curve is; the last three follow from the data and `documents`
 NO_DIFFERENCE = MAY_CHANGE | {'seed', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}
+TOKENS = (1, 'tokens'), (1e3, 'thousand tokens'), (1e6, 'million tokens'), (1e9, 'billion tokens')
+MINUTES = (1, 'minutes'), (60, 'hours'), (60 * 24, 'days')
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 
 
@@ -80,11 +82,11 @@ def short(name: str, value) -> str:
 
 
 def short_number(value: float) -> str:
-    """2500000 -> '2.5M', 0.0013 -> '0.0013', 12345 -> '12345'."""
+    """2500000 -> '2.5M', 12345 -> '12345', 0.000177828 -> '0.0001778'."""
     for unit, letter in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
         if abs(value) >= unit:
             return f'{value / unit:.4g}{letter}'
-    return f'{value:.6g}'
+    return f'{value:.4g}' if isinstance(value, float) else str(value)
 
 
 def shortened(text: str, length: int = 32) -> str:
@@ -142,13 +144,14 @@ def curves_of(runs: list[str], curve_of: Callable) -> dict:
             errors.append(error)
     if not readable:
         raise errors[0]
-    curves, settings = {}, differences(readable)
+    curves, drawn, settings = {}, [], differences(readable)
     for label, folders in group(readable).items():
         try:
             curves[label] = curve_of(folders)
         except (UserError, OSError) as error:
             errors.append(error)
             continue
+        drawn += folders
         texts = shorts(settings[folders[0]])
         unsaid = [text for key, text in texts.items() if key != 'model' and text not in label.split(', ')]
         if unsaid:
@@ -157,7 +160,7 @@ def curves_of(runs: list[str], curve_of: Callable) -> dict:
         raise errors[0]
     for error in errors:
         print(f'left out: {error}', file=sys.stderr)
-    if warning := not_comparable(readable):
+    if warning := not_comparable(drawn):
         print(warning, file=sys.stderr)
     return curves
 
@@ -215,10 +218,9 @@ def loss_limits(curves: list[list[dict]]) -> tuple[float, float]:
     return lowest, max(highest, lowest + 1e-3)
 
 
-def time_unit(minutes: float) -> tuple[float, str]:
-    """(minutes of a unit, its name) for times up to this many minutes."""
-    units = (1, 'minutes'), (60, 'hours'), (60 * 24, 'days')
-    return next((unit for unit in reversed(units) if minutes > 3 * unit[0]), units[0])
+def unit_for(largest: float, units: tuple) -> tuple[float, str]:
+    """The largest of the units (size, name) that goes into `largest` twice, or the first."""
+    return next((unit for unit in reversed(units) if largest >= 2 * unit[0]), units[0])
 
 
 def plot(curves: dict[str, list[dict]], path) -> None:
@@ -227,15 +229,15 @@ def plot(curves: dict[str, list[dict]], path) -> None:
     rows = -(-len(curves) // columns)
     figure, both = new_figure(1, 2, figsize=(11, 4.5 + 0.2 * rows))
     ends = [points[-1] for points in curves.values()]
-    minutes, name = time_unit(max(end['minutes'] for end in ends))
-    tokens, scale = (1e9, 'billion') if max(end['tokens'] for end in ends) > 2e9 else (1e6, 'million')
-    units = {'tokens': (tokens, f'{scale} tokens'), 'minutes': (minutes, f'{name} of training')}
+    units = {'tokens': unit_for(max(end['tokens'] for end in ends), TOKENS),
+             'minutes': unit_for(max(end['minutes'] for end in ends), MINUTES)}
     lowest, highest = loss_limits(list(curves.values()))
     margin = 0.04 * (highest - lowest)
     for axes, (axis, (unit, name)) in zip(both, units.items()):
         for (label, points), style in zip(curves.items(), styles):
             x = [p[axis] / unit for p in points]
-            axes.plot(x, [p['mean'] for p in points], label=label, marker='o', markersize=3, **style)
+            marker = 'o' if len(points) <= 40 else None
+            axes.plot(x, [p['mean'] for p in points], label=label, marker=marker, markersize=3, **style)
             axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
                               color=style['color'], linewidth=0)
         if 0 < 10 * lowest < highest:
@@ -243,7 +245,7 @@ def plot(curves: dict[str, list[dict]], path) -> None:
             number_log_axis(axes.yaxis, lowest, highest)
         else:
             axes.set(ylim=(lowest - margin, highest + margin))
-        axes.set(xlabel=name, ylabel='validation loss, nats per token', xlim=(0, None))
+        axes.set(xlabel=f'{name} of training', ylabel='validation loss, nats per token', xlim=(0, None))
         axes.grid(alpha=0.3)
     figure.legend(*both[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns, frameon=False)
     save_figure(figure, path)

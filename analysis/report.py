@@ -29,7 +29,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from analysis import is_number, line_styles, output_path
-from analysis.loss_curves import differences, group, not_comparable, short_number, time_unit
+from analysis.loss_curves import MINUTES, differences, group, not_comparable, short_number, unit_for
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.machine import make_progress, pick_device
@@ -200,7 +200,7 @@ def run_styles(runs: list[str]) -> dict[str, tuple]:
 def run_table(found: list[dict], folder: Path) -> str:
     """The table of the runs. folder: where the page will be."""
     longest = max([about['log'][-1]['seconds'] / 60 for about in found if about['log']], default=0)
-    minutes, unit = time_unit(longest)
+    minutes, unit = unit_for(longest, MINUTES)
     rows = []
     for about in found:
         log, model = about['log'], about.get('model')
@@ -228,9 +228,8 @@ def run_table(found: list[dict], folder: Path) -> str:
 
 
 def settings_table(found: list[dict], settings: dict[str, dict]) -> str:
-    rows = [{'run': cell(about['name'])}
-            | {key: number(value, short_number) if is_number(value) and not isinstance(value, bool) else cell(value)
-               for key, value in settings[about['run']].items()} for about in found if about['run'] in settings]
+    rows = [{'run': cell(about['name'])} | {key: cell(value) for key, value in settings[about['run']].items()}
+            for about in found if about['run'] in settings]
     return table(rows) if len(rows) > 1 else '<p class="quiet">There is one run.</p>'
 
 

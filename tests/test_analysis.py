@@ -48,7 +48,10 @@ def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
     assert list(loss_curves.group(alike)) == ['standard, data_a', 'standard, data_b']
     assert loss_curves.tell_apart([{'model': 'standard', 'lr': 'lr=1'}, {'model': 'sps', 'w': 'w=1', 'lr': 'lr=2'},
                                    {'model': 'sps', 'w': 'w=2', 'lr': 'lr=3'}]) == ['standard', 'sps, w=1', 'sps, w=2']
-    assert loss_curves.short('K', True) == 'K' and loss_curves.short('lr', 2e10) == 'lr=20B'
+    assert loss_curves.short('K', True) == 'K' and loss_curves.short('lr', 1 / 5623) == 'lr=0.0001778'
+    assert loss_curves.short('max_tokens', 2 * 10 ** 10) == 'tokens=20B'
+    assert loss_curves.unit_for(119, loss_curves.MINUTES)[1] == 'minutes'
+    assert loss_curves.unit_for(0, loss_curves.TOKENS)[1] == 'tokens'
     assert loss_curves.short('data', 'x' * 40) == f'data={"x" * 29}...'
 
 

@@ -81,7 +81,7 @@ def without_checks(optimizer) -> Iterator[None]:
 
 
 def measure(size: str, model_name: str, config: dict, settings: dict, folder: Path, toy: bool) -> Iterator[dict]:
-    s = replace(train.Settings(), **settings)
+    s = train.Settings(threads=1, **settings)  # a second one would wait for the other work of a shared machine
     here = replace(machine.start_processes(s), launcher=os.getppid())  # as under torchrun
     torch.manual_seed(0)
     module = runs.model_file(model_name)
@@ -99,8 +99,8 @@ def measure(size: str, model_name: str, config: dict, settings: dict, folder: Pa
             train.train_step(model, model, optimizer, mapped, s, next(steps), here, skips, False)
     parts, norm, _ = step()
     plain_step()
-    seconds = alternate({'checked': step, 'plain': plain_step}, rounds=2 if toy else 60)
-    calls = 3 if toy else 300
+    seconds = alternate({'checked': step, 'plain': plain_step}, rounds=2 if toy else 15)
+    calls = 3 if toy else 90
     sums = sum_of_checks(model, optimizer, checked, mapped, s, here, parts, norm, skips, calls)
     for check, cost in sums.items():
         yield {'size': size, 'check': check, 'us_per_step': round(1e6 * cost, 2),

@@ -401,7 +401,7 @@ def test_whatever_it_is_given_a_script_ends_with_its_result_or_a_sentence(base, 
     for command in commands:
         here(as_in(base), program, *command.split())  # and what it imports is there for all forks
 
-    @settings(max_examples=round((FUZZ or 400) * share), derandomize=not FUZZ, database=None, deadline=None,
+    @settings(max_examples=round((FUZZ or 300) * share), derandomize=not FUZZ, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))
     @given(argvs(kind), damages, surroundings)
     def every_input(argv, faults, around):

@@ -34,6 +34,7 @@ VAL_SHARE = 0.05  # of the documents of built-in data and of text folders
 PIECE = 10_000  # bytes of the documents that .txt files are cut into, about; less where there is little text
 MIB = 2 ** 20
 DTYPES = {'uint16': np.dtype('<u2'), 'uint32': np.dtype('<u4')}
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'gpt2_vocabulary')  # in data and run folders; the last a folder
 KEPT_OPEN = 400  # files of a data folder; a process may have 1,024 open, as systems are delivered
 
 
@@ -115,21 +116,23 @@ class ShardWriter:
             'dtype': self.dtype_name, 'splits': self.splits}))
 
 
-def keep_tokenizer(folder: Path, name: str) -> str:
-    """Copies a tokenizer given by path into the data folder; returns what meta.json calls it."""
-    if name in ('gpt2', 'byte'):
+def keep_tokenizer(folder, name: str) -> str:
+    """Copies a tokenizer given by path into a folder, one of TOKENIZER_FILES; returns what meta.json calls it.
+
+    A name that is no path stays as it is.
+    """
+    path, folder = Path(name), Path(folder)
+    if name in ('gpt2', 'byte') or not path.exists():
         return name
-    path = Path(name)
     if path.is_dir():
         own_name = 'gpt2_vocabulary'
         copies = {path / file: folder / own_name / file for file in ('encoder.json', 'vocab.bpe')}
     else:
-        own_name = 'tokenizer' + path.suffix
+        own_name = 'tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'
         copies = {path: folder / own_name}
     for source, target in copies.items():
         target.parent.mkdir(exist_ok=True)
-        if not target.exists():
-            write_file(target, source.read_bytes())
+        write_file(target, source.read_bytes())
     return own_name
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from common.files import UserError, friendly_errors, sha256, write_file
 from common.settings import check_ranges, load_settings
 from data.tasks import make_task, task_class
@@ -84,7 +86,8 @@ def tokenizer_digest(name) -> str | None:
 
 def byte_tokenizer() -> Tokenizer:
     """256 bytes, then eos."""
-    return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256))
+    return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256),
+                     lambda text: np.frombuffer(text.encode(), np.uint8))
 
 
 def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:

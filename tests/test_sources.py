@@ -111,6 +111,32 @@ def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):
     assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is what it had to mend
 
 
+@pytest.mark.parametrize('is_old', [False, True])
+def test_an_interrupted_preparation_goes_on_with_the_share_that_it_began_with(is_old, tmp_path, monkeypatch):
+    """Older code did not look for one that fits, and knew no split_lines."""
+    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'id': i, 'text': text}) + '\n'
+                                              for i, text in enumerate(LINES)))
+    args = [tmp_path / 'a.jsonl', tmp_path / 'out', '--shard_tokens=1000', f'--val_share={0.02 if is_old else 0.001}']
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_fineweb.ShardWriter, 'finish', interrupt)
+        if is_old:
+            patch.setattr(prepare_fineweb, 'fitting_share', lambda *_: 0.02)
+        assert prepare(*args).returncode == 130
+    progress = json.loads((tmp_path / 'out/progress.json').read_text())
+    assert progress['position']['documents'] > 100
+    if is_old:
+        del progress['crc32'], progress['arguments']['fitting_share'], progress['arguments']['split_lines']
+        (tmp_path / 'out/progress.json').write_text(json.dumps(progress))
+    prepared(*args)
+    share = 0.02 if is_old else progress['arguments']['fitting_share']
+    for split in ('train', 'val'):
+        assert texts_of(tmp_path / 'out', split) == [
+            text for i, text in enumerate(LINES) if split_of(str(i), share) == split]
+
+
 @pytest.mark.parametrize('as_dict', [True, False])
 def test_a_dataset_that_was_saved_to_disk_is_a_source(as_dict, tmp_path):
     saved = datasets.Dataset.from_list([{'id': str(i), 'text': text} for i, text in enumerate(LINES)])

@@ -7,7 +7,7 @@
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
     python eval.py RUN --speculative                           drafts: accepted tokens, speed-up; --draft=RUN drafts
     python eval.py RUN --to_llama=FOLDER                       a Standard run as a Hugging Face Llama folder
-    python eval.py FOLDER --from_llama=RUN                     and back, as a new run
+    python eval.py FOLDER --from_llama=RUN                     a Llama, Mistral or Qwen folder as a new run
 
 Several runs are shown side by side. Each run folder gets a line in eval.jsonl. With --data_dir, tasks and corpora are
 read from the benchmarks' own files there (common/benchmarks.py lists them) and nothing is downloaded.
@@ -91,7 +91,7 @@ class Settings:
     device: str = 'auto'  # auto, cuda or cpu
     dtype: str = 'auto'  # auto, bfloat16 or float32
     to_llama: str | None = None  # write the run to this folder as a Hugging Face Llama
-    from_llama: str | None = None  # make a new run folder of this name from a Hugging Face Llama folder
+    from_llama: str | None = None  # make a new run of this name from a Llama, Mistral or Qwen folder
     tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
 
     def __post_init__(self):

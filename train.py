@@ -51,7 +51,7 @@ class Settings:
     out_dir: str | None = None  # run folder; None: out/<name of the config file>
     resume: bool = False  # go on with the run in out_dir, on the same batches
     overwrite: bool = False  # replace the run in out_dir
-    init_from: str | None = None  # run folder whose weights to start from; model settings not given are that run's
+    init_from: str | None = None  # run whose weights to start from; settings of the model not given are that run's
     eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
     dry_run: bool = False  # check everything, print sizes and costs, and stop
     seed: int = 1337  # of the initial weights, the data order and dropout
@@ -132,10 +132,13 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
             raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
     elif s.init_from:  # what is not given is as in the source
         source = runs.read_run(s.init_from)
-        source = asdict(runs.saved_config(source, s.init_from)) if source['model'] == s.model else {}
-        if 'documents' not in given and 'eos_id' in source:
-            s.documents = source['eos_id'] is not None
-        given = {k: v for k, v in source.items() if k not in ('vocab_size', 'n_ids', 'eos_id')} | given
+        values = asdict(runs.saved_config(source, s.init_from))
+        if source['model'] != s.model:  # what both have, but for a window of None: SPS has another, and needs one
+            known = {f.name for f in fields(runs.model_file(s.model).Config)}
+            values = {k: v for k, v in values.items() if k in known and (k, v) != ('window', None)}
+        if 'documents' not in given and 'eos_id' in values:
+            s.documents = values['eos_id'] is not None
+        given = {k: v for k, v in values.items() if k not in ('n_ids', 'eos_id')} | given
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 

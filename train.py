@@ -104,6 +104,7 @@ MAY_CHANGE = {  # on --resume; the last line has settings of models, which chang
     'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval',
     'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens', 'wandb_project',
     'device', 'compile', 'threads',
+    'data',  # where it lies: what it holds is compared by its checksum
     'scan', 'segment_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from analysis import line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import check_vocabulary, load_run, run_data

@@ -19,7 +19,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis import new_figure, output_path, save_figure, write_csv
+from analysis.figures import new_figure, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import check_vocabulary, load_run, run_data

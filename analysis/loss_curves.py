@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis import is_number, line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
+from analysis.figures import is_number, line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from common.settings import load_settings
 from train import MAY_CHANGE
 
 # settings that do not change what a curve is; the last three follow from the data and `documents`
-NO_DIFFERENCE = MAY_CHANGE | {'seed', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}
+NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
 TOKENS = (1, 'tokens'), (1e3, 'thousand tokens'), (1e6, 'million tokens'), (1e9, 'billion tokens')
 MINUTES = (1, 'minutes'), (60, 'hours'), (60 * 24, 'days')
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis import is_number, line_styles, output_path
+from analysis.figures import is_number, line_styles, output_path
 from analysis.loss_curves import MINUTES, differences, group, not_comparable, short_number, unit_for
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors, write_file

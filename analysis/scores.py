@@ -14,7 +14,7 @@ if __name__ == '__main__':
 import sys
 from dataclasses import dataclass
 
-from analysis import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
 from analysis.loss_curves import curve, curves_of
 from common.files import UserError, friendly_errors
 from common.runs import read_log

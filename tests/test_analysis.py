@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, assert_sentence, run
 
-from analysis import loss_curves, new_figure, number_log_axis, output_path, scores
+from analysis import loss_curves, scores
+from analysis.figures import new_figure, number_log_axis, output_path
 from common.files import UserError
 
 

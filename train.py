@@ -36,7 +36,7 @@ from common.decoding import generate
 from common.files import UserError, friendly_errors
 from common.machine import caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
 from common.scoring import counted, validation_loss
-from common.settings import check_ranges, load_settings, saved_settings
+from common.settings import check_ranges, join_values, load_settings, saved_settings
 from common.speculative import longest_draft, speculative_generate
 from data import open_data
 from data.tokenizers import load_tokenizer, padded_vocab
@@ -482,7 +482,7 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
 # ---- the story ----
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+    argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
     with friendly_errors():
         s, given_model, record = read_settings(argv)
         machine = start_processes(s)

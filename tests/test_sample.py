@@ -155,7 +155,7 @@ def test_command_line(trained, tmp_path):
     one = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
     assert one.returncode == 0 and one.stdout.startswith('ab cd')
     assert '20 tokens in' in one.stderr and 'cache' in one.stderr
-    assert_sentence(run('sample.py', trained, 'a', '--stop', 'END'), '--stop needs a value: write --stop=VALUE')
+    assert_sentence(run('sample.py', trained, 'a', '--stop'), '--stop needs a value: write --stop=VALUE')
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout

@@ -274,7 +274,10 @@ def test_command_line(runs):
         options = [f'--draft={options[1]}', *options[2:]] if options[0] == '--draft' else options
         one = run('sample.py', runs / 'nextlat', 'ab cd', '--max_new_tokens=20', '--ignore_eos', *options)
         assert one.returncode == 0 and one.stdout.startswith('ab cd'), one.stderr
-        assert '20 tokens in' in one.stderr and 'accepted' in one.stderr and 'times plain decoding' in one.stderr
+        assert '20 tokens in' in one.stderr and 'accepted' in one.stderr and 'plain decoding' not in one.stderr
+    both = run('sample.py', runs / 'nextlat', 'ab cd', '--max_new_tokens=20', '--draft_len=3', '--compare')
+    assert both.returncode == 0 and 'times plain decoding' in both.stderr
+    assert_sentence(run('sample.py', runs / 'nextlat', 'ab', '--compare'), 'give --draft_len or --draft too')
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class Settings:
     draft: str | None = None  # run folder of a model that drafts; None: the model itself, if it can
     compare: bool = False  # with drafts: decode without them too, and tell both speeds
     scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
-    device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
+    device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # float32, bfloat16; auto: bfloat16 on GPUs and on CPUs with bf16 units
 
     def __post_init__(self):
@@ -215,7 +215,7 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
         start = time.perf_counter()
         plain_count = sum(map(len, generate(model, prompts, n_new, **sampling)))
         plain_speed = plain_count / (time.perf_counter() - start)
-        print(f'plain decoding: {plain_speed:,.1f} tokens/s; with drafts {speed / plain_speed:.2f} times plain decoding',
+        print(f'without drafts: {plain_speed:,.1f} tokens/s; with them {speed / plain_speed:.2f} times plain decoding',
               file=sys.stderr)
 
 

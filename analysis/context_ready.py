@@ -34,7 +34,7 @@ class Settings:
     tokens: int = 65536  # of the validation data, from its start
     batch_size: int = 16  # windows at a time
     data: str | None = None  # data folder; None: the run's own
-    device: str = 'auto'  # auto, cuda or cpu
+    device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
         check_ranges(self, tokens=(1, inf), batch_size=(1, inf))

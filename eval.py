@@ -47,7 +47,7 @@ from common.benchmarks import local_records, task_files
 from common.decoding import check_sampling, generate, pack_weights
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.llama import export_llama, import_llama
-from common.machine import pick_device, pick_dtype, torchrun_ranks
+from common.machine import no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
 from common.runs import check_vocabulary, load_run, run_data
 from common.scoring import Scorer, perplexity, rank, validation_loss, world
 from common.settings import check_ranges, load_settings
@@ -88,7 +88,7 @@ class Settings:
     batch_tokens: int = 16384  # tokens of a batch, padding included
     max_length: int | None = None  # tokens that the model sees at most; None: the block_size of its training
     scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
-    device: str = 'auto'  # auto, cuda or cpu
+    device: str = 'auto'  # auto, cuda, cpu or mps
     dtype: str = 'auto'  # auto, bfloat16 or float32
     to_llama: str | None = None  # write the run to this folder as a Hugging Face Llama
     from_llama: str | None = None  # make a new run of this name from a Llama, Mistral or Qwen folder
@@ -210,8 +210,7 @@ def run_tasks(lm, tasks: list[str], s: Settings, **options) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         specs = tasks
         if s.data_dir:
-            definitions = {task: manager.task_index[task].yaml_path for task in tasks}
-            specs = task_files(definitions, s.data_dir, folder)
+            specs = task_files({task: manager.task_index[task] for task in tasks}, s.data_dir, folder)
         try:
             found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=s.limit,
                                             bootstrap_iters=0, **options)
@@ -530,6 +529,7 @@ def main(argv: list[str] | None = None) -> None:
         if s.from_llama:
             return import_llama(runs[0], s.from_llama, s.tokenizer and load_tokenizer(s.tokenizer))
         tasks, corpora = chosen(s)
+        no_bars_in_logs()
         if torchrun_ranks()[1] > 1:
             dist.init_process_group('gloo')
         columns, tables = {}, {}

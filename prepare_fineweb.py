@@ -48,6 +48,7 @@ from common.files import (
     write_file,
     write_json,
 )
+from common.machine import no_bars_in_logs
 from common.settings import check_ranges, load_settings
 from data.shards import (
     BUILT,
@@ -349,6 +350,7 @@ def main(argv: list[str] | None = None) -> None:
                             'documents to train on and to validate on')
         if positional == ['']:
             raise UserError('the source is empty: expected a file, a pattern, a folder or a dataset of the hub')
+        no_bars_in_logs()
         prepare(positional[0] if positional else FINEWEB, s)
 
 

@@ -3,9 +3,12 @@
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
     python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt a line, greedy
     echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
+    python sample.py out/quickstart                                           prompts as you type them, to Ctrl-D
     python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
     python sample.py out/big "Return the" --draft=out/small --draft_len=4     or another run does
+    python sample.py out/big "Return the" --draft=out/small --compare         and how much faster that is than plain
 
+An empty prompt, "", is the start of a document: the text goes on from eos, if the run's tokenizer has one.
 `generate` and `speculative_generate` are the functions to import: prompts of different lengths in one batch, texts of
 the same distribution. A model without `extend` is read anew for every token, by its `logits`.
 """
@@ -17,6 +20,7 @@ import codecs
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -33,7 +37,7 @@ from data.tokenizers import load_tokenizer
 
 @dataclass
 class Settings:
-    max_new_tokens: int = 200  # tokens to generate for each prompt
+    max_new_tokens: int | None = None  # tokens to generate for each prompt; None: 200, or what the context has room for
     temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
     top_k: int | None = None  # keep the k likeliest tokens
     top_p: float | None = None  # keep the likeliest tokens that together reach this probability
@@ -45,8 +49,9 @@ class Settings:
     ignore_eos: bool = False  # go on after the end of a document
     draft_len: str | None = None  # tokens to draft before each verification, or auto; None: plain, with --draft auto
     draft: str | None = None  # run folder of a model that drafts; None: the model itself, if it can
+    compare: bool = False  # with drafts: decode without them too, and tell both speeds
     scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
-    device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
+    device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # float32, bfloat16; auto: bfloat16 on GPUs and on CPUs with bf16 units
 
     def __post_init__(self):
@@ -67,23 +72,49 @@ def read_prompts(s: Settings, texts: list[str]) -> list[str]:
             raise UserError(f'there is no prompt file {s.file}')
         with open(s.file, encoding='utf-8', errors='replace') as file:
             texts = texts + [line.rstrip('\n') for line in file if line.strip()]
-    elif not texts and not sys.stdin.isatty():
+    elif not texts:
         texts = [sys.stdin.buffer.read().decode(errors='replace')]
-    if not texts or not all(texts):
-        raise UserError('a prompt is empty: give text after the run folder, with --file or on standard input')
-    return [text.encode(errors='replace').decode() for text in texts]
+        if not texts[0]:
+            raise UserError('a prompt is empty: give text after the run folder, with --file or on standard input')
+    return texts
 
 
-def fit(ids: list[int], s: Settings, block_size: int) -> list[int]:
-    """The prompt's ids if prompt and new tokens fit the context, its end with --truncate, else a UserError."""
-    room = block_size + 1 - s.max_new_tokens  # the last new token is not read
+def typed_prompts() -> Iterator[str]:
+    """The lines that a person types, until end of file."""
+    print('Type a prompt, then Enter; Ctrl-D ends.', file=sys.stderr)
+    while True:
+        print('> ', end='', file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            print(file=sys.stderr)
+            return
+        yield line.decode(errors='replace').rstrip('\r\n')
+
+
+def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tuple[list[list[int]], int]:
+    """The ids of the prompts, and how many tokens to generate; UserError if these do not fit the context."""
+    block_size, eos_id = record['settings']['block_size'], record['data']['eos_id']
+    if not all(texts) and eos_id is None:
+        raise UserError('a prompt is empty, and the tokenizer of the run has no eos to start from: give text')
+    prompts = [tokenizer.encode(text) if text else [eos_id] for text in texts]
+    n_new = s.max_new_tokens
+    if n_new is None:
+        room = block_size + 1 - max(map(len, prompts))  # the last new token is not read
+        least = (block_size + 1) // 2 if s.truncate else 1
+        n_new = min(200, max(room, least))
+    return [fit(ids, n_new, s.truncate, block_size) for ids in prompts], n_new
+
+
+def fit(ids: list[int], n_new: int, truncate: bool, block_size: int) -> list[int]:
+    """The prompt's ids if prompt and new tokens fit the context, its end with truncate, else a UserError."""
+    room = block_size + 1 - n_new
     if room < 1:
-        raise UserError(f'max_new_tokens = {s.max_new_tokens} leaves no room for a prompt in the context of '
-                        f'{block_size} tokens: lower it')
+        raise UserError(f'max_new_tokens = {n_new} leaves no room for a prompt in the context of {block_size} tokens: '
+                        'lower it')
     if not ids:
         raise UserError('a prompt has no tokens: give text that the tokenizer of the run knows')
-    if len(ids) > room and not s.truncate:
-        raise UserError(f'a prompt of {len(ids)} tokens and {s.max_new_tokens} new ones do not fit the context of '
+    if len(ids) > room and not truncate:
+        raise UserError(f'a prompt of {len(ids)} tokens and {n_new} new ones do not fit the context of '
                         f'{block_size}: lower max_new_tokens, or use --truncate to keep the end of the prompt')
     return ids[-room:]
 
@@ -102,6 +133,8 @@ def load_draft(folder, record: dict, device: str, dtype: str):
 def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
     """Options of `speculative_generate` from the settings, None for plain decoding; UserError for an unfit draft."""
     if s.draft is None and s.draft_len is None:
+        if s.compare:
+            raise UserError('--compare sets drafts beside plain decoding: give --draft_len or --draft too')
         return None
     draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype)
     draft_len = read_length('auto' if s.draft_len is None else s.draft_len)
@@ -148,10 +181,10 @@ class Texts:
         print(self.utf8.decode(self.of(0, new[0])[self.shown:], final=True))
 
 
-def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], prompts: list[list[int]],
-                drafting: dict | None = None) -> None:
+def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], drafting: dict | None = None) -> None:
     """Generates and prints: one prompt as its tokens arrive, several one after the other. drafting: `speculation`."""
-    pack_weights(model)
+    texts = [text.encode(errors='replace').decode() for text in texts]
+    prompts, n_new = encode_prompts(s, tokenizer, record, texts)
     grown, is_alone = Texts(tokenizer, len(prompts), s.stop), len(prompts) == 1
     if is_alone:
         print(texts[0], end='', flush=True)
@@ -161,11 +194,13 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], p
     on_tokens = grown.stream if is_alone else None
     start = time.perf_counter()
     if drafting:
-        new, statistics = speculative_generate(model, prompts, s.max_new_tokens, on_tokens=on_tokens, **sampling,
-                                               **drafting)
+        new, statistics = speculative_generate(model, prompts, n_new, on_tokens=on_tokens, **sampling, **drafting)
+        report = (f'accepted {statistics.accepted_per_step:.2f} tokens a step\n'
+                  f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}')
     else:
-        cache = roomy_cache(model, prompts, s.max_new_tokens)
-        new = generate(model, prompts, s.max_new_tokens, on_tokens=on_tokens, cache=cache, **sampling)
+        cache = roomy_cache(model, prompts, n_new)
+        new = generate(model, prompts, n_new, on_tokens=on_tokens, cache=cache, **sampling)
+        report = f'cache {cache.nbytes / 2**20:.1f} MiB'
     seconds = time.perf_counter() - start
     if is_alone:
         grown.print_rest(new)
@@ -173,16 +208,14 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], p
         for i, text in enumerate(texts):
             print(f'--- {i + 1}\n{text}{grown.of(i, new[i]).decode(errors="replace")}')
     count = sum(map(len, new))
-    speed = f'{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s'
-    if not drafting:
-        print(f'{speed}; cache {cache.nbytes / 2**20:.1f} MiB', file=sys.stderr)
-        return
-    start = time.perf_counter()
-    plain_count = sum(map(len, generate(model, prompts, s.max_new_tokens, **sampling)))
-    plain_speed = plain_count / (time.perf_counter() - start)
-    print(f'{speed}, {count / seconds / plain_speed:.2f} times plain decoding; '
-          f'accepted {statistics.accepted_per_step:.2f} tokens a step\n'
-          f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}', file=sys.stderr)
+    speed = count / seconds
+    print(f'{count} tokens in {seconds:.2f} s, {speed:,.1f} tokens/s; {report}', file=sys.stderr)
+    if s.compare:
+        start = time.perf_counter()
+        plain_count = sum(map(len, generate(model, prompts, n_new, **sampling)))
+        plain_speed = plain_count / (time.perf_counter() - start)
+        print(f'without drafts: {plain_speed:,.1f} tokens/s; with them {speed / plain_speed:.2f} times plain decoding',
+              file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -190,12 +223,21 @@ def main(argv: list[str] | None = None) -> None:
         s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not positional:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
-        texts = read_prompts(s, positional[1:])
+        run, *given = positional
+        is_typed = not given and not s.file and sys.stdin.isatty()
+        texts = None if is_typed else read_prompts(s, given)
         device = pick_device(s.device)
-        model, record = load_run(positional[0], device, pick_dtype(s.dtype, device), s.scan)
+        model, record = load_run(run, device, pick_dtype(s.dtype, device), s.scan)
         tokenizer = load_tokenizer(record['data']['tokenizer'])
-        prompts = [fit(tokenizer.encode(text), s, record['settings']['block_size']) for text in texts]
-        write_texts(s, model, tokenizer, record, texts, prompts, speculation(s, model, record, device))
+        drafting = speculation(s, model, record, device)
+        pack_weights(model)
+        if not is_typed:
+            return write_texts(s, model, tokenizer, record, texts, drafting)
+        for text in typed_prompts():
+            try:
+                write_texts(s, model, tokenizer, record, [text], drafting)
+            except UserError as error:  # the next prompt may fit
+                print(f'sample.py: {error}', file=sys.stderr)
 
 
 if __name__ == '__main__':

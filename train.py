@@ -34,9 +34,18 @@ import torch.distributed as dist
 from common import runs
 from common.decoding import generate
 from common.files import UserError, friendly_errors
-from common.machine import caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
+from common.machine import (
+    caught_signals,
+    make_progress,
+    memory_bytes,
+    peak_flops,
+    peak_memory,
+    pick_dtype,
+    say,
+    start_processes,
+)
 from common.scoring import counted, validation_loss
-from common.settings import check_ranges, load_settings, saved_settings
+from common.settings import check_ranges, join_values, load_settings, saved_settings
 from common.speculative import longest_draft, speculative_generate
 from data import open_data
 from data.tokenizers import load_tokenizer, padded_vocab
@@ -84,7 +93,7 @@ class Settings:
     sample_tokens: int = 200  # tokens of the text generated after training
     wandb_project: str | None = None  # also log there, if wandb is installed
     # machine
-    device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
+    device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # of the products: bfloat16 or float32, weights are fp32; auto: bfloat16 where it is faster
     compile: bool | None = None  # torch.compile; None: on GPUs
     threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes
@@ -243,7 +252,7 @@ def check_memory(s, model, device):
     """Raises UserError for a model that cannot be held: later the kernel would end the process without a word."""
     bytes_per_weight = 4 if s.eval_only or device.type == 'cuda' else 16  # a model for a GPU is made on the host
     needed = bytes_per_weight * sum(p.numel() for p in model.parameters())
-    have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    have = memory_bytes()
     if needed > have:
         raise UserError(f'the model needs {needed / 2**30:,.0f} GiB of memory, this machine has {have / 2**30:,.0f}: '
                         'choose a smaller one')
@@ -381,7 +390,8 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
     parts = {}
     for i, ((x, y), count) in enumerate(zip(micro_batches, counts)):
         if machine.device.type == 'cuda':
-            x, y = (t.pin_memory().to(machine.device, non_blocking=True) for t in (x, y))
+            x, y = x.pin_memory(), y.pin_memory()
+        x, y = (t.to(machine.device, non_blocking=True) for t in (x, y))
         is_last = i == len(micro_batches) - 1
         with contextlib.nullcontext() if world == 1 or is_last else ddp.no_sync():
             with machine.autocast():
@@ -460,6 +470,8 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
                 'tokens_per_s': speed}
         if flops:
             line['mfu'] = speed * flops / peak
+        if held := peak_memory(machine.device):
+            line['memory_gib'] = held / 2 ** 30
         if n_skipped:
             line['skipped'] = n_skipped
         left = (n_steps - step) * (seconds - first_seconds) / (step - first_step)
@@ -486,7 +498,7 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
 # ---- the story ----
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+    argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
     with friendly_errors():
         s, given_model, record = read_settings(argv)
         machine = start_processes(s)

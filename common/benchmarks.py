@@ -31,14 +31,19 @@ SOUND = {  # whether the answer of a record is one of its choices, its sentence 
 def local_records(folder, task: str) -> list[dict]:
     """A task's documents from the benchmark's own file in a folder, as lm-eval's task reads them; else a UserError.
 
+    NAME.jsonl or .json stands for NAME_val, _valid, _validation, _dev and _test too, and NAME_labels.lst beside it may
+    have the labels, one a line.
+
     arc_easy, arc_challenge  TASK.jsonl: question {stem, choices} and answerKey, or query, choices and gold
-    piqa                     piqa.jsonl or piqa_valid.jsonl: goal, sol1, sol2, and labels in ..._labels.lst or `label`
-    social_iqa, hellaswag, winogrande, sciq (or sciq_valid)   TASK.jsonl as published
+    piqa, social_iqa, hellaswag, winogrande, sciq             TASK.jsonl as published
     lambada_openai, lambada_standard, lambada_first_token     TASK.jsonl: text, or context and continuation
     wikitext, c4, books3, govreport                           TASK.jsonl: page or text, one document a line
+    any other task of lm-eval                                 TASK.jsonl: the fields of its dataset on the hub
     """
-    names = [task, f'{task}_valid', *(['lambada_openai'] if task == 'lambada_first_token' else [])]
-    path = _first_file(Path(folder) / f'{name}{ending}' for name in names for ending in ('.jsonl', '.json'))
+    names = [task, *(['lambada_openai'] if task == 'lambada_first_token' else [])]
+    path = _first_file(Path(folder) / f'{name}{part}{ending}' for name in names
+                       for part in ('', '_valid', '_val', '_validation', '_dev', '_test')
+                       for ending in ('.jsonl', '.json'))
     if path is None:
         raise UserError(f'{folder} has no file for {task}: expected {names[0]}.jsonl')
     labels = _first_file(path.with_name(f'{path.stem}{ending}') for ending in ('_labels.lst', '-labels.lst'))
@@ -88,24 +93,29 @@ def as_on_the_hub(record: dict, task: str) -> dict:
         return {'question': record['question']['stem'], 'choices': choices, 'answerKey': record['answerKey']}
     if task.startswith('lambada') and 'continuation' in record:
         return {'text': f'{record["context"]} {record["continuation"].strip()}'}
-    if task in ('wikitext', 'c4') and 'page' not in record:
-        return record | {'page': record['text']}
+    if task in ('wikitext', 'c4'):  # lm-eval reads the one or the other, by its version
+        text = record['page'] if 'page' in record else record['text']
+        return record | {'page': text, 'text': text}
+    if task == 'winogrande':
+        return record | {'answer': str(record['label'] if 'label' in record else record['answer'])}
     return record
 
 
-def task_files(definitions: dict, data_dir, folder) -> list[str]:
+def task_files(entries: dict, data_dir, folder) -> list[str]:
     """Tasks of lm-eval over local files: for each a YAML file in `folder`, its own definition but for the documents.
 
-    definitions {task: the path of its YAML file in lm-eval}.
+    entries {task: its entry in the index of lm-eval's TaskManager}.
     """
     paths = []
-    for task, definition in definitions.items():
+    for task, entry in entries.items():
+        if entry.kind.name != 'TASK':
+            raise UserError(f'{task} is several tasks of lm-eval: with --data_dir name each task, as it has a file')
         records = Path(folder) / f'{task}.jsonl'
         records.write_text(''.join(json.dumps(record) + '\n' for record in local_records(data_dir, task)))
-        files = {split: str(records) for split in ('train', 'validation', 'test')}
+        splits = [split for key, split in entry.cfg.items() if key.endswith('_split') and split]
         path = Path(folder) / f'{task}.yaml'
         path.write_text(json.dumps({  # JSON is YAML
-            'include': str(definition), 'task': task, 'dataset_path': 'json', 'dataset_name': None,
-            'dataset_kwargs': {'data_files': files}}))
+            'include': str(entry.yaml_path), 'task': task, 'dataset_path': 'json', 'dataset_name': None,
+            'dataset_kwargs': {'data_files': {split: str(records) for split in splits}}}))
         paths.append(str(path))
     return paths

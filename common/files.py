@@ -107,7 +107,8 @@ def locked(folder) -> Iterator[None]:
         raise UserError(f'{folder} is being written by {holder or "another process"}: wait until it ends, or use '
                         'another folder')
     try:
-        path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+        with suppress(PermissionError):  # on Windows a lock is on the content too
+            path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
         yield
     finally:
         lock.release()
@@ -115,6 +116,8 @@ def locked(folder) -> Iterator[None]:
 
 def sync_folder(folder) -> None:
     """Makes renames in a folder last through a power failure."""
+    if not hasattr(os, 'O_DIRECTORY'):  # Windows opens no folders
+        return
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,5 +1,7 @@
 """Where a script runs: devices, processes, the allocator, the FLOP/s of a device, its terminal and its signals."""
 import ctypes
+import functools
+import math
 import os
 import platform
 import re
@@ -18,6 +20,7 @@ from common.files import UserError
 PEAK_FLOPS = {  # dense bf16 (V100: fp16), vendors' data sheets
     'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
     'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
+HANG_UP = getattr(signal, 'SIGHUP', signal.SIGTERM)  # Windows has no SIGHUP
 
 
 @dataclass
@@ -39,9 +42,11 @@ class Machine:
 
 
 def pick_device(name: str) -> str:
-    """'cuda' or 'cpu' for a device setting of auto, cuda or cpu; UserError if it is not to be had."""
-    if name not in ('auto', 'cuda', 'cpu'):
-        raise UserError(f"device is {name!r}: expected 'auto', 'cuda' or 'cpu'")
+    """'cuda', 'cpu' or 'mps' for a device setting of auto, cuda, cpu or mps; UserError if it is not to be had."""
+    if name not in ('auto', 'cuda', 'cpu', 'mps'):
+        raise UserError(f"device is {name!r}: expected 'auto', 'cuda', 'cpu' or 'mps'")
+    if name == 'mps' and not torch.backends.mps.is_available():
+        raise UserError('device is mps, but PyTorch sees no Apple GPU here: use --device=cpu')
     has_gpu = torch.cuda.is_available()
     if name == 'cuda' and not has_gpu:
         raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of '
@@ -49,6 +54,13 @@ def pick_device(name: str) -> str:
     if name == 'auto':
         return 'cuda' if has_gpu else 'cpu'
     return name
+
+
+def memory_bytes() -> float:
+    """Memory of this machine; inf where the system does not say, as Windows."""
+    if not hasattr(os, 'sysconf'):
+        return math.inf
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def pick_dtype(name: str, device: str, big_enough: bool = True) -> torch.dtype:
@@ -60,9 +72,11 @@ def pick_dtype(name: str, device: str, big_enough: bool = True) -> torch.dtype:
         raise UserError(f"dtype is {name!r}: expected 'auto', 'bfloat16' or 'float32'")
     if name != 'auto':
         return getattr(torch, name)
+    if device != 'cpu':
+        return torch.bfloat16 if device == 'cuda' else torch.float32
     tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private, so they may be missing
     has_units = any(getattr(torch.cpu, test, bool)() for test in tests)
-    return torch.bfloat16 if device == 'cuda' or (big_enough and has_units) else torch.float32
+    return torch.bfloat16 if big_enough and has_units else torch.float32
 
 
 def start_processes(s) -> Machine:
@@ -88,7 +102,7 @@ def start_processes(s) -> Machine:
             dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
         except ValueError as error:  # no MASTER_ADDR, for one
             raise UserError(f'{world} processes cannot be joined: start them with torchrun. {error}')
-    device = torch.device(kind, local) if kind == 'cuda' else torch.device('cpu')
+    device = torch.device(kind, local) if kind == 'cuda' else torch.device(kind)
     return Machine(rank, world, device, launcher=launcher)
 
 
@@ -132,6 +146,18 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n ** 3 / best
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes that this process has held at most: on the GPU, else on the host. None where the system does not tell."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 # ---- terminal and signals ----
 
 def make_progress() -> Callable[[str], None]:
@@ -158,7 +184,20 @@ def show(text: str, end: str = '\n') -> None:
     try:
         print(text, end=end, flush=True)
     except OSError:
-        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(HANG_UP)
+
+
+@functools.cache
+def no_bars_in_logs() -> None:
+    """No progress bars of libraries where stderr is no terminal: a log would get every state of each.
+
+    lm-eval and datasets say themselves whether a bar is shown, so an option or an environment variable is not enough.
+    """
+    if sys.stderr.isatty():
+        return
+    from tqdm import tqdm
+    start = tqdm.__init__
+    tqdm.__init__ = lambda bar, *args, **options: start(bar, *args, **{**options, 'disable': True})
 
 
 @contextmanager
@@ -172,8 +211,8 @@ def caught_signals() -> Iterator[list]:
 
     def on_signal(number, _):
         stop.append(number)
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        signal.signal(number, signal.SIG_IGN if number == HANG_UP else signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, HANG_UP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, on_signal)

@@ -180,4 +180,5 @@ class Scorer:
 def judge(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of targets (B, n) under logits (B, n, V), fp64 (B, n), and whether each is the likeliest."""
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return (chosen.float() - logits.float().logsumexp(-1)).double(), logits.argmax(-1) == targets
+    dtype = torch.float32 if logits.device.type == 'mps' else torch.float64  # Apple GPUs have no fp64
+    return (chosen.float() - logits.float().logsumexp(-1)).to(dtype), logits.argmax(-1) == targets

@@ -1,7 +1,8 @@
 """Settings of the scripts: a dataclass each, whose values come from the defaults, a config file and the command line.
 
 A training run's settings are `train.Settings` plus the `Config` of the chosen model file. A config file is plain Python
-assignments; `--key=value` overrides it. A name nobody knows is an error, in the file as on the command line.
+assignments; `--key=value` overrides it, and so does `--key value`. A name nobody knows is an error, in the file as on
+the command line.
 
 `load_settings` is what a script calls. `saved_settings` reads what an earlier run recorded, perhaps by older code.
 """
@@ -23,6 +24,10 @@ from common.files import UserError, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 2 ** 53  # number in a setting: up to here whole numbers are exact as floats and in JSON
+OTHER_NAMES = {  # what a setting is called in nanoGPT and in other repositories
+    'lr': 'learning_rate', 'wd': 'weight_decay', 'max_iters': 'max_tokens', 'warmup_iters': 'warmup_tokens',
+    'eval_iters': 'eval_tokens', 'dataset': 'data', 'd_model': 'n_embd', 'dim': 'n_embd', 'hidden_size': 'n_embd',
+    'context_length': 'block_size', 'seq_len': 'block_size', 'max_length': 'max_new_tokens'}
 
 
 class Text(str):
@@ -36,7 +41,7 @@ def load_settings(Settings: type, argv: list[str], config_of: Callable | None = 
     config_of(settings.model), a model's Config, are settings too; they are only in the returned dict. Raises UserError
     with the nearest valid names for an unknown one. `--help` prints all settings and exits.
     """
-    given, where, positional, wants_help = _parse(argv)
+    given, where, positional, wants_help = _parse(join_values(argv, Settings))
     if config_of and positional:
         path, *more = positional
         if more:
@@ -57,10 +62,39 @@ def load_settings(Settings: type, argv: list[str], config_of: Callable | None = 
     for name in given:
         if name not in types_of:
             near = difflib.get_close_matches(name, types_of, 3, 0.6)
+            if OTHER_NAMES.get(name) in types_of:
+                near = [OTHER_NAMES[name]]
             hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
             raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
         given[name] = typed(name, given[name], types_of[name], where[name])
     return Settings(**{name: value for name, value in given.items() if name in own}), positional, given
+
+
+def join_values(argv: list[str], Settings: type) -> list[str]:
+    """A script's arguments with `--key value` written as `--key=value`.
+
+    A boolean setting is a flag: after it only True or False is a value, all else stands for itself, as a prompt does.
+    The settings of a model are not known here: after one of them a name in .py is a config file, all else is its value.
+    """
+    types_of = typing.get_type_hints(Settings)
+    joined = []
+    for arg in argv:
+        name = joined[-1].removeprefix('--') if joined else ''
+        is_open = joined and joined[-1].startswith('--') and '=' not in name and name != 'help'
+        if name not in types_of:
+            is_value = not arg.endswith('.py')
+        else:
+            is_value = bool not in _options(types_of[name]) or arg.lower() in ('true', 'false')
+        if is_open and is_value and not arg.startswith('--'):
+            joined[-1] += f'={arg}'
+        else:
+            joined.append(arg)
+    return joined
+
+
+def _options(annotation) -> tuple:
+    """The types that a setting may have."""
+    return typing.get_args(annotation) or (annotation,)
 
 
 def _parse(argv):
@@ -105,7 +139,7 @@ def typed(name: str, value, annotation, where: str):
 
     20e9 may be an int and an int may be a float. What is on the command line is text, and read as the type needs it.
     """
-    options = typing.get_args(annotation) or (annotation,)
+    options = _options(annotation)
     if isinstance(value, Text):
         if not value and {str, type(None)} <= set(options):  # as --init_from=$RUN where RUN is not set
             raise UserError(f'setting {name!r} {where} is empty: expected text, or None for none')

@@ -6,10 +6,10 @@ drafts.
 
 Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` are who drafts, `AutoLength` how long.
 """
-import time
 from math import inf
 
 import torch
+import torch.nn as nn
 
 from common.decoding import (
     check_logits,
@@ -78,7 +78,7 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
     generator = torch.Generator(device).manual_seed(seed)
     decoder = SpeculativeDecoder(decodable(model), cache, drafter, longest, filters, generator)
     auto = (auto or AutoLength()) if draft_len == 'auto' else None
-    new, live, lengths_seen = [[] for _ in prompts], [True] * len(prompts), set()
+    new, live = [[] for _ in prompts], [True] * len(prompts)
 
     def append(b, ids):
         for token in ids:
@@ -89,8 +89,9 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
 
     for b, token in enumerate(decoder.read_prompts(*pad(prompts, device)).tolist()):
         append(b, [token])
+    if auto and auto.cost is None:
+        auto.cost = draft_cost(model, draft, decoder)
     while any(live):
-        start = time.perf_counter()
         going = [b for b, is_live in enumerate(live) if is_live]
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(new, live)]
         most = longest if device.type == 'cuda' else min(longest, max(room))  # another length would be another graph
@@ -98,15 +99,13 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
         lengths = [min(n, tokens) for tokens in room]
         decoder.verify(n, torch.tensor(lengths, device=device), torch.tensor(live, device=device))
         accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
-        seconds = time.perf_counter() - start
         for b in going:
             statistics.add(lengths[b], accepted[b])
             append(b, drafts[b][:accepted[b]] + [token[b]])
         if on_tokens:
             on_tokens(new)
-        if auto:  # the first round of a length also prepares: graphs, memory
-            auto.learn([(lengths[b], accepted[b]) for b in going], seconds if n in lengths_seen else None)
-            lengths_seen.add(n)
+        if auto:
+            auto.learn([(lengths[b], accepted[b]) for b in going])
     return new, statistics
 
 
@@ -341,77 +340,71 @@ class DraftStatistics:
 class AutoLength:
     """Decides after each drafted token whether to draft another; pass it on to the next call, for it learns.
 
-    A round of n drafted tokens takes t_verify + n t_draft seconds: t_verify verifies nothing, t_draft drafts and
-    verifies one token more. The round yields one token and those accepted,
-
-        tokens(n) = 1 + a + a^2 + ... + a^n        if a share a of the tokens is accepted where their turn comes.
-
-    The best speed is the largest tokens(n) / (t_verify + n t_draft) over n. One more drafted token costs t_draft
-    seconds, in which speed x t_draft tokens could be made. It gives, in each row, the probability that all of the draft
-    and it too are accepted. It is drafted while it gives more than it costs.
+    The unit of time is one verification. A round of n drafted tokens takes 1 + n cost, and yields one token and those
+    accepted. `speed` is the tokens of all rounds so far over their time. One more drafted token takes `cost`, in which
+    speed x cost tokens could be made. It gives, in each row, the probability that all of the draft and it too are
+    accepted. It is drafted while it gives more than it costs.
 
     A drafted token is taken to be accepted as often as those before it of like confidence (the draft's own probability
-    for it), and the one to come as often as all before it. t_verify and t_draft are a line through the times of earlier
-    rounds. The rows of a batch share a round's time, so they share its length: a row that stopped alone would save
-    nothing.
+    for it), and the one to come as often as all before it. The rows of a batch share a round's time, so they share its
+    length: a row that stopped alone would save nothing.
 
-    That a token is drafted depends on those before it only, never on itself, so the distribution of the text stays. The
-    length depends on the clock, unless the cost is given.
+    That a token is drafted depends on those before it only, never on itself, so the distribution of the text stays. No
+    clock is read: the same seed gives the same lengths and the same text.
     """
 
     BINS = 10  # of confidence
 
     def __init__(self, cost: float | None = None):
-        """cost: t_draft / t_verify, fixed instead of measured."""
+        """cost: of drafting one token; None: `draft_cost` of the first call."""
         self.cost = cost
-        self.sums = [0.0] * 5  # over rounds, of 1, n, t, n^2, n t for t seconds; later rounds count more
-        self.bins = [[1.5, 2.0] for _ in range(self.BINS)]  # accepted, tried: a start
-
-    def times(self) -> tuple[float, float]:
-        """t_verify and t_draft in one unit."""
-        weight, n, t, nn, nt = self.sums
-        if self.cost or not weight:
-            return 1.0, self.cost or 0.1
-        n, t = n / weight, t / weight
-        covariance = nt - weight * n * t
-        variance = nn - weight * n * n
-        slope = (covariance + 0.1 * t) / (variance + 1)  # as if one more round had shown 0.1 t a token
-        slope = min(max(slope, 0.01 * t), t / (n + 1))
-        return t - slope * n, slope
+        self.tokens = self.time = 1.0  # of a row, over all rounds: a start, as plain decoding
+        self.bins = [[2 * (i + 0.5) / self.BINS, 2.0] for i in range(self.BINS)]  # accepted, tried: a start
 
     def begin(self, n_rows: int) -> None:
-        """Before a round: `share`, of drafted tokens accepted, and `price`, the probability at which another pays."""
-        t_verify, t_draft = self.times()
-        accepted, tried = (sum(counts) for counts in zip(*self.bins))
-        self.share, self.drafts, self.survive = accepted / tried, [], [1.0] * n_rows
-        tokens, gain, speed = 1.0, 1.0, 1 / t_verify
-        for n in range(1, LONGEST_AUTO + 1):
-            gain *= self.share
-            tokens += gain
-            speed_n = tokens / (t_verify + n * t_draft)
-            if speed_n < speed:
-                break
-            speed = speed_n
-        self.price = speed * t_draft
+        """Before a round."""
+        self.drafts, self.survive = [], [1.0] * n_rows
 
     def more(self, confidences: list[float]) -> bool:
         """Whether to draft another token. confidences: of the token just drafted, for each row that goes on."""
         bins = [self.bins[min(int(c * self.BINS), self.BINS - 1)] for c in confidences]
         self.drafts.append(bins)
         self.survive = [before * accepted / tried for before, (accepted, tried) in zip(self.survive, bins)]
-        return self.share * sum(self.survive) > len(bins) * self.price
+        accepted, tried = (sum(counts) for counts in zip(*self.bins))
+        return sum(self.survive) * accepted / tried > len(bins) * self.cost * self.tokens / self.time
 
-    def learn(self, outcomes: list[tuple[int, int]], seconds: float | None) -> None:
-        """After a round. outcomes: (length, accepted) of each row that went on; seconds it took, None: not typical."""
-        n = len(self.drafts)
-        if seconds is not None:
-            t_verify, t_draft = self.times()
-            is_first = not self.sums[0]
-            most = seconds if is_first else 2 * (t_verify + n * t_draft)
-            t = min(seconds, most)  # a pause of the machine counts little
-            self.sums = [0.99 * total + x for total, x in zip(self.sums, (1, n, t, n * n, n * t))]
+    def learn(self, outcomes: list[tuple[int, int]]) -> None:
+        """After a round. outcomes: (length, accepted) of each row that went on."""
+        self.tokens += 1 + sum(accepted for _, accepted in outcomes) / len(outcomes)
+        self.time += 1 + len(self.drafts) * self.cost
         for row, (length, accepted) in enumerate(outcomes):
             for i in range(min(length, accepted + 1)):
                 counts = self.drafts[i][row]
                 counts[0] += i < accepted
                 counts[1] += 1
+
+
+def draft_cost(model, draft, decoder) -> float:
+    """What a drafted token costs, in verifications: the ratio of the bytes of weights and cache that they read.
+
+    Besides, the verification has one more token to read, which its products feel on a CPU (0.07 and 0.11 measured).
+    """
+    if draft is not None:
+        drafting = weight_bytes(draft.modules()) + decoder.drafter.cache.nbytes
+    else:
+        called = set()
+        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(module))
+        try:
+            decoder.draft_step(0)  # the round drafts it again
+        finally:
+            hook.remove()
+        drafting = weight_bytes(called)
+    one_more = 0.08 if decoder.token.device.type == 'cpu' else 0.01
+    return drafting / (weight_bytes(model.modules()) + decoder.cache.nbytes) + one_more
+
+
+def weight_bytes(modules) -> int:
+    """Bytes of the modules' weights, each once; a table of embeddings is looked up, not read."""
+    weights = {p for module in modules if not isinstance(module, nn.Embedding)
+               for p in module.parameters(recurse=False)}
+    return sum(p.nbytes for p in weights)

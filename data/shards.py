@@ -238,7 +238,8 @@ class Shard:
     """
 
     def __init__(self, path: Path, tokens: int, dtype: np.dtype, stays_open: bool):
-        self.path, self.dtype, self.size, self.stays_open = path, dtype, tokens * dtype.itemsize, stays_open
+        self.path, self.dtype, self.size = path, dtype, tokens * dtype.itemsize
+        self.stays_open = stays_open and hasattr(os, 'pread')  # a position is shared on Windows, which has no pread
         self.fd = None
         have = path.stat().st_size if path.is_file() else None
         if have != self.size:
@@ -268,14 +269,14 @@ class Shard:
         """Bytes of the file. The position is in each call, so that threads and forked processes may share the file."""
         fd = self.fd
         if fd is None:
-            fd = os.open(self.path, os.O_RDONLY)
+            fd = os.open(self.path, os.O_RDONLY | getattr(os, 'O_BINARY', 0))
             if self.stays_open:
                 self.fd = fd
                 weakref.finalize(self, os.close, fd)
         try:
-            content = os.pread(fd, end - begin, begin)
+            content = read_at(fd, end - begin, begin)
             while len(content) < end - begin:  # one call reads 2 GiB at most
-                more = os.pread(fd, end - begin - len(content), begin + len(content))
+                more = read_at(fd, end - begin - len(content), begin + len(content))
                 if not more:
                     raise UserError(f'{self.path} has {os.fstat(fd).st_size} bytes and had {self.size}: it was '
                                     'shortened meanwhile; copy or build the data again')
@@ -286,6 +287,14 @@ class Shard:
             if not self.stays_open:
                 os.close(fd)
         return content
+
+
+def read_at(fd: int, count: int, position: int) -> bytes:
+    """os.pread, which Windows has not."""
+    if hasattr(os, 'pread'):
+        return os.pread(fd, count, position)
+    os.lseek(fd, position, os.SEEK_SET)
+    return os.read(fd, count)
 
 
 class Data:

@@ -62,6 +62,29 @@ def test_bad_values_are_sentences(arg, sentence):
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize('argv, given, positional', [
+    (['--count', '4', 'a prompt'], {'count': 4}, ['a prompt']),
+    (['--rate', '-1', '--text', 'x y'], {'rate': -1.0, 'text': 'x y'}, []),
+    (['run', '--flag', 'a prompt'], {'flag': True}, ['run', 'a prompt']),
+    (['--flag', 'False', '--name', 'f.py'], {'flag': False, 'name': 'f.py'}, []),
+    (['--count', '4', '5'], {'count': 4}, ['5'])])
+def test_a_value_may_stand_after_its_setting_and_a_flag_takes_no_other_argument(argv, given, positional):
+    assert load_settings(Example, argv)[1:] == (positional, given)
+
+
+def test_a_model_setting_takes_a_value_and_no_config_file(tmp_path):
+    path = write(tmp_path / 'mine.py', "model = 'context_ready'\n")
+    for argv in ([path, '--bptt', '--n_layer', '3'], ['--n_layer', '3', '--bptt', path]):
+        _, positional, given = load_settings(Example, argv, config_of=model_config_class)
+        assert positional == [path] and given['bptt'] is True and given['n_layer'] == 3
+
+
+@pytest.mark.parametrize('other, ours', [('lr', 'learning_rate'), ('max_iters', 'max_tokens'), ('d_model', 'n_embd')])
+def test_names_of_other_repositories_are_hinted_at(other, ours):
+    with pytest.raises(UserError, match=f'did you mean {ours!r}'):
+        load_settings(train.Settings, [f'--{other}=1'], config_of=model_config_class)
+
+
 def write(path, text):
     path.write_text(text)
     return str(path)

@@ -136,6 +136,25 @@ def test_generation_and_the_registered_name(trained):
 
 
 @pytest.mark.slow
+def test_every_bundled_task_runs_on_files_as_published_and_no_bar_is_drawn_in_a_log(trained, tmp_path):
+    """Names of splits, labels in a file of their own, tasks whose splits have names of their own, pages as texts."""
+    files = {'winogrande_dev': {'sentence': 'a _ b', 'option1': 'c', 'option2': 'd'}, 'c4': {'page': 'a b c d'},
+             'mnli': {'premise': 'a', 'hypothesis': 'b', 'label': 1}}
+    for name, record in files.items():
+        (tmp_path / f'{name}.jsonl').write_text(2 * (json.dumps(record) + '\n'))
+    (tmp_path / 'winogrande_dev-labels.lst').write_text('1\n2\n')
+    trained = shutil.copytree(trained, tmp_path / 'run')
+    result = run('eval.py', trained, '--tasks=winogrande,mnli,c4', f'--data_dir={tmp_path}')
+    assert result.returncode == 0, result.stderr
+    for row in ('winogrande acc', 'mnli acc', 'c4 word_perplexity'):
+        assert row in result.stdout
+    assert 'it/s' not in result.stderr, result.stderr
+    for group in ('mmlu', 'lambada'):
+        assert_sentence(run('eval.py', trained, f'--tasks={group}', f'--data_dir={tmp_path}'),
+                        f'{group} is several tasks of lm-eval: with --data_dir name each task')
+
+
+@pytest.mark.slow
 def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_data, tmp_path):
     sets = {'sps': ['arc_easy acc_norm', 'books3 nats_per_word', 'average accuracy', 'average nats_per_word'],
             'nextlat': ['wikitext word_perplexity', 'social_iqa acc', 'winogrande acc', 'arc_challenge acc_norm'],

@@ -1,6 +1,7 @@
 """Generation: the tokens are those of the full forward, drawn from the distribution that was asked for."""
 import copy
 import io
+import os
 import signal
 import sys
 
@@ -14,6 +15,7 @@ import sample
 from common.decoding import generate, pack_weights, token_probs
 from common.files import UserError
 from common.start import quiet_start
+from data.tokenizers import load_tokenizer
 
 
 def make(device='cpu', eos_id=None, module=model_standard):
@@ -96,7 +98,7 @@ def test_empty_prompt_is_a_sentence():
     with pytest.raises(ValueError, match='a prompt is empty'):
         generate(make(), [[1], []], 5)
     with pytest.raises(UserError, match='a prompt has no tokens'):
-        sample.fit([], sample.Settings(max_new_tokens=5), 64)  # as a blank is for a synthetic task
+        sample.fit([], 5, False, 64)  # as a blank is for a synthetic task
 
 
 @pytest.mark.parametrize('temperature', [1e-6, 1e-3, 1.0, 1e3, 1e6])
@@ -155,7 +157,7 @@ def test_command_line(trained, tmp_path):
     one = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
     assert one.returncode == 0 and one.stdout.startswith('ab cd')
     assert '20 tokens in' in one.stderr and 'cache' in one.stderr
-    assert_sentence(run('sample.py', trained, 'a', '--stop', 'END'), '--stop needs a value: write --stop=VALUE')
+    assert_sentence(run('sample.py', trained, 'a', '--stop'), '--stop needs a value: write --stop=VALUE')
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
@@ -180,6 +182,41 @@ def test_stop_strings_and_utf8(trained, monkeypatch, capsys):
     monkeypatch.setattr(sample, 'generate', fake)
     sample.main([str(trained), 'p', '--stop=END', '--max_new_tokens=20'])
     assert capsys.readouterr().out == 'pé日x \n'
+
+
+@pytest.mark.slow
+def test_the_new_tokens_are_as_many_as_the_context_holds(trained):
+    """The run's context is 64 tokens, fewer than the 200 of old; training prints this command at its end."""
+    for prompt, *options, n_new in (('ab cd', 60), ('a' * 64, 1), ('a' * 90, '--truncate', 32)):
+        result = run('sample.py', trained, prompt, '--ignore_eos', *options)
+        assert result.returncode == 0 and f'{n_new} tokens in' in result.stderr, result.stderr
+    assert_sentence(run('sample.py', trained, 'a' * 65), 'a prompt of 65 tokens and 1 new ones do not fit')
+
+
+@pytest.mark.slow
+def test_an_empty_prompt_starts_from_eos(trained):
+    result = run('sample.py', trained, '', '--max_new_tokens=5', '--ignore_eos')
+    assert result.returncode == 0 and '5 tokens in' in result.stderr, result.stderr
+    record = {'settings': {'block_size': 64}, 'data': {'eos_id': 256}}
+    tokenizer = load_tokenizer('byte')
+    assert sample.encode_prompts(sample.Settings(), tokenizer, record, ['', 'a'])[0] == [[256], [97]]
+    record['data']['eos_id'] = None
+    with pytest.raises(UserError, match='has no eos to start from'):
+        sample.encode_prompts(sample.Settings(), tokenizer, record, [''])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, 'openpty'), reason='needs a pseudo-terminal')
+def test_prompts_are_typed_on_a_terminal_until_end_of_file(trained, monkeypatch, capsys):
+    """A prompt that does not fit is refused in a sentence, and the next one, an empty line, is answered."""
+    here, there = os.openpty()
+    with open(there) as terminal, open(here, 'wb', buffering=0) as typed:
+        typed.write(b'ab cd\n' + b'a' * 70 + b'\n\n\x04')
+        monkeypatch.setattr(sys, 'stdin', terminal)
+        sample.main([str(trained), '--max_new_tokens', '9', '--ignore_eos'])
+    shown = capsys.readouterr()
+    assert shown.out.startswith('ab cd') and shown.err.count('9 tokens in') == 2
+    assert 'a prompt of 70 tokens and 9 new ones do not fit' in shown.err and shown.err.count('> ') == 4
 
 
 @pytest.mark.slow

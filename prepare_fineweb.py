@@ -307,12 +307,14 @@ def removed_on_failure(folder: Path, is_new: bool) -> Iterator[None]:
 
 
 def training_command(folder: Path, splits: dict) -> str:
-    """A command that trains on the data: with windows that both splits have."""
-    longest = min(splits['train']['tokens'] // 2, splits['val']['tokens'] - 1)
+    """A command that trains on the data: a model for as much of it, with windows that both splits have."""
+    n_train, n_val = splits['train']['tokens'], splits['val']['tokens']
+    longest = min(n_train // 2, n_val - 1)
     options = [f'--data={folder}', f'--out_dir=out/{folder.resolve().name}']
     if longest < 256:
         options.append(f'--block_size={longest}')
-    config = 'config/standard_xs.py' if longest >= 4096 else 'config/quickstart.py'
+    is_large = n_train >= 10 ** 8 and longest >= 4096
+    config = 'config/standard_xs.py' if is_large else 'config/quickstart.py'
     return shlex.join(['python', 'train.py', config, *options])
 
 

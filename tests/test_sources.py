@@ -116,7 +116,7 @@ def test_an_interrupted_preparation_goes_on_with_the_share_that_it_began_with(is
     """Older code did not look for one that fits, and knew no split_lines."""
     (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'id': i, 'text': text}) + '\n'
                                               for i, text in enumerate(LINES)))
-    args = [tmp_path / 'a.jsonl', tmp_path / 'out', '--shard_tokens=1000', f'--val_share={0.02 if is_old else 0.001}']
+    args = [tmp_path / 'a.jsonl', tmp_path / 'out', '--shard_tokens=4000', f'--val_share={0.02 if is_old else 0.001}']
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -4,6 +4,7 @@
     python train.py config/standard_s.py --learning_rate=3e-4 any setting can be overridden
     torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs: same batches, same losses
     python train.py config/quickstart.py --resume             goes on after an interruption, on the very same batches
+    python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   makes a run longer, in a folder of its own
 
 Reads top to bottom: settings, the model and its optimizer, evaluation, the loop, and at the end `main`, which tells the
 story. A model needs `forward` and `logits`; what else it may have is used where it is there: `adopt` (weights of

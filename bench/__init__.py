@@ -9,6 +9,7 @@
     python -m bench.gpn             GPN's scan beside the plain loop; with --jax, beside JAX
     python -m bench.prepare FILE    prepare_fineweb.py beside a plain loop of tiktoken
     python -m bench.evaluation      eval.py beside lm-eval's own model
+    python -m bench.memory          the memory that --dry_run estimates beside measured peaks on CPU
     python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 

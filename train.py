@@ -4,6 +4,7 @@
     python train.py config/standard_s.py --learning_rate=3e-4 any setting can be overridden
     torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs: same batches, same losses
     python train.py config/quickstart.py --resume             goes on after an interruption, on the very same batches
+    python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   makes a run longer, in a folder of its own
 
 Reads top to bottom: settings, the model and its optimizer, evaluation, the loop, and at the end `main`, which tells the
 story. A model needs `forward` and `logits`; what else it may have is used where it is there: `adopt` (weights of
@@ -25,6 +26,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait leave the core to others
 
@@ -33,7 +35,7 @@ import torch.distributed as dist
 
 from common import runs
 from common.decoding import generate
-from common.files import UserError, friendly_errors
+from common.files import UserError, first_line, friendly_errors
 from common.machine import (
     caught_signals,
     make_progress,
@@ -44,10 +46,12 @@ from common.machine import (
     say,
     start_processes,
 )
+from common.memory import memory_by_rows
 from common.scoring import counted, validation_loss
 from common.settings import check_ranges, join_values, load_settings, saved_settings
 from common.speculative import longest_draft, speculative_generate
 from data import open_data
+from data.tasks import builtin_data, task_class
 from data.tokenizers import load_tokenizer, padded_vocab
 
 
@@ -60,9 +64,11 @@ class Settings:
     out_dir: str | None = None  # run folder; None: out/<name of the config file>
     resume: bool = False  # go on with the run in out_dir, on the same batches
     overwrite: bool = False  # replace the run in out_dir
+    extend: str | None = None  # run folder to go on from into a new out_dir, with more max_tokens; it stays as it is
     init_from: str | None = None  # run whose weights to start from; settings of the model not given are that run's
     eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
-    dry_run: bool = False  # check everything, print sizes and costs, and stop
+    dry_run: bool = False  # check everything, print sizes, costs and memory, and stop; works without the data
+    memory: float | None = None  # with --dry_run: GiB of a GPU that a step is to fit
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     data: str = 'data/built/fineweb_edu'  # data folder, or built-in data; a task's options: path_star:degree=2,length=5
@@ -106,13 +112,14 @@ class Settings:
             decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=at_least_0,
             grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, acceptance_prompts=at_least_0,
             log_interval=at_least_1, save_interval=at_least_1, keep_checkpoints=(2, math.inf),
-            sample_tokens=at_least_0, threads=(1, 1024))
+            sample_tokens=at_least_0, threads=(1, 1024),
+            memory=at_least_0)
 
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
-    'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval',
-    'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens', 'wandb_project',
-    'device', 'compile', 'threads',
+    'resume', 'overwrite', 'eval_only', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
+    'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
+    'wandb_project', 'device', 'compile', 'threads',
     'data',  # where it lies: what it holds is compared by its checksum
     'scan', 'segment_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
@@ -128,7 +135,9 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
         s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
     own = {f.name for f in fields(Settings)}
     record = None
-    if s.resume or (s.eval_only and not s.init_from):
+    if is_extension(s):
+        s, record = extended_settings(s, given)
+    elif s.resume or (s.eval_only and not s.init_from):
         record = runs.read_run(s.out_dir)
         if s.dtype == 'auto':
             given.pop('dtype', None)  # the run recorded what auto was
@@ -151,12 +160,36 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 
+def extended_settings(s, given) -> tuple[Settings, dict]:
+    """Settings of a run that makes the run s.extend longer, and that run's record."""
+    record = runs.read_run(s.extend)
+    saved = saved_settings(Settings, record['settings'], f'{s.extend}/config.json')
+    if saved.schedule == 'cosine':
+        raise UserError(f'{s.extend} has schedule = cosine, whose learning rates depend on max_tokens from the start, '
+                        'so it cannot be made longer: train anew with more max_tokens, or use wsd or constant')
+    if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(s.extend).resolve():
+        raise UserError(f'--extend={s.extend} leaves that run as it is: give a new folder, --out_dir=NEW')
+    if s.max_tokens <= saved.max_tokens or 'max_tokens' not in given:
+        raise UserError(f'{s.extend} has max_tokens = {saved.max_tokens}: give --max_tokens, more than that')
+    if s.init_from and 'init_from' in given:
+        raise UserError('--extend and --init_from name two runs to start from: give one')
+    if s.dtype == 'auto':
+        given.pop('dtype', None)
+    known = {**asdict(saved), **asdict(runs.saved_config(record, s.extend))}
+    check_unchanged(s.extend, known, {k: v for k, v in given.items() if k not in ('extend', 'max_tokens')})
+    own = {f.name for f in fields(Settings)} - {'overwrite'}
+    asked = {name: value for name, value in given.items() if name in own}
+    return replace(saved, **{**asked, 'overwrite': s.overwrite}), record
+
+
 def with_model_of_run(argv):
     """argv; with the model of the run it goes on with, if it names neither a model nor a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
-    goes_on = 'out_dir' in options and options.keys() & {'resume', 'eval_only'} and 'init_from' not in options
-    if goes_on and 'model' not in options and all(arg.startswith('-') for arg in argv):
-        return [*argv, f'--model={runs.read_run(options["out_dir"])["model"]}']
+    source = options.get('extend')
+    if options.keys() & {'resume', 'eval_only'} and 'init_from' not in options:
+        source = options.get('out_dir')
+    if source and 'model' not in options and all(arg.startswith('-') for arg in argv):
+        return [*argv, f'--model={runs.read_run(source)["model"]}']
     return argv
 
 
@@ -169,11 +202,34 @@ def check_unchanged(folder, saved, given):
                             'another --out_dir')
 
 
+def has_data(name: str) -> bool:
+    """Whether there is data of this name, or such as is built when asked for."""
+    return bool(task_class(name)) or name in builtin_data() or not name or Path(name).exists()
+
+
+def assumed_data(s, given_model, record):
+    """What a dry run takes data to be that is not there: its run's, or of a config's n_ids, or GPT-2's tokens."""
+    record = record or (runs.read_run(s.init_from) if s.init_from else None)
+    like = {'tokenizer': 'gpt2', 'n_ids': 50257, 'eos_id': 50256, 'sha256': ''}
+    if record:
+        like = record['data']
+    elif 'n_ids' in given_model:
+        like |= {'tokenizer': 'unknown', 'n_ids': given_model['n_ids'], 'eos_id': given_model['n_ids'] - 1}
+    kind = '' if like['tokenizer'] == 'gpt2' else ' --tokenizer=FILE'
+    n_tokens = f'{s.max_tokens:.2g}'.replace('e+', 'e')
+    print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
+          f'enough text. To make it:\n  python prepare_fineweb.py --out_dir={shlex.quote(s.data)}{kind} '
+          f'--max_tokens={n_tokens}')
+    return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
+                           sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
+                           n_windows=lambda split, T: 1)
+
+
 def check_settings(s, data, world):
     """Raises UserError for what would fail later."""
     if s.schedule not in ('wsd', 'cosine', 'constant'):
         raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
-    if s.sample_tokens:
+    if s.sample_tokens and has_data(s.data):
         load_tokenizer(data.tokenizer)  # now, not after the training
     if s.batch_size < world:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
@@ -186,15 +242,30 @@ def check_settings(s, data, world):
                             f'block_size = {s.block_size}: use a smaller block_size or more data')
 
 
+def is_new(s) -> bool:
+    """Whether a run folder is to be made."""
+    return not (s.resume or s.eval_only)
+
+
+def is_extension(s) -> bool:
+    """Whether this is the start of a longer run of s.extend."""
+    return bool(s.extend) and is_new(s)
+
+
+def run_of(s) -> str:
+    """The run folder that the settings are those of."""
+    return s.extend if is_extension(s) else s.out_dir
+
+
 def model_config(s, given, data, record):
     """The model's Config: the saved one, or the user's values with the vocabulary of the data."""
     if record:
-        runs.check_vocabulary(record, data, s.out_dir)
-        if s.resume and record['data']['sha256'] != data.sha256:
-            raise UserError(f'{data.folder} is not the data that the run in {s.out_dir} was trained on (its checksums '
+        runs.check_vocabulary(record, data, run_of(s))
+        if not s.eval_only and record['data']['sha256'] != data.sha256:
+            raise UserError(f'{data.folder} is not the data that the run in {run_of(s)} was trained on (its checksums '
                             'differ): bring that data back, or start another run with --init_from')
         changed = {name: value for name, value in given.items() if name in MAY_CHANGE}
-        return runs.saved_config({**record, 'model_config': {**record['model_config'], **changed}}, s.out_dir)
+        return runs.saved_config({**record, 'model_config': {**record['model_config'], **changed}}, run_of(s))
     if s.init_from:
         runs.check_vocabulary(runs.read_run(s.init_from), data, s.init_from)
     if given.get('n_ids', data.n_ids) != data.n_ids:
@@ -226,26 +297,37 @@ def describe(s, c, data, world):
           f'data {data.folder}: {amount}\n'
           f'{n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
-    if s.dry_run:
-        print_memory(s, model, n_params, world)
     return model, n_steps
 
 
-def print_memory(s, model, n_params, world):
-    """Prints the estimated memory of a process; of activations for models with `flops_per_token` and `head`."""
-    n_rows = min(s.micro_batch_size, math.ceil(s.batch_size / world))
-    line = f'estimated memory per process: {16 * n_params / 2**30:.2f} GiB for weights, gradients and AdamW'
-    if hasattr(model, 'flops_per_token') and hasattr(model, 'head'):
-        layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.head]
-        n_weights = sum(m.weight.numel() for m in layers)
-        # how often a token passes a layer, two streams being two: flops_per_token counts 6 a weight for each pass, and
-        # at T = 1 attention is nothing
-        passes = (model.flops_per_token(1) / 6 - model.head.weight.numel()) / n_weights
-        widths = sum(m.in_features + m.out_features for m in layers)
-        activations = n_rows * s.block_size * widths * passes * 2  # what linear layers take and give, in bf16
-        line += (f', {activations / 2**30:.2f} GiB for activations (micro-batches of {n_rows}, less with '
-                 'checkpoint_blocks or checkpoint_unrolls)')
-    print(line)
+def print_memory(s, c, machine):
+    """Prints the estimated memory of a process, and whether it fits a GPU of s.memory GiB."""
+    n_params = sum(p.numel() for p in runs.blank_model(s.model, c).parameters())
+    copies = 4 if machine.world == 1 else 5  # weights, gradients, two moments; with DDP its buckets
+    on_gpu = s.memory is not None or machine.device.type == 'cuda'
+    dtype = pick_dtype(s.dtype, 'cuda') if on_gpu else machine.dtype
+    print(f'estimated memory per process: {4 * copies * n_params / 2**30:.2f} GiB for weights, gradients and AdamW',
+          end='', flush=True)
+    try:
+        fixed, by_row = memory_by_rows(lambda: runs.blank_model(s.model, c), lambda model: make_optimizer(model, s),
+                                       dtype, s.block_size, on_gpu)
+    except Exception as error:  # an operator that only numbers can answer, in an edited model
+        print(f'; activations cannot be told: {type(error).__name__}: {first_line(error)}')
+        return
+    fixed += 4 * (copies - 4) * n_params
+    most = math.ceil(s.batch_size / machine.world)  # sequences of a process
+    n_rows = min(s.micro_batch_size, most)
+    needed = fixed + by_row * n_rows
+    print(f', {needed / 2**30:.2f} GiB at the peak of a step, micro-batches of {n_rows}, products in '
+          f'{str(dtype)[6:]}, {"attention as on a GPU" if on_gpu else "on a CPU, whose allocator may take half more"}')
+    if s.memory is None:
+        return
+    room = 0.95 * s.memory * 2 ** 30  # the rest is the driver's, and between tensors
+    largest = min(most, int((room - fixed) / by_row))
+    advice = f'the largest micro_batch_size that does is {largest}'
+    if largest < 1:
+        advice = 'no micro_batch_size does: choose a smaller block_size or model, or see checkpoint_ in --help'
+    print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
 
 
 def check_memory(s, model, device):
@@ -263,7 +345,7 @@ def read_weights(s, record):
     source = s.init_from
     if record and s.eval_only:
         source = s.out_dir
-    elif record and runs.checkpoints(s.out_dir):
+    elif s.extend or record and runs.checkpoints(s.out_dir):
         source = None
     if not source:
         return None, 0, None
@@ -296,6 +378,15 @@ def choose_scan(model, machine) -> dict:
         print(f'scan: loop (checked in {seconds:.1f} s)')
     is_number = difference is not None and math.isfinite(difference)
     return {'scan': scan, 'scan_difference': difference if is_number else None, 'scan_seconds': seconds}
+
+
+def last_before_decay(s: Settings) -> int | None:
+    """Steps of a wsd run before its learning rate decays: from there it can be made longer. None for other schedules.
+
+    At this step there is always a checkpoint, and it stays.
+    """
+    tokens_per_step = s.batch_size * s.block_size
+    return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
 
 
 def learning_rate(s: Settings, tokens: int) -> float:
@@ -458,6 +549,7 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         step += 1
         intervals = s.log_interval, s.save_interval, s.eval_interval
         log_due, save_due, eval_due = (step % n == 0 or step == n_steps for n in intervals)
+        save_due |= step == last_before_decay(s)
         if not (log_due or save_due or eval_due or stopping):
             continue
         numbers = read_numbers(parts, norm, machine)
@@ -490,7 +582,7 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
             wandb.log(line, step=step)
         if log and (save_due or stopping):
             os.fsync(log.fileno())  # never behind the checkpoint
-            runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints)
+            runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints, last_before_decay(s))
         since, since_step = time.perf_counter(), step  # evaluation and saving are not training time
     return step, seconds, stopping
 
@@ -506,7 +598,7 @@ def main(argv: list[str] | None = None) -> None:
         if not is_first:
             dist.barrier()  # the first process builds data that is not there yet
         try:
-            data = open_data(s.data)
+            data = assumed_data(s, given_model, record) if s.dry_run and not has_data(s.data) else open_data(s.data)
         finally:
             if is_first and machine.world > 1:
                 dist.barrier()
@@ -514,12 +606,11 @@ def main(argv: list[str] | None = None) -> None:
             data.verify()
         check_settings(s, data, machine.world)
         c = model_config(s, given_model, data, record)
-        is_new = not (s.resume or s.eval_only)
-        if is_new:
+        if is_new(s):
             runs.claim_folder(s.out_dir, s.overwrite)
         claim = contextlib.nullcontext()
         if is_first and not (s.eval_only or s.dry_run):
-            claim = runs.claimed(s.out_dir, is_new, s.overwrite)
+            claim = runs.claimed(s.out_dir, is_new(s), s.overwrite)
         with claim, contextlib.redirect_stdout(sys.stdout if is_first else open(os.devnull, 'w')):
             run(s, c, data, record, machine, argv)
     if machine.world > 1:
@@ -542,13 +633,14 @@ def run(s, c, data, record, machine, argv):
     if source:
         runs.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
     if s.dry_run:
+        print_memory(s, c, machine)
         return
     check_memory(s, blank_model, device)
 
     model = make_model(s, c, data, device, source, weights)
     if not s.eval_only:
         optimizer = make_optimizer(model, s)
-        step, seconds = runs.restore_training(s.out_dir, model, optimizer) if record else (0, 0.0)
+        step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
     scan = choose_scan(model, machine)
     compiled = torch.compile(model) if is_compiled else model
     if s.eval_only:
@@ -563,8 +655,11 @@ def run(s, c, data, record, machine, argv):
 
     log = wandb = None
     if machine.rank == 0:
-        if not record:
+        if is_new(s):
             start_folder(s, c, data, machine)
+        if is_extension(s):
+            runs.copy_log(s.extend, s.out_dir, step)
+            runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints, last_before_decay(s))
         log, wandb = runs.open_log(s.out_dir, step), start_wandb(s, c)
         if scan:
             log.write(runs.log_line({'step': step, **scan}))
@@ -578,10 +673,26 @@ def run(s, c, data, record, machine, argv):
         finish(s, model, data, machine, seconds)
 
 
+def restore(s, model, optimizer) -> tuple[int, float]:
+    """(step, seconds of training) of the checkpoint that training goes on from, loaded."""
+    if not is_extension(s):
+        if s.extend and not runs.checkpoints(s.out_dir):
+            raise UserError(f'{s.out_dir} was stopped before it had the weights of {s.extend}: start it once more, '
+                            f'with --extend={s.extend} --max_tokens={s.max_tokens} --overwrite in place of --resume')
+        return runs.restore_training(s.out_dir, model, optimizer)
+    saved = saved_settings(Settings, runs.read_run(s.extend)['settings'], f'{s.extend}/config.json')
+    up_to = last_before_decay(saved)
+    if not any(up_to is None or runs.step_of(path) <= up_to for path in runs.checkpoints(s.extend)):
+        before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
+        raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train anew with more '
+                        'max_tokens')
+    return runs.restore_training(s.extend, model, optimizer, up_to)
+
+
 def start_folder(s, c, data, machine):
     """Makes the run folder of a new run."""
     runs.remove_run(s.out_dir)  # claim_folder has seen --overwrite
-    for_one_start = dict(resume=False, overwrite=False, eval_only=False, dry_run=False)
+    for_one_start = dict(resume=False, overwrite=False, eval_only=False, dry_run=False, memory=None)
     runs.save_run(s.out_dir, {
         'model': s.model,
         'settings': {**asdict(s), **for_one_start, 'dtype': str(machine.dtype)[6:]},
@@ -601,7 +712,7 @@ def start_wandb(s, c):
 
 
 def resume_command(argv, world):
-    args = [a for a in argv if a not in ('--resume', '--overwrite')]
+    args = [a for a in argv if a not in ('--resume', '--overwrite') and not a.startswith('--extend=')]
     start = f'torchrun --nproc_per_node={world}' if world > 1 else 'python'
     return f'{start} {shlex.join(["train.py", *args, "--resume"])}'
 

@@ -10,6 +10,7 @@
     python -m bench.prepare FILE    prepare_fineweb.py beside a plain loop of tiktoken
     python -m bench.evaluation      eval.py beside lm-eval's own model
     python -m bench.checks          what the checks of files and numbers cost, as a share of a training step
+    python -m bench.memory          the memory that --dry_run estimates beside measured peaks on CPU
     python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 

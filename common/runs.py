@@ -31,7 +31,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common.files import UserError, checked_json, first_line, locked, read_json, sha256, sync_folder, write_json
+from common.files import (
+    UserError,
+    checked_json,
+    first_line,
+    locked,
+    read_json,
+    sha256,
+    sync_folder,
+    write_file,
+    write_json,
+)
 from common.settings import saved_settings, typed
 from data import Data, open_data
 from data.shards import TOKENIZER_FILES, keep_tokenizer
@@ -349,6 +359,12 @@ def open_log(folder, step: int) -> TextIO:
     return log
 
 
+def copy_log(source, folder, step: int) -> None:
+    """Begins the log of a run that makes another longer: with the other's lines up to a step."""
+    lines = [log_line(record) for record in read_log(source) if record['step'] <= step]
+    write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
+
+
 def log_line(record: dict) -> str:
     """A record as a line of log.jsonl: JSON that ends with the crc32 of what stands before."""
     text = json.dumps(record)[:-1]
@@ -416,22 +432,26 @@ def plot_loss(folder) -> None:
 
 # ---- checkpoints ----
 
-def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds: float, keep: int) -> None:
-    """A checkpoint from which training goes on exactly.
+def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds: float, keep: int,
+                  always: int | None = None) -> None:
+    """A checkpoint from which training goes on exactly. The newest `keep` stay, and that of step `always`.
 
     Random streams need no state: they are functions of seed and step.
     """
     names = {p: name for name, p in model.named_parameters()}
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
     files = {'model.safetensors': own_tensors(model), 'optimizer.safetensors': moments}
-    save_checkpoint(folder, step, files, {'step': step, 'seconds': seconds}, keep)
+    save_checkpoint(folder, step, files, {'step': step, 'seconds': seconds}, keep, always)
 
 
-def restore_training(folder, model: torch.nn.Module, optimizer) -> tuple[int, float]:
-    """Loads the newest whole checkpoint. Returns (step, seconds); (0, 0.0) if the run was stopped before its first."""
+def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | None = None) -> tuple[int, float]:
+    """Loads the newest whole checkpoint, of the step up_to at most. Returns (step, seconds).
+
+    (0, 0.0) if the run was stopped before its first.
+    """
     if not checkpoints(folder):
         return 0, 0.0
-    state, files = load_checkpoint(folder)
+    state, files = load_checkpoint(folder, up_to=up_to)
     load_weights(model, files['model.safetensors'], folder)
     params = dict(model.named_parameters())
     for name, value in files['optimizer.safetensors'].items():
@@ -442,8 +462,11 @@ def restore_training(folder, model: torch.nn.Module, optimizer) -> tuple[int, fl
     return state['step'], state['seconds']
 
 
-def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: int = 2) -> None:
+def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: int = 2,
+                    always: int | None = None) -> None:
     """Writes ckpt/step_<step> of a run folder, all or nothing, then removes all but the newest `keep` checkpoints.
+
+    The one of the step `always` stays besides.
 
     tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder,
     reach the disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk
@@ -480,14 +503,19 @@ def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: in
                         'with --resume')
     newest_first = checkpoints(folder)
     n_damaged = newest_first.index(final)  # those with higher steps are damaged ones that this run fell back from
-    for old in newest_first[:n_damaged] + newest_first[n_damaged + keep:]:
+    others = [path for path in newest_first[n_damaged:] if step_of(path) != always]
+    for old in newest_first[:n_damaged] + others[keep:]:
         shutil.rmtree(old)
 
 
 def checkpoints(folder) -> list[Path]:
     """The checkpoint folders of a run, newest first."""
     found = [path for path in (Path(folder) / 'ckpt').glob('step_*') if re.fullmatch(r'step_\d{8,}', path.name)]
-    return sorted(filter(Path.is_dir, found), key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(filter(Path.is_dir, found), key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix('step_'))
 
 
 def last_good(folder) -> str:
@@ -504,14 +532,17 @@ def not_finite(tensors: dict) -> str | None:
     return next((name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()), None)
 
 
-def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')) -> tuple[dict, dict]:
+def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors'),
+                    up_to: int | None = None) -> tuple[dict, dict]:
     """The newest whole checkpoint of a run folder: (state, {file name: {tensor name: tensor}}).
+
+    With up_to: of that step at most.
 
     Each file is checked against SHA256SUMS and for numbers that are not finite; a bad checkpoint is named on stderr and
     the one before it is taken.
     Only JSON and safetensors are read, neither of which can run code.
     """
-    found = checkpoints(folder)
+    found = [path for path in checkpoints(folder) if up_to is None or step_of(path) <= up_to]
     for path in found:
         try:
             sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())

@@ -4,7 +4,8 @@ import ast
 from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
-COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks'}
+COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
+          'memory'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
@@ -17,6 +18,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.speculative': {'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding'},
     'common.benchmarks': {'common.files'},
+    'common.memory': {'attn_kernels'},
     'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans.delta_rule'},

@@ -1,0 +1,76 @@
+"""A longer run: --extend goes on from a run before its decay, and is what the whole of it would have been at once."""
+import shutil
+
+import pytest
+from conftest import STEP_TOKENS, assert_sentence, config_json, run, train_tiny
+
+from common import runs
+
+pytestmark = pytest.mark.slow
+
+NUMBERS = ('step', 'tokens', 'loss', 'nll', 'grad_norm', 'lr', 'val')
+
+
+def numbers(folder, up_to=10 ** 9):
+    """What a run's log has of each step, but for times."""
+    log = runs.read_log(folder)
+    return [{name: record.get(name) for name in NUMBERS} for record in log if record['step'] <= up_to]
+
+
+@pytest.fixture(scope='module')
+def short(tiny_data, tmp_path_factory):
+    out = tmp_path_factory.mktemp('extend') / 'short'
+    assert train_tiny(tiny_data, out, '--keep_checkpoints=2', '--save_interval=1', steps=20).returncode == 0
+    return out
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
+
+
+def extend(source, out, steps, *more):
+    return run('train.py', f'--extend={source}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *more)
+
+
+def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short, tiny_data, tmp_path):
+    assert train_tiny(tiny_data, tmp_path / 'whole', steps=40).returncode == 0
+    source = shutil.copytree(short, tmp_path / 'short')
+    before = files(source)
+    result = extend(source, tmp_path / 'longer', 40)
+    assert result.returncode == 0 and 'from step 18' in result.stdout, result.stderr
+    assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole') and len(numbers(tmp_path / 'longer')) == 40
+    assert files(source) == before
+    record = config_json(tmp_path / 'longer')['settings']
+    assert record['extend'] == str(source) and record['max_tokens'] == 40 * STEP_TOKENS
+    shutil.rmtree(source)
+    shutil.rmtree(tmp_path / 'longer/ckpt/step_00000040')
+    resumed = run('train.py', f'--out_dir={tmp_path / "longer"}', '--resume')
+    assert resumed.returncode == 0 and 'from step 39' in resumed.stdout, resumed.stderr
+    assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
+
+
+def test_the_checkpoint_before_the_decay_is_made_and_stays(short):
+    assert [path.name[-2:] for path in runs.checkpoints(short)] == ['20', '19', '18']
+
+
+def test_a_constant_run_goes_on_from_its_newest_checkpoint(tiny_data, tmp_path):
+    assert train_tiny(tiny_data, tmp_path / 'a', '--schedule=constant', steps=6).returncode == 0
+    assert train_tiny(tiny_data, tmp_path / 'whole', '--schedule=constant', steps=9).returncode == 0
+    assert 'from step 6' in extend(tmp_path / 'a', tmp_path / 'b', 9).stdout
+    want, got = numbers(tmp_path / 'whole'), numbers(tmp_path / 'b')
+    assert [r['loss'] for r in got] == [r['loss'] for r in want] and len(got) == 9
+
+
+def test_what_cannot_be_made_longer_is_a_sentence(short, tmp_path):
+    assert_sentence(extend(short, tmp_path / 'new', 20), 'has max_tokens = 2560: give --max_tokens, more')
+    assert_sentence(extend(short, short, 40), 'give a new folder, --out_dir=NEW')
+    assert_sentence(extend(short, tmp_path / 'new', 40, '--seed=3'), 'has seed = 1337, but 3 is asked for')
+    early = shutil.copytree(short, tmp_path / 'early')
+    shutil.rmtree(early / 'ckpt/step_00000018')
+    assert_sentence(extend(early, tmp_path / 'new', 40), 'has no checkpoint from before its decay', 'after step 18')
+    cosine = shutil.copytree(short, tmp_path / 'cosine')
+    text = (cosine / 'config.json').read_text().replace('"wsd"', '"cosine"')
+    (cosine / 'config.json').write_text('{' + text.split(',', 1)[1])  # without its checksum
+    assert_sentence(extend(cosine, tmp_path / 'new', 40), 'has schedule = cosine')
+    assert not (tmp_path / 'new').exists()
+    assert extend(short, tmp_path / 'new', 40, '--dry_run').returncode == 0 and not (tmp_path / 'new').exists()

@@ -7,7 +7,7 @@
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
     python eval.py RUN --speculative                           drafts: accepted tokens, speed-up; --draft=RUN drafts
     python eval.py RUN --to_llama=FOLDER                       a Standard run as a Hugging Face Llama folder
-    python eval.py FOLDER --from_llama=RUN                     and back, as a new run
+    python eval.py FOLDER --from_llama=RUN                     a Llama, Mistral or Qwen folder as a new run
 
 Several runs are shown side by side. Each run folder gets a line in eval.jsonl. With --data_dir, tasks and corpora are
 read from the benchmarks' own files there (common/benchmarks.py lists them) and nothing is downloaded.
@@ -48,7 +48,7 @@ from common.decoding import check_sampling, generate, pack_weights
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.llama import export_llama, import_llama
 from common.machine import no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
-from common.runs import load_run, run_data
+from common.runs import check_vocabulary, load_run, run_data
 from common.scoring import Scorer, perplexity, rank, validation_loss, world
 from common.settings import check_ranges, load_settings
 from common.speculative import AutoLength, longest_draft, read_length, speculative_generate
@@ -91,8 +91,8 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
     dtype: str = 'auto'  # auto, bfloat16 or float32
     to_llama: str | None = None  # write the run to this folder as a Hugging Face Llama
-    from_llama: str | None = None  # make a new run folder of this name from a Hugging Face Llama folder
-    tokenizer: str = 'gpt2'  # with --from_llama: its tokenizer, as in prepare_fineweb.py
+    from_llama: str | None = None  # make a new run of this name from a Llama, Mistral or Qwen folder
+    tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
 
     def __post_init__(self):
         at_least_1 = (1, inf)
@@ -259,10 +259,8 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
 
 def data_for(record: dict, s: Settings):
     """--data, or the run's own data; UserError if there is none or it has another tokenizer."""
-    data, of_run = run_data(record, s.data), record['data']
-    if (data.n_ids, data.eos_id) != (of_run['n_ids'], of_run['eos_id']):
-        raise UserError(f'{data.folder} has {data.n_ids} ids with eos {data.eos_id}, the run {of_run["n_ids"]} with '
-                        f'{of_run["eos_id"]}: they have different tokenizers')
+    data = run_data(record, s.data)
+    check_vocabulary(record, data)
     return data
 
 
@@ -529,7 +527,7 @@ def main(argv: list[str] | None = None) -> None:
         if s.to_llama:
             return export_llama(runs[0], s.to_llama)
         if s.from_llama:
-            return import_llama(runs[0], s.from_llama, load_tokenizer(s.tokenizer))
+            return import_llama(runs[0], s.from_llama, s.tokenizer and load_tokenizer(s.tokenizer))
         tasks, corpora = chosen(s)
         no_bars_in_logs()
         if torchrun_ranks()[1] > 1:

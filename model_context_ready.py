@@ -419,6 +419,8 @@ class Model(nn.Module):
         Weights that have a correction already, or are for a model without one, come back as they are. Raises
         ValueError for variants without a last layer of their own.
         """
+        if self.config.block == 'gpt' and 'blocks.0.gate_up.weight' in tensors:
+            raise ValueError("these are weights of model_standard's blocks: set block = 'llama'")
         own = {name: p.detach() for name, p in self.named_parameters() if name.startswith('correction.')}
         if not own or any(name in tensors for name in own):
             return tensors

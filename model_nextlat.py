@@ -390,6 +390,12 @@ class Model(nn.Module):
             return self.fetch(e[:, i:], q[:, i:], keys, values)
         return [checkpoint(fetched, i, use_reentrant=False) for i in range(1, self.config.horizon + 1)]
 
+    def adopt(self, tensors):
+        """Named weights of a model_standard run, with the parts of this objective new beside them: the same logits."""
+        new = {name: p.detach() for name, p in self.named_parameters()
+               if name.startswith(('dynamics.', 'future.', 'fetch.')) and name not in tensors}
+        return tensors | new
+
     def logits(self, idx):
         """Next-token logits at every position. idx (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
         return self._logits(self.final_hidden(idx))

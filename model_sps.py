@@ -232,6 +232,13 @@ class Model(nn.Module):
         loss = linear_cross_entropy(h.flatten(0, 1), weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
+    def adopt(self, tensors):
+        """Named weights of a model_standard run; where the row of <predict> is empty, it gets a random vector."""
+        embed, n_ids = tensors['embed.weight'].clone(), self.config.n_ids
+        if not embed[n_ids].any():
+            embed[n_ids].normal_(std=embed[:n_ids].std().item())
+        return {**tensors, 'embed.weight': embed}
+
     def logits(self, idx):
         """Next-token logits at every position. idx (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
         return self._logits(self.final_hidden(idx))

@@ -6,9 +6,10 @@
     python train.py config/standard_xs.py --data=data/built/fw2b
 
 The source is streamed: what is not needed is not downloaded. Local files are parquet, jsonl, jsonl.gz or txt (one
-document a file), given by path, pattern, or as a folder that `datasets` understands. The shards depend on the source
-and the settings alone, not on the number of workers or on interruptions: started again, it checks what it has written,
-and that the source is the same, and goes on after its last whole shard.
+document a file, or with --split_lines a line), given by path, pattern, or as a folder: of texts, one that `datasets`
+understands, or one that `save_to_disk` wrote (data/sources.py). The shards depend on the source and the settings alone,
+not on the number of workers or on interruptions: started again, it checks what it has written, and that the source is
+the same, and goes on after its last whole shard. A start that fails before its first whole shard leaves nothing.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -16,18 +17,16 @@ if __name__ == '__main__':
 
 import dataclasses
 import datetime
-import glob
-import gzip
 import hashlib
-import json
 import multiprocessing
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +34,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -54,19 +52,18 @@ from common.machine import no_bars_in_logs
 from common.settings import check_ranges, load_settings
 from data.shards import (
     BUILT,
+    TOKENIZER_FILES,
     ShardWriter,
     check_shard,
     check_split,
+    document_ids,
     expect,
     is_count,
     piece_checksums,
-    split_of,
 )
+from data.sources import FINEWEB, START, batches, fitting_share, open_source
 from data.tokenizers import Tokenizer, load_tokenizer
 
-FINEWEB = 'HuggingFaceFW/fineweb-edu'
-KINDS = ('.parquet', '.jsonl', '.json', '.jsonl.gz', '.json.gz', '.txt')  # endings of local files
-BATCH = 256  # records that a worker encodes at a time
 MAX_TOKENS, MAX_SHARD_TOKENS = 10 ** 15, 10 ** 10  # a shard is in memory before it is written
 AHEAD = 100  # batches read ahead, so that workers are busy while a shard is written
 
@@ -77,168 +74,14 @@ class Settings:
     config: str | None = None  # the dataset's configuration; None: sample-100BT for FineWeb-Edu, else its only one
     split: str = 'train'  # split of the dataset that is read; train and val are both made from it
     text_field: str = 'text'  # field of a record that holds the document
-    id_field: str | None = 'id'  # field whose hash decides between train and val; None: the text itself
+    id_field: str | None = 'id'  # field whose hash decides between train and val; None, and for .txt: the text itself
+    split_lines: bool = False  # a document is a line of a .txt file, not the whole file
     tokenizer: str = 'gpt2'  # gpt2, byte, or the path of a tokenizer.json or a SentencePiece .model
     vocab_dir: str | None = None  # folder with GPT-2's encoder.json and vocab.bpe, where they cannot be downloaded
     max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
-    val_share: float = 0.001  # share of the documents that become validation data
+    val_share: float = 0.001  # share of the documents that become validation data; larger where that would be too few
     shard_tokens: int = 100_000_000  # tokens of a shard; the document that fills it is its last
     workers: int | None = None  # processes that encode; None: one per core
-
-
-# ---- the source ----
-
-def local_files(name: str) -> list[str]:
-    """The files that a path or a pattern names, all of one kind; none if it names a folder or a dataset of the hub."""
-    if os.path.isdir(name):
-        return []
-    files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
-    if not files and (glob.has_magic(name) or name.endswith(KINDS)):
-        raise UserError(f'no file matches {name}')
-    is_json = [file.endswith(('.jsonl', '.json', '.jsonl.gz', '.json.gz')) for file in files]
-    kinds = [is_json, *([file.endswith(kind) for file in files] for kind in ('.parquet', '.txt'))]
-    if not any(map(all, kinds)):
-        matches = ', '.join(files[:3]) + (' ...' if len(files) > 3 else '')
-        raise UserError(f'{name} matches {matches}: expected files of one kind of {", ".join(KINDS)}')
-    for file in files:
-        if os.path.getsize(file) == 0 and not file.endswith('.txt'):
-            raise UserError(f'{file} is empty: remove it, or fetch it again')
-    return files
-
-
-def open_source(name: str, s: Settings) -> tuple[Callable, str, int | None]:
-    """(read, a checksum of what the source is, its number of records where that is known).
-
-    read(position) yields batches (state, [(place, record)]): where in the source the batch begins, and for each record,
-    a dict, what is said of its place in an error. The checksum is of the names, sizes and times of local files, and of
-    the revision of a dataset on the hub.
-    """
-    files = local_files(name)
-    if files and not files[0].endswith('.parquet'):
-        stats = [(file, os.stat(file)) for file in files]
-        identity = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
-        return lambda position: file_batches(files, position['state']), checksum_of(identity), None
-    import datasets
-    config = s.config or ('sample-100BT' if name == FINEWEB else None)
-    try:
-        if files:
-            builder = datasets.load_dataset_builder('parquet', data_files=[glob.escape(file) for file in files])
-        else:
-            builder = datasets.load_dataset_builder(name, config)
-        stream = builder.as_streaming_dataset(split='train' if files else s.split)
-    except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
-        raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
-    identity = [builder.hash]
-    for split, of_split in (builder.config.data_files or {}).items():
-        for file, origin in zip(of_split, of_split.origin_metadata):  # the origin: revision on the hub, or time
-            identity.append((str(split), file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
-    info = stream.info.splits and stream.info.splits.get(s.split)
-    return (lambda position: stream_batches(name, stream.with_format('arrow'), s, position), checksum_of(identity),
-            info and info.num_examples)
-
-
-def checksum_of(identity: list) -> str:
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-
-
-def stream_batches(name: str, stream, s: Settings, position: dict) -> Iterator[tuple]:
-    """`read` of a stream of Arrow tables, a datasets.IterableDataset."""
-    state, documents = position['state'], position['documents'] - position['skip']
-    if state:
-        stream.load_state_dict(state)
-    tables, fields = stream.iter(BATCH), {s.text_field, s.id_field} - {None}
-    while True:
-        try:
-            table = next(tables, None)
-        except Exception as error:  # each kind of file has its own
-            raise UserError(f'{name} cannot be read after record {documents:,} ({type(error).__name__}): {error}')
-        if table is None:
-            return
-        documents += len(table)
-        if fields <= set(table.column_names):
-            table = table.select(sorted(fields))
-        yield state, [('', record) for record in table.to_pylist()]
-        state = stream.state_dict()
-
-
-def file_batches(files: list[str], state: dict | None) -> Iterator[tuple]:
-    """`read` of json and txt files."""
-    state = state or {'file': 0, 'line': 0}
-    if not (is_count(state.get('file'), 0) and state['file'] < len(files) and is_count(state.get('line'), 0)):
-        raise UserError(f'progress.json is damaged: {state!r:.100} is no place in the source; remove its folder '
-                        'and start again')
-    records = file_records(files, state)
-    while batch := list(islice(records, BATCH)):
-        yield batch[0][0], [(place, record) for _, place, record in batch]
-
-
-def file_records(files: list[str], state: dict) -> Iterator[tuple]:
-    """Yields (state, place, record) from a line of a file on: a state is the number of a file and of a line in it."""
-    for i, file in enumerate(files[state['file']:], state['file']):
-        first = state['line'] if i == state['file'] else 0
-        n_read = first
-        try:
-            for n, record in [(0, text_record(file))] if file.endswith('.txt') else json_records(file, first):
-                yield {'file': i, 'line': n}, f' ({file}, line {n + 1:,})', record
-                n_read = n + 1
-        except (ValueError, EOFError, OSError, RecursionError, zlib.error) as error:
-            raise UserError(f'{file} cannot be read after line {n_read:,} ({type(error).__name__}): {error}')
-
-
-def text_record(file: str) -> dict:
-    with open(file, encoding='utf-8') as text:
-        return {'text': text.read()}
-
-
-def json_records(file: str, first: int) -> Iterator[tuple]:
-    """Yields (number, record) of the lines of a file from the first-th on, or of the list that a .json file may be."""
-    with (gzip.open if file.endswith('.gz') else open)(file, 'rb') as lines:
-        begin = lines.peek(64).lstrip(b'\xef\xbb\xbf \t\r\n')
-        if file.removesuffix('.gz').endswith('.json') and begin.startswith(b'['):
-            yield from islice(enumerate(json.load(lines)), first, None)
-            return
-        for n, line in enumerate(lines):
-            if n >= first and (line := line.strip()):
-                yield n, json.loads(line)
-
-
-def batches(read: Callable, s: Settings, position: dict) -> Iterator[tuple]:
-    """Yields (position of the first record, [(split, text)]) in the order of the source.
-
-    A position is {'state': of the source, 'skip': records to skip after it, 'documents': records before}.
-    """
-    skip, documents = position['skip'], position['documents']
-    for state, records in read(position):
-        position, found = {'state': state, 'skip': skip, 'documents': documents}, []
-        for place, record in records[skip:]:
-            documents += 1
-            found.append(document(record, f'record {documents:,}{place}', s))
-        yield position, found
-        skip = 0
-
-
-def document(record, place: str, s: Settings) -> tuple[str, str]:
-    """(split, text) of a record; UserError if a field is missing or of another type."""
-    if not isinstance(record, dict):
-        raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
-    for field, kind in ((s.text_field, str), (s.id_field, (str, int))):
-        if field is not None and not isinstance(record.get(field), kind):
-            has = f'has {record[field]!r:.60} in' if field in record else 'has no'
-            fields = ', '.join([*record][:20])
-            raise UserError(f'{place} {has} field {field!r}, expected {"text" if kind is str else "an id"}; the fields '
-                            f'are {fields}: set --text_field, or --id_field (None: the hash of the text decides '
-                            'between train and val)')
-    text = printable(record[s.text_field])
-    return split_of(text if s.id_field is None else printable(str(record[s.id_field])), s.val_share), text
-
-
-def printable(text: str) -> str:
-    """The text with what is no Unicode character (half a surrogate pair) replaced."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode(errors='replace').decode()
 
 
 # ---- encoding in worker processes ----
@@ -258,13 +101,7 @@ def end_with_parent() -> None:
 
 def encode(batch: list[tuple]) -> list[tuple]:
     """[(split, text)] -> [(split, ids with eos, bytes of the text)]."""
-    dtype = np.uint16 if tokenizer.n_ids <= 2 ** 16 else np.uint32
-    encode_text = tokenizer.encode_array or tokenizer.encode
-    documents = []
-    for split, text in batch:
-        ids = np.asarray(encode_text(text), dtype)
-        documents.append((split, np.append(ids, dtype(tokenizer.eos_id)), len(text.encode())))
-    return documents
+    return [(split, document_ids(tokenizer, text), len(text.encode())) for split, text in batch]
 
 
 @contextmanager
@@ -351,17 +188,17 @@ def save_progress(folder: Path, arguments: dict, writer: ShardWriter, position: 
             path.unlink()
 
 
-def load_progress(folder: Path, arguments: dict, tokenizer: Tokenizer, shard_tokens: int) -> tuple[ShardWriter, dict]:
-    """(writer, position) of the start before, or of none.
+def load_progress(folder: Path, arguments: dict, tokenizer: Tokenizer, shard_tokens: int) -> tuple:
+    """(writer, position, the share of validation documents that fitted) of the start before; of none the last is None.
 
     Raises UserError if its arguments or its source were others, or if what it wrote is not there any more as it was.
     """
     writer = ShardWriter(folder, tokenizer, shard_tokens)
     saved = read_progress(folder) if (folder / 'progress.json').exists() else None
     if not saved or not saved['position']['documents']:  # without a whole shard, other arguments are as good
-        return writer, {'state': None, 'skip': 0, 'documents': 0}
+        return writer, START, None
     for name, value in arguments.items():
-        begun_with = saved['arguments'].get(name)
+        begun_with = saved['arguments'].get(name, getattr(Settings, name, None))  # older code had fewer settings
         if begun_with != value:
             if name.endswith('_checksum'):
                 raise UserError(f'the {name.removesuffix("_checksum")} has changed since {folder} was begun (names, '
@@ -378,7 +215,8 @@ def load_progress(folder: Path, arguments: dict, tokenizer: Tokenizer, shard_tok
         if not path.is_file() or path.read_bytes() != checksums:
             write_file(path, checksums)
     pending = {split: checked_ids(folder, record, writer.dtype) for split, record in saved['pending'].items()}
-    return ShardWriter(folder, tokenizer, shard_tokens, saved['splits'], pending), saved['position']
+    val_share = saved['arguments'].get('fitting_share', arguments['val_share'])
+    return ShardWriter(folder, tokenizer, shard_tokens, saved['splits'], pending), saved['position'], val_share
 
 
 def checked_ids(folder: Path, record: dict, dtype: np.dtype) -> np.ndarray:
@@ -422,16 +260,19 @@ def prepare(name: str, s: Settings) -> None:
     folder = Path(s.out_dir) if s.out_dir else BUILT / (plain or 'files')
     check_folder(folder)  # before anything is written there, the lock included
     tokenizer = load_tokenizer(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer)
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder), worker_pool(s, tokenizer.name) as pool:
-        check_folder(folder)  # once more: it may have been finished meanwhile
+    with locked(folder), removed_on_failure(folder, is_new), worker_pool(s, tokenizer.name) as pool:
         read, source_checksum, n_records = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': tokenizer_checksum(tokenizer.name)}
         for of_this_start in ('out_dir', 'workers', 'vocab_dir'):
             del arguments[of_this_start]
-        writer, position = load_progress(folder, arguments, tokenizer, s.shard_tokens)
-        save = partial(save_progress, folder, arguments, writer)
+        writer, position, val_share = load_progress(folder, arguments, tokenizer, s.shard_tokens)
+        if val_share is None:
+            val_share = fitting_share(read, s, s.max_tokens)
+        s = dataclasses.replace(s, val_share=val_share)
+        save = partial(save_progress, folder, {**arguments, 'fitting_share': val_share}, writer)
         save(position)  # by which the next start knows the folder
         fill(writer, encoded(pool, batches(read, s, position), AHEAD), position, save, s.max_tokens, n_records)
         if not writer.splits:
@@ -441,7 +282,38 @@ def prepare(name: str, s: Settings) -> None:
             path.unlink()
     for split, info in sorted(writer.splits.items()):
         print(f'{split}: {info["documents"]:,} documents, {info["tokens"]:,} tokens in {len(info["shards"])} shards')
-    print(f'{folder} is ready: python train.py config/standard_xs.py --data={folder}')
+    print(f'{folder} is ready: {training_command(folder, writer.splits)}')
+
+
+@contextmanager
+def removed_on_failure(folder: Path, is_new: bool) -> Iterator[None]:
+    """Where a start fails before its first whole shard, it leaves nothing: what the script writes is removed again.
+
+    Raises UserError as `check_folder`, as the folder may have been finished before it was locked.
+    """
+    check_folder(folder)
+    try:
+        yield
+    except BaseException:
+        is_begun = (folder / 'progress.json').exists()
+        if not is_begun or not read_progress(folder)['position']['documents']:
+            for pattern in (*TOKENIZER_FILES, 'train_[0-9]*', 'val_[0-9]*', '.pending_*', '.*.writing',
+                            'progress.json', '.lock'):
+                for path in folder.glob(pattern):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if is_new and not os.listdir(folder):
+                folder.rmdir()
+        raise
+
+
+def training_command(folder: Path, splits: dict) -> str:
+    """A command that trains on the data: with windows that both splits have."""
+    longest = min(splits['train']['tokens'] // 2, splits['val']['tokens'] - 1)
+    options = [f'--data={folder}', f'--out_dir=out/{folder.resolve().name}']
+    if longest < 256:
+        options.append(f'--block_size={longest}')
+    config = 'config/standard_xs.py' if longest >= 4096 else 'config/quickstart.py'
+    return shlex.join(['python', 'train.py', config, *options])
 
 
 def tokenizer_checksum(name: str) -> str | None:

@@ -29,7 +29,7 @@ os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wa
 from common.decoding import check_sampling, generate, pack_weights, roomy_cache
 from common.files import UserError, friendly_errors
 from common.machine import pick_device, pick_dtype
-from common.runs import load_run
+from common.runs import load_run, same_vocabulary
 from common.settings import check_ranges, load_settings
 from common.speculative import longest_draft, read_length, speculative_generate
 from data.tokenizers import load_tokenizer
@@ -124,10 +124,9 @@ def fit(ids: list[int], n_new: int, truncate: bool, block_size: int) -> list[int
 def load_draft(folder, record: dict, device: str, dtype: str):
     """The model of a run folder, to draft for the run of this record; UserError if it has another tokenizer."""
     draft, of_draft = load_run(folder, device, pick_dtype(dtype, device))
-    for key in ('tokenizer', 'n_ids'):
-        if of_draft['data'][key] != record['data'][key]:
-            raise UserError(f'the draft run {folder} has {key} {of_draft["data"][key]!r}, the run '
-                            f'{record["data"][key]!r}: they must have one tokenizer')
+    if not same_vocabulary(of_draft['data'], record['data']):
+        drafts, own = (f'{data["tokenizer"]!r} with {data["n_ids"]} ids' for data in (of_draft['data'], record['data']))
+        raise UserError(f'the draft run {folder} has tokenizer {drafts}, the run {own}: they must have one tokenizer')
     return pack_weights(draft)
 
 

@@ -39,6 +39,7 @@ from common.machine import (
     make_progress,
     memory_bytes,
     peak_flops,
+    peak_memory,
     pick_dtype,
     say,
     start_processes,
@@ -59,7 +60,7 @@ class Settings:
     out_dir: str | None = None  # run folder; None: out/<name of the config file>
     resume: bool = False  # go on with the run in out_dir, on the same batches
     overwrite: bool = False  # replace the run in out_dir
-    init_from: str | None = None  # run folder whose weights to start from; model settings not given are that run's
+    init_from: str | None = None  # run whose weights to start from; settings of the model not given are that run's
     eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
     dry_run: bool = False  # check everything, print sizes and costs, and stop
     seed: int = 1337  # of the initial weights, the data order and dropout
@@ -112,6 +113,7 @@ MAY_CHANGE = {  # on --resume; the last line has settings of models, which chang
     'resume', 'overwrite', 'eval_only', 'dry_run', 'out_dir', 'verify', 'micro_batch_size', 'eval_interval',
     'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens', 'wandb_project',
     'device', 'compile', 'threads',
+    'data',  # where it lies: what it holds is compared by its checksum
     'scan', 'segment_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
 
@@ -139,10 +141,13 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
             raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
     elif s.init_from:  # what is not given is as in the source
         source = runs.read_run(s.init_from)
-        source = asdict(runs.saved_config(source, s.init_from)) if source['model'] == s.model else {}
-        if 'documents' not in given and 'eos_id' in source:
-            s.documents = source['eos_id'] is not None
-        given = {k: v for k, v in source.items() if k not in ('vocab_size', 'n_ids', 'eos_id')} | given
+        values = asdict(runs.saved_config(source, s.init_from))
+        if source['model'] != s.model:  # what both have, but for a window of None: SPS has another, and needs one
+            known = {f.name for f in fields(runs.model_file(s.model).Config)}
+            values = {k: v for k, v in values.items() if k in known and (k, v) != ('window', None)}
+        if 'documents' not in given and 'eos_id' in values:
+            s.documents = values['eos_id'] is not None
+        given = {k: v for k, v in values.items() if k not in ('n_ids', 'eos_id')} | given
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 
@@ -465,6 +470,8 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
                 'tokens_per_s': speed}
         if flops:
             line['mfu'] = speed * flops / peak
+        if held := peak_memory(machine.device):
+            line['memory_gib'] = held / 2 ** 30
         if n_skipped:
             line['skipped'] = n_skipped
         left = (n_steps - step) * (seconds - first_seconds) / (step - first_step)

@@ -14,10 +14,11 @@ if __name__ == '__main__':
 import sys
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 import torch
 
-from analysis import write_csv
+from analysis import line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import check_vocabulary, load_run, run_data
@@ -29,7 +30,7 @@ DEPTHS = (1, 2, 3, 5, 10)
 
 @dataclass
 class Settings:
-    out: str = 'context_ready'  # NAME of the files to write, without ending
+    out: str | None = None  # NAME of the files to write, without ending; None: context_ready beside the runs
     tokens: int = 65536  # of the validation data, from its start
     batch_size: int = 16  # windows at a time
     data: str | None = None  # data folder; None: the run's own
@@ -103,20 +104,19 @@ def analyse(run, s):
 
 
 def plot(rows, path):
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
-    for row in rows:
+    figure, axes = new_figure(figsize=(8, 4.5))
+    for row, style in zip(rows, line_styles(len(rows))):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
-        line, = axes.plot(*zip(*points), marker='o', markersize=4, label=row['run'])
-        axes.axhline(row['sequential'], color=line.get_color(), linestyle=':', linewidth=1)
-    axes.set(xlabel='unrolls K (dotted: sequential)', ylabel='validation perplexity', xscale='log', yscale='log',
-             xticks=DEPTHS, xticklabels=DEPTHS)
-    axes.minorticks_off()
+        label = f'{Path(row["run"]).name}: {row["sequential"]:.3f}'
+        axes.plot(*zip(*points), marker='o', markersize=5, label=label, **style)
+        axes.axhline(row['sequential'], color=style['color'], linestyle=':', linewidth=1)
+    axes.set(xlabel='unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
+             xticklabels=DEPTHS)
+    axes.xaxis.minorticks_off()
+    number_log_axis(axes.yaxis, *axes.get_ylim())
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    figure.legend(loc='outside right upper', frameon=False, title='dotted: sequential')
+    save_figure(figure, path)
 
 
 def main(argv=None):
@@ -125,11 +125,12 @@ def main(argv=None):
         if not runs:
             raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')
         rows = [analyse(run, s) for run in runs]
-        write_csv(f'{s.out}.csv', rows)
-        plot(rows, f'{s.out}.png')
+        out = output_path(s.out, runs, 'context_ready')
+        write_csv(f'{out}.csv', rows)
+        plot(rows, f'{out}.png')
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))
-        print(f'written to {s.out}.png and {s.out}.csv')
+        print(f'written to {out}.png and {out}.csv')
 
 
 if __name__ == '__main__':

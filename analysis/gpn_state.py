@@ -11,7 +11,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import csv
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
+from analysis import new_figure, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import check_vocabulary, load_run, run_data
@@ -30,7 +30,7 @@ from model_gpn import start_documents
 
 @dataclass
 class Settings:
-    out: str = 'gpn_state'  # NAME of the files to write, without ending
+    out: str | None = None  # NAME of the files to write, without ending; None: gpn_state beside the run
     data: str | None = None  # data folder; None: the run's
     batches: int = 8  # batches of validation windows, over which the mean direction is compared
     batch_size: int = 8  # windows a batch
@@ -202,10 +202,7 @@ def measure(model, batches, unigram, show):
 
 
 def plot(rows, path):
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout='constrained')
+    figure, axes = new_figure(2, 3, figsize=(15, 8))
     panels = [('deviation', 'deviation of each dimension, sorted', 'linear'),
               ('variance', 'variance of the first components', 'linear'),
               ('running mean', "the running mean's cosine with the mean", 'log'),
@@ -221,8 +218,7 @@ def plot(rows, path):
     tests = [(r[1], r[3]) for r in rows if r[0] == 'perplexity']
     axes.flat[-1].barh([name for name, _ in tests][::-1], [v for _, v in tests][::-1])
     axes.flat[-1].set(title='validation perplexity', xscale='log')
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def main(argv=None):
@@ -248,14 +244,14 @@ def main(argv=None):
         unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
         tokenizer = load_tokenizer(record['data']['tokenizer'])
         rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'))
-        with open(f'{s.out}.csv', 'w', newline='') as file:
-            csv.writer(file).writerows([('part', 'name', 'x', 'value'), *rows])
-        plot(rows, f'{s.out}.png')
+        out = output_path(s.out, runs, 'gpn_state')
+        write_csv(f'{out}.csv', [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows])
+        plot(rows, f'{out}.png')
         for part, name, x, value in rows:
             if part in ('geometry', 'mean direction', 'half-life', 'perplexity'):
                 shown = value if isinstance(value, str) else f'{value:.4g}'
                 print(f'{part}: {name}{"" if x == "" else f" {x}"} {shown}')
-        print(f'written to {s.out}.png and {s.out}.csv')
+        print(f'written to {out}.png and {out}.csv')
 
 
 if __name__ == '__main__':

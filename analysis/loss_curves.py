@@ -4,7 +4,10 @@
 
 Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where
 each line goes below the first one's for good, as figure 2 of the SPS paper does. Time is that of the runs' own logs:
-compare runs that had the same machine.
+compare runs that had the same machine. A run that cannot be drawn is left out, and named.
+
+The picture begins where the steep start is over, after a quarter of each line, so that the ends can be told apart; the
+CSV has all of it.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -12,50 +15,157 @@ if __name__ == '__main__':
 
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from pathlib import Path
 
-from analysis import write_csv
+from analysis import is_number, line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from common.settings import load_settings
+from train import MAY_CHANGE
 
-NO_DIFFERENCE = {  # settings that do not change what a curve is
-    'seed', 'out_dir', 'resume', 'overwrite', 'verify', 'micro_batch_size', 'eval_interval', 'log_interval',
-    'save_interval', 'keep_checkpoints', 'sample_tokens', 'wandb_project', 'device', 'compile', 'threads', 'scan'}
+# settings that do not change what a curve is; the last three follow from the data and `documents`
+NO_DIFFERENCE = MAY_CHANGE | {'seed', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}
+TOKENS = (1, 'tokens'), (1e3, 'thousand tokens'), (1e6, 'million tokens'), (1e9, 'billion tokens')
+MINUTES = (1, 'minutes'), (60, 'hours'), (60 * 24, 'days')
+SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 
 
 @dataclass
 class Settings:
-    out: str = 'loss_curves'  # NAME of the files to write, without ending
+    out: str | None = None  # NAME of the files to write, without ending; None: loss_curves beside the runs
+
+
+# ---- what the runs are ----
+
+def differences(runs: list[str]) -> dict[str, dict]:
+    """{run: {'model': its model or method, setting: value}} of the settings in which runs differ.
+
+    A setting of the model is compared with the other runs of that model, one of training with all. A run of older code
+    has no value for settings that came later, and differs from nobody in them.
+    """
+    names, model, training = {}, {}, {}
+    for run in runs:
+        record = read_run(run)
+        names[run] = str(record['model_config'].get('method', record['model']))
+        model[run] = without(record['model_config'], NO_DIFFERENCE)
+        training[run] = without(record['settings'], NO_DIFFERENCE)
+    found = {}
+    for run in runs:
+        alike = [model[other] for other in runs if names[other] == names[run]]
+        own = {key: value for settings, others in ((model[run], alike), (training[run], training.values()))
+               for key, value in settings.items() if any(other.get(key, value) != value for other in others)}
+        found[run] = {'model': names[run], **own}
+    return found
+
+
+def without(settings: dict, names: set[str]) -> dict:
+    return {key: value for key, value in settings.items() if key not in names}
+
+
+def shorts(settings: dict) -> dict[str, str]:
+    """The settings of `differences` as texts for a label."""
+    return {key: short(key, value) for key, value in settings.items()}
+
+
+def short(name: str, value) -> str:
+    """A setting for a label: 'lr=0.0013', 'tokens=2.5M', 'bptt', 'no window', 'data=fineweb_edu'."""
+    if name == 'model':
+        return value
+    name = SHORT.get(name, name)
+    if value is None or isinstance(value, bool):
+        return name if value else f'no {name}'
+    if isinstance(value, (int, float)):
+        return f'{name}={short_number(value)}'
+    return f'{name}={shortened(str(value).rstrip("/").rpartition("/")[2])}'
+
+
+def short_number(value: float) -> str:
+    """2500000 -> '2.5M', 12345 -> '12345', 0.000177828 -> '0.0001778'."""
+    for unit, letter in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
+        if abs(value) >= unit:
+            return f'{value / unit:.4g}{letter}'
+    return f'{value:.4g}' if isinstance(value, float) else str(value)
+
+
+def shortened(text: str, length: int = 32) -> str:
+    return text if len(text) <= length else f'{text[:length - 3]}...'
 
 
 def group(runs: list[str]) -> dict[str, list[str]]:
     """{label: [run folder, one a seed]}.
 
-    A label is the method or model, then the settings in which runs differ: those of training among all runs, those of
-    the model among the runs of that method.
+    A label has the model or method, where they differ, then as few of the settings that differ as tell the groups
+    apart.
     """
-    own = {}
-    for run in runs:
-        record = read_run(run)
-        name = str(record['model_config'].get('method', record['model']))
-        training, model = ({key: value for key, value in record[part].items() if key not in NO_DIFFERENCE | {'model'}}
-                           for part in ('settings', 'model_config'))
-        own[run] = name, training, model
     groups = {}
-    for name, training, model in own.values():
-        of_all = [other_training for _, other_training, _ in own.values()]
-        of_method = [other_model for other_name, _, other_model in own.values() if other_name == name]
-        label = ', '.join([name, *differences(training, of_all), *differences(model, of_method)])
-        groups[label] = [run for run in runs if own[run] == (name, training, model)]
-    return groups
+    for run, settings in differences(runs).items():
+        groups.setdefault(repr(settings), (shorts(settings), []))[1].append(run)
+    configs, folders = zip(*groups.values())
+    labels = tell_apart(configs)
+    if len(set(labels)) < len(labels):  # values that are alike when they are short
+        labels = [f'{label}, {Path(runs_of_label[0]).name}' for label, runs_of_label in zip(labels, folders)]
+    return dict(zip(labels, folders))
 
 
-def differences(settings: dict, others: list[dict]) -> list[str]:
-    """'name=value' of the settings that are not the same in all the others."""
-    return [f'{key}={value}' for key, value in settings.items() if any(other.get(key) != value for other in others)]
+def tell_apart(configs: Sequence[dict[str, str]]) -> list[str]:
+    """A label for each {'model': its name, setting: text}, of as few of these as tell them apart."""
+    parts = [()] * len(configs)
+    keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
+    # what only some have is of their model, and says more than how they were trained
+    for key in ('model', *sorted(keys, key=lambda key: sum(key in config for config in configs))):
+        longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
+        if len(set(longer)) > len(set(parts)):
+            parts = longer
+    return [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
 
+
+def not_comparable(runs: list[str]) -> str | None:
+    """A sentence where losses of these runs say nothing about each other, else None."""
+    data = [read_run(run)['data'] for run in runs]
+    for key, what in (('n_ids', 'vocabularies'), ('sha256', 'data')):
+        if len({part[key] for part in data}) > 1:
+            return f'these runs have different {what}: their losses in nats per token cannot be compared'
+    return None
+
+
+def curves_of(runs: list[str], curve_of: Callable) -> dict:
+    """{label: curve_of(the label's runs)}. Prints what differs and is not in a label.
+
+    Runs that cannot be drawn are left out, and named on stderr. Raises the UserError of the first if none is left.
+    """
+    readable, errors = [], []
+    for run in dict.fromkeys(runs):
+        try:
+            read_run(run)
+            readable.append(run)
+        except (UserError, OSError) as error:
+            errors.append(error)
+    if not readable:
+        raise errors[0]
+    curves, drawn, settings = {}, [], differences(readable)
+    for label, folders in group(readable).items():
+        try:
+            curves[label] = curve_of(folders)
+        except (UserError, OSError) as error:
+            errors.append(error)
+            continue
+        drawn += folders
+        texts = shorts(settings[folders[0]])
+        unsaid = [text for key, text in texts.items() if key != 'model' and text not in label.split(', ')]
+        if unsaid:
+            print(f'{label}: also {", ".join(unsaid)}')
+    if not curves:
+        raise errors[0]
+    for error in errors:
+        print(f'left out: {error}', file=sys.stderr)
+    if warning := not_comparable(drawn):
+        print(warning, file=sys.stderr)
+    return curves
+
+
+# ---- their curves ----
 
 def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:
     """Points of a logged value at the steps where every run has it.
@@ -63,8 +173,7 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> l
     A point is {'step', 'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'}.
     """
     def is_whole(record):
-        values = [record.get(name) for name in ('step', 'tokens', 'seconds', key)]
-        return all(isinstance(value, (int, float)) and abs(value) < inf for value in values)
+        return all(is_number(record.get(name)) for name in ('step', 'tokens', 'seconds', key))
     logs = [{record['tokens']: record for record in read_log(run) if is_whole(record)} for run in runs]
     points = []
     for tokens in sorted(set.intersection(*map(set, logs))):
@@ -100,23 +209,46 @@ def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
     return where
 
 
+# ---- the picture ----
+
+def loss_limits(curves: list[list[dict]]) -> tuple[float, float]:
+    """(lowest, highest) loss to show: of each curve all but its first quarter, so that none is out of sight."""
+    lowest = min(p['lowest'] for points in curves for p in points)
+    highest = max(p['highest'] for points in curves for p in points[len(points) // 4:])
+    return lowest, max(highest, lowest + 1e-3)
+
+
+def unit_for(largest: float, units: tuple) -> tuple[float, str]:
+    """The largest of the units (size, name) that goes into `largest` twice, or the first."""
+    return next((unit for unit in reversed(units) if largest >= 2 * unit[0]), units[0])
+
+
 def plot(curves: dict[str, list[dict]], path) -> None:
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    figure, both = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout='constrained')
-    names = 'million tokens', 'minutes of training'
-    for axes, axis, scale, name in zip(both, ('tokens', 'minutes'), (1e-6, 1), names):
-        for label, points in curves.items():
-            x = [p[axis] * scale for p in points]
-            axes.plot(x, [p['mean'] for p in points], label=label, marker='o', markersize=3)
-            axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2)
-        axes.set(xlabel=name)
+    styles = line_styles(len(curves))
+    columns = max(1, min(3, len(curves), 130 // (max(map(len, curves)) + 8)))
+    rows = -(-len(curves) // columns)
+    figure, both = new_figure(1, 2, figsize=(11, 4.5 + 0.2 * rows))
+    ends = [points[-1] for points in curves.values()]
+    units = {'tokens': unit_for(max(end['tokens'] for end in ends), TOKENS),
+             'minutes': unit_for(max(end['minutes'] for end in ends), MINUTES)}
+    lowest, highest = loss_limits(list(curves.values()))
+    margin = 0.04 * (highest - lowest)
+    for axes, (axis, (unit, name)) in zip(both, units.items()):
+        for (label, points), style in zip(curves.items(), styles):
+            x = [p[axis] / unit for p in points]
+            marker = 'o' if len(points) <= 40 else None
+            axes.plot(x, [p['mean'] for p in points], label=label, marker=marker, markersize=3, **style)
+            axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
+                              color=style['color'], linewidth=0)
+        if 0 < 10 * lowest < highest:
+            axes.set(yscale='log', ylim=(lowest / 1.1, highest * 1.1))
+            number_log_axis(axes.yaxis, lowest, highest)
+        else:
+            axes.set(ylim=(lowest - margin, highest + margin))
+        axes.set(xlabel=f'{name} of training', ylabel='validation loss, nats per token', xlim=(0, None))
         axes.grid(alpha=0.3)
-    lowest = min(p['lowest'] for points in curves.values() for p in points)
-    both[0].set(ylabel='validation loss, nats per token', ylim=(lowest - 0.03, lowest + 0.75))
-    figure.legend(*both[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
-    figure.savefig(path, dpi=130)
+    figure.legend(*both[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns, frameon=False)
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -124,20 +256,20 @@ def main(argv: list[str] | None = None) -> None:
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.loss_curves RUN RUN ... --out=NAME')
-        curves = {label: curve(folders) for label, folders in group(runs).items()}
-        rows = [{'label': label} | p for label, points in curves.items() for p in points]
-        write_csv(f'{s.out}.csv', rows)
-        plot(curves, f'{s.out}.png')
+        curves = curves_of(runs, curve)
+        out = output_path(s.out, runs, 'loss_curves')
+        write_csv(f'{out}.csv', [{'label': label} | p for label, points in curves.items() for p in points])
+        plot(curves, f'{out}.png')
         first = next(iter(curves.values()))
         for label, points in curves.items():
             end = points[-1]
-            print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, {end["seeds"]} seeds) '
+            print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, seeds: {end["seeds"]}) '
                   f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
             if points is not first:
                 tokens, minutes = crossing(points, first, 'tokens'), crossing(points, first, 'minutes')
                 print(f'  below the first line from {"no point on" if tokens is None else f"{tokens:,} tokens on"}, '
                       f'by time from {"no point on" if minutes is None else f"{minutes:.1f} minutes on"}')
-        print(f'written to {s.out}.png and {s.out}.csv')
+        print(f'written to {out}.png and {out}.csv')
 
 
 if __name__ == '__main__':

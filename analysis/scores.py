@@ -14,8 +14,8 @@ if __name__ == '__main__':
 import sys
 from dataclasses import dataclass
 
-from analysis import write_csv
-from analysis.loss_curves import curve, group
+from analysis import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import curve, curves_of
 from common.files import UserError, friendly_errors
 from common.runs import read_log
 from common.settings import load_settings
@@ -25,7 +25,7 @@ SOLVED = 0.99  # as data/pointer_chasing.py counts
 
 @dataclass
 class Settings:
-    out: str = 'scores'  # NAME of the files to write, without ending
+    out: str | None = None  # NAME of the files to write, without ending; None: scores beside the runs
     scores: str = 'accuracy'  # which: the logged values whose names begin with this
 
 
@@ -51,29 +51,42 @@ def solved_from(points: list[dict]) -> int | None:
 
 
 def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
-    """curves {label: {score: points}}."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    several = max(map(len, curves.values())) > 1
-    panels = len(curves) if several else 1
-    figure, all_axes = plt.subplots(1, panels, figsize=(1.5 + 5 * panels, 4.5), sharey=True, squeeze=False,
-                                    layout='constrained')
-    for i, (label, scores) in enumerate(curves.items()):
-        axes = all_axes[0, i if several else 0]
-        for j, (name, points) in enumerate(scores.items()):
-            steps = [p['step'] for p in points]
-            colour = plt.cm.viridis(j / max(1, len(scores) - 1)) if several else None
-            line, = axes.plot(steps, [p['mean'] for p in points], color=colour, label=name if several else label,
-                              marker='o', markersize=2.5)
-            axes.fill_between(steps, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
-                              color=line.get_color())
-        axes.set(xlabel='steps', title=label if several else name)
-        axes.title.set_fontsize('small')
-        axes.set_ylim(bottom=0)
+    """curves {label: {score: points}}: a panel for each label if there are several scores, else one for all."""
+    names = list(dict.fromkeys(name for scores in curves.values() for name in scores))
+    several = len(names) > 1
+    panels = {label: {label: scores} for label, scores in curves.items()} if several else {names[0]: curves}
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, all_axes = new_figure(rows, columns, figsize=(2 + 4.5 * columns, 0.5 + 3.8 * rows), squeeze=False,
+                                  sharex=True, sharey=True)
+    ordered = score_colours(names) if several else {}
+    styles = dict(zip(curves, line_styles(len(curves))))
+    lines = {}
+    for axes, (title, shown) in zip(all_axes.flat, panels.items()):
+        for label, scores in shown.items():
+            for name, points in scores.items():
+                style = ordered[name] if several else styles[label]
+                steps = [p['step'] for p in points]
+                lines[name if several else label], = axes.plot(steps, [p['mean'] for p in points], marker='o',
+                                                               markersize=2.5, **style)
+                axes.fill_between(steps, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
+                                  color=style['color'], linewidth=0)
+        axes.set(xlabel='steps', ylabel='score' if several else title)
+        axes.set_title(title if several else '', fontsize='medium')
+        axes.tick_params(labelleft=True, labelbottom=True)  # on shared axes too
         axes.grid(alpha=0.3)
-    all_axes[0, -1].legend(fontsize='small', **(dict(loc='upper left', bbox_to_anchor=(1, 1)) if several else {}))
-    figure.savefig(path, dpi=130)
+    all_axes[0, 0].set(xlim=(0, None), ylim=(0, None))
+    for axes in all_axes.flat[len(panels):]:
+        axes.set_axis_off()
+    figure.legend(lines.values(), lines, loc='outside right upper', frameon=False)
+    save_figure(figure, path)
+
+
+def score_colours(names: list[str]) -> dict[str, dict]:
+    """{score: its style}, light to dark in the order of the names, as of levels."""
+    import matplotlib
+    shades = matplotlib.colormaps['viridis']
+    return {name: {'color': shades(0.9 * i / max(1, len(names) - 1))} for i, name in enumerate(names)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -81,20 +94,21 @@ def main(argv: list[str] | None = None) -> None:
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.scores RUN RUN ... --out=NAME')
-        curves = {label: {name: curve(folders, name, name) for name in score_names(folders, s.scores)}
-                  for label, folders in group(runs).items()}
+        curves = curves_of(runs, lambda folders: {name: curve(folders, name, name)
+                                                  for name in score_names(folders, s.scores)})
+        out = output_path(s.out, runs, 'scores')
         rows = [{'label': label, 'score': name} | p
                 for label, scores in curves.items() for name, points in scores.items() for p in points]
-        write_csv(f'{s.out}.csv', rows)
-        plot(curves, f'{s.out}.png')
+        write_csv(f'{out}.csv', rows)
+        plot(curves, f'{out}.png')
         for label, scores in curves.items():
             print(label)
             for name, points in scores.items():
                 end, step = points[-1], solved_from(points)
                 verdict = 'not solved' if step is None else f'{SOLVED} and more from step {step:,} on'
                 print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
-                      f'{end["seeds"]} seeds) after {end["step"]:,} steps, {verdict}')
-        print(f'written to {s.out}.png and {s.out}.csv')
+                      f'seeds: {end["seeds"]}) after {end["step"]:,} steps, {verdict}')
+        print(f'written to {out}.png and {out}.csv')
 
 
 if __name__ == '__main__':

@@ -3,9 +3,9 @@
     python -m bench.checks [--toy]
 
 Each check is timed by itself, at the size of `quickstart` and of 8 layers x 512 (T 256, batch 8, vocabulary 50304), and
-set beside train.py's step there. What happens once in a while is spread over the steps between. Then whole steps run in
-turn with all of a step's checks and without them: less exact than the sum, as machines are noisy, but nothing is
-forgotten there.
+set beside train.py's step there, on one thread. What happens once in a while is spread over the steps between. Then
+whole steps run in turn with all of a step's checks and without them: less exact than the sum, as machines are noisy,
+but nothing is forgotten there.
 """
 import contextlib
 import json
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import train
-from bench import alternate, write_results
+from bench import write_results
 from common import machine, runs
 from data.shards import MIB, Data, write_data
 from data.tokenizers import Tokenizer
@@ -59,14 +59,23 @@ def make_data(folder: Path, n_ids: int, n_tokens: int) -> tuple[Data, Data]:
     return checked, mapped
 
 
+def in_turn(sides: dict, rounds: int) -> dict[str, float]:
+    """Median seconds of each side's function, the sides taking turns: of processor time, which the other work of a
+    shared machine does not count in; with a GPU, by the clock."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    times = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, function in sides.items():
+            start = clock()
+            function()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append(clock() - start)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
 def seconds_of(function: Callable, calls: int) -> float:
-    """Median seconds of a call."""
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return in_turn({'it': function}, calls)['it']
 
 
 @contextlib.contextmanager
@@ -81,7 +90,7 @@ def without_checks(optimizer) -> Iterator[None]:
 
 
 def measure(size: str, model_name: str, config: dict, settings: dict, folder: Path, toy: bool) -> Iterator[dict]:
-    s = replace(train.Settings(), **settings)
+    s = train.Settings(threads=1, **settings)
     here = replace(machine.start_processes(s), launcher=os.getppid())  # as under torchrun
     torch.manual_seed(0)
     module = runs.model_file(model_name)
@@ -99,8 +108,8 @@ def measure(size: str, model_name: str, config: dict, settings: dict, folder: Pa
             train.train_step(model, model, optimizer, mapped, s, next(steps), here, skips, False)
     parts, norm, _ = step()
     plain_step()
-    seconds = alternate({'checked': step, 'plain': plain_step}, rounds=2 if toy else 60)
-    calls = 3 if toy else 300
+    seconds = in_turn({'checked': step, 'plain': plain_step}, rounds=2 if toy else 15)
+    calls = 3 if toy else 90
     sums = sum_of_checks(model, optimizer, checked, mapped, s, here, parts, norm, skips, calls)
     for check, cost in sums.items():
         yield {'size': size, 'check': check, 'us_per_step': round(1e6 * cost, 2),
@@ -120,11 +129,11 @@ def sum_of_checks(model, optimizer, checked, mapped, s, here, parts, norm, skips
     text = json.dumps(line).encode()
     shard = checked.shards['train'][0]
     windows = iter(range(10 ** 9))
-    reads = alternate({name: lambda data=data: data.train_batch(next(windows), batch, T, s.seed)
+    reads = in_turn({name: lambda data=data: data.train_batch(next(windows), batch, T, s.seed)
                        for name, data in (('checked', checked), ('mapped', mapped))}, rounds=calls)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    updates = alternate({'found_inf': optimizer.step, 'plain': lambda: step_without(optimizer)}, rounds=calls // 3)
+    updates = in_turn({'found_inf': optimizer.step, 'plain': lambda: step_without(optimizer)}, rounds=calls // 3)
     tensors = {'model': runs.own_tensors(model),
                'optimizer': {f'{i} {key}': value for i, state in enumerate(optimizer.state.values())
                              for key, value in state.items()}}

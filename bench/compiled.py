@@ -31,9 +31,10 @@ KERNELS = {(module, name): getattr(module, name) for module, names in (
     (scan, ('_gated_add_norm_kernel', '_gated_add_norm_backward_kernel', '_glu_kernel', '_glu_backward_kernel',
             '_memory_inputs_kernel', '_memory_inputs_backward_kernel')))
     for name in names if module}
-PATTERNS = {  # (streams of queries, streams of keys, first stream of queries)
-    'one stream': (1, 1, 0), 'two streams': (2, 2, 0), 'two streams, x asks': (1, 2, 0),
-    'two streams, rho asks': (1, 2, 1)}
+PATTERNS = {  # (streams of queries, streams of keys, first stream of queries, query heads for each key head)
+    'one stream': (1, 1, 0, 1), 'two streams': (2, 2, 0, 1), 'two streams, x asks': (1, 2, 0, 1),
+    'two streams, rho asks': (1, 2, 1, 1), 'one stream, groups of 4': (1, 1, 0, 4),
+    'two streams, groups of 4': (2, 2, 0, 4)}
 
 
 def compile_launch(kernel, args, num_warps, num_stages):
@@ -97,6 +98,9 @@ def short_variants():
         yield 'two streams', True, D, torch.bfloat16
     for D in (64, 70, 128):
         yield 'two streams', True, D, torch.bfloat16, 1
+    for D in (64, 128):
+        yield 'one stream, groups of 4', True, D, torch.bfloat16
+        yield 'one stream, groups of 4', True, D, torch.bfloat16, 1
     for sizes in GPN_SIZES if scan else ():
         yield 'gpn', True, sizes, torch.bfloat16
 
@@ -114,7 +118,8 @@ def variants():
         yield 'two streams', True, D, torch.float32
     yield 'one stream', True, 48, torch.float32
 
-    for pattern, runs in (('one stream', (1, 16)), ('two streams', (1, 8)), ('two streams, rho asks', (1,))):
+    for pattern, runs in (('one stream', (1, 16)), ('two streams', (1, 8)), ('two streams, rho asks', (1,)),
+                          ('one stream, groups of 4', (1, 16)), ('two streams, groups of 4', (1,))):
         for run in runs:
             for D, dtype in ((64, torch.bfloat16), (70, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
                 yield pattern, True, D, dtype, run
@@ -129,16 +134,16 @@ def build(variant):
     pattern, documents, D, dtype, *run = variant
     if pattern == 'gpn':
         return build_gpn(documents, *D, dtype)
-    NQ, NK, first = PATTERNS[pattern]
+    NQ, NK, first, group = PATTERNS[pattern]
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
     for (module, name), kernel in KERNELS.items():
         setattr(module, name, Recorder(kernel, rows, described))
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device='meta')
-    q, k = empty(B, NQ, T, H, D), empty(B, NK, T, H, D)
+    q, k = empty(B, NQ, T, H, D), empty(B, NK, T, H // group, D)
     doc_start = empty(B, T, dtype=torch.int64) if documents else None
     if run:
-        cache, table = empty(B, H, 4096, D), empty(4096, 1, D // 2, dtype=torch.float32)
+        cache, table = empty(B, H // group, 4096, D), empty(4096, 1, D // 2, dtype=torch.float32)
         positions = empty(B, T, dtype=torch.int64)
         slots, ring_positions = empty(B, NK, T, dtype=torch.int64), None if NK == 1 else empty(B, 81, dtype=torch.int64)
         K.decode_forward(q, k, k, cache, cache, table, table, positions, slots, doc_start, ring_positions,

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common import runs
-from common.files import UserError, first_line, locked
-from data.tokenizers import Tokenizer, padded_vocab
+from common.runs import UserError, first_line, locked
+from data.shards import keep_tokenizer
+from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 
@@ -113,23 +114,28 @@ def export_llama(run, folder) -> None:
     theirs = {name: tensor.contiguous() for name, tensor in llama_tensors(c, tensors, n_rows).items()}
     save_file(theirs, temporary / 'model.safetensors', {'format': 'pt'})
     (temporary / 'model.safetensors').chmod((temporary / 'config.json').stat().st_mode)
-    tokenizer = Path(record['data']['tokenizer'])
-    if tokenizer.is_file():
-        shutil.copy(tokenizer, temporary)
+    tokenizer = keep_tokenizer(temporary, record['data']['tokenizer'])
     os.replace(temporary, folder)
-    print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer.name}')
+    print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer}')
 
 
 # ---- from Hugging Face ----
 
-def import_llama(folder, run, tokenizer: Tokenizer) -> None:
-    """Makes a run folder from a Hugging Face folder. Raises UserError if a tensor of it has no place, or is missing."""
+def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
+    """Makes a run folder from a Hugging Face folder. Raises UserError if a tensor of it has no place, or is missing.
+
+    tokenizer None: the folder's own, and GPT-2's if it has none.
+    """
     folder, run = Path(folder), Path(run)
     if is_hugging_face(run) and not is_hugging_face(folder):
         raise UserError(f'{run} is the Hugging Face folder, so it comes first: python eval.py {run} '
                         f'--from_llama={folder}')
     if run.exists():
         raise UserError(f'{run} exists: give --from_llama the name of a run folder that is not there yet')
+    family_of(folder)
+    if tokenizer is None:
+        own = [folder / name for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).is_file()]
+        tokenizer = load_tokenizer(own[0] if own else 'gpt2')
     c, n_rows, block_size = standard_config(folder, tokenizer)
     with torch.device('meta'):
         shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
@@ -143,8 +149,8 @@ def import_llama(folder, run, tokenizer: Tokenizer) -> None:
             'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
                      'sha256': '', 'n_rows': n_rows},
             'versions': {'torch': torch.__version__}})
-    print(f'{run} is a run of model_standard: python sample.py {run} "..."; train.py starts from it with '
-          f'--init_from={run}')
+    print(f'{run} is a run of model_standard, its tokenizer is {tokenizer.name}: python sample.py {run} "..."; '
+          f'train.py starts from it with --init_from={run}')
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -155,17 +161,23 @@ def is_hugging_face(folder: Path) -> bool:
         return False
 
 
+def family_of(folder: Path) -> str:
+    """The `model_type` of a Hugging Face folder. Raises UserError unless it is one of FAMILIES."""
+    if not is_hugging_face(folder):
+        raise UserError(f'{folder} is no Hugging Face folder: expected config.json with a model_type, and safetensors')
+    family = json.loads((folder / 'config.json').read_bytes())['model_type']
+    if family not in FAMILIES:
+        raise UserError(f'{folder} is a {family}: expected one of {", ".join(FAMILIES)}')
+    return family
+
+
 def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     """The Config of model_standard for a Hugging Face folder, its rows of the vocabulary and its longest window.
 
     Raises UserError for what model_standard has not.
     """
     from transformers import AutoConfig
-    if not is_hugging_face(folder):
-        raise UserError(f'{folder} is no Hugging Face folder: expected config.json with a model_type, and safetensors')
-    family = json.loads((folder / 'config.json').read_bytes())['model_type']
-    if family not in FAMILIES:
-        raise UserError(f'{folder} is a {family}: expected one of {", ".join(FAMILIES)}')
+    family = family_of(folder)
     try:
         theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
         rope, n_rows = theirs.rope_parameters, theirs.vocab_size

@@ -146,6 +146,18 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n ** 3 / best
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes that this process has held at most: on the GPU, else on the host. None where the system does not tell."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 # ---- terminal and signals ----
 
 def make_progress() -> Callable[[str], None]:

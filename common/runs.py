@@ -3,6 +3,7 @@
 A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
+    tokenizer.json          a copy of the tokenizer's file, if it has one (or tokenizer.model, or gpt2_vocabulary/)
     log.jsonl               one line per logged step; a line with 'resumed_from' where training went on, one with 'scan'
                             where it began or went on; each ends with a checksum
     loss.png                the loss curve
@@ -33,10 +34,14 @@ from safetensors.torch import load_file, save_file
 from common.files import UserError, checked_json, first_line, locked, read_json, sha256, sync_folder, write_json
 from common.settings import saved_settings, typed
 from data import Data, open_data
+from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
+from data.tokenizers import GPT2_SHA256, tokenizer_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
+LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
+                  *(f'.{name}.writing' for name in ('config.json', *TOKENIZER_FILES))}
 RENAMED: dict[str, str] = {}  # settings of older runs: {name in an old config.json: name now}
 
 
@@ -206,6 +211,12 @@ def read_run(folder) -> dict:
     data = record['data']
     if not (record['settings']['block_size'] >= 1 and 0 <= data['eos_id'] < data['n_ids']):
         raise UserError(f'{path} is damaged (block_size, n_ids or eos_id out of range): {remedy}')
+    if 'tokenizer_digest' in data:  # older runs have the path of a file elsewhere
+        if data['tokenizer'] in TOKENIZER_FILES:
+            data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
+        if tokenizer_digest(data['tokenizer']) != data['tokenizer_digest']:
+            raise UserError(f'{data["tokenizer"]} is missing, or not the tokenizer that the run was trained with: '
+                            f'{remedy}')
     return {key: record[key] for key in ('model', *needed)}
 
 
@@ -217,12 +228,22 @@ def run_data(record: dict, name: str | None) -> Data | Generated:
     return open_data(name)
 
 
-def check_vocabulary(record: dict, data, folder) -> None:
-    """Raises UserError unless the run in `folder` was trained with the tokenizer of the data."""
-    want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids}
-    if any(want[key] != have[key] for key in have):
-        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, the run in {folder} '
-                        f'was trained with {want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
+def same_vocabulary(a: dict, b: dict) -> bool:
+    """Whether two have one tokenizer, wherever its files lie. Each is the 'data' of a run's config.json, or as that.
+
+    Where a file is gone, as may be with an older run, the ids alone decide.
+    """
+    digests = {tokenizer_digest(a['tokenizer']), tokenizer_digest(b['tokenizer'])} - {None}
+    return a['n_ids'] == b['n_ids'] and a['eos_id'] == b['eos_id'] and len(digests) < 2
+
+
+def check_vocabulary(record: dict, data, folder=None) -> None:
+    """Raises UserError unless the run, in `folder`, was trained with the tokenizer of the data."""
+    want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id}
+    if not same_vocabulary(want, have):
+        run = f'the run in {folder}' if folder else 'this run'
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, {run} was trained with '
+                        f'{want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
 
 
 # ---- the records of a run in training ----
@@ -234,6 +255,7 @@ def claim_folder(folder, overwrite: bool) -> None:
         return
     if not folder.is_dir():
         raise UserError(f'{folder} is a file: give another --out_dir')
+    names = {path.name for path in folder.iterdir()}
     if (folder / 'config.json').exists():
         if not overwrite:
             raise UserError(f'{folder} holds a run already: --resume goes on with it, --overwrite replaces it, '
@@ -245,7 +267,7 @@ def claim_folder(folder, overwrite: bool) -> None:
         if not overwrite:
             raise UserError(f'{folder} holds what is left of a run that was being replaced: --overwrite goes on with '
                             'that')
-    elif any(path.name not in ('.lock', '.config.json.writing') for path in folder.iterdir()):  # left by a kill
+    elif names and ('.lock' not in names or names - LEFT_BY_A_KILL):
         raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
 
 
@@ -285,20 +307,35 @@ def remove_run(folder) -> None:
         return
     for checkpoint in (*checkpoints(folder), *(folder / 'ckpt').glob('.writing_*')):
         shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png'):
+    for name in ('log.jsonl', 'loss.png', *tokenizer_files(folder / REPLACED)):
         (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # it holds files of others, or is a link
-        (folder / 'ckpt').rmdir()
+    for name in ('ckpt', 'gpt2_vocabulary'):
+        with suppress(OSError):  # it holds files of others, is a link, or is not there
+            (folder / name).rmdir()
     kept = sorted({path.name for path in folder.iterdir()} - {REPLACED, '.lock'})
     if kept:
         print(f'{folder}: these files are not of training, and stay: {", ".join(kept)}')
     (folder / REPLACED).unlink()
 
 
+def tokenizer_files(config: Path) -> list[str]:
+    """The files of the tokenizer that a run folder has by its config.json, or none."""
+    with suppress(ValueError, TypeError, KeyError):  # it is damaged
+        data = json.loads(config.read_bytes())['data']
+        if 'tokenizer_digest' in data and data['tokenizer'] == 'gpt2_vocabulary':
+            return [f'gpt2_vocabulary/{file}' for file in GPT2_SHA256]
+        if 'tokenizer_digest' in data and data['tokenizer'] in TOKENIZER_FILES:
+            return [data['tokenizer']]
+    return []
+
+
 def save_run(folder, record: dict) -> None:
-    """Writes config.json of a new run folder, which `read_run` reads."""
+    """Writes a new run folder's config.json, which `read_run` reads, and its copy of the tokenizer's file."""
+    data = record['data']
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_json(Path(folder) / 'config.json', checked_json(record))
+    own = {'tokenizer': keep_tokenizer(folder, data['tokenizer']),
+           'tokenizer_digest': tokenizer_digest(data['tokenizer'])}
+    write_json(Path(folder) / 'config.json', checked_json({**record, 'data': {**data, **own}}))
 
 
 def open_log(folder, step: int) -> TextIO:

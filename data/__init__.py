@@ -1,4 +1,4 @@
-"""Token data by name: built-in texts and tasks, one file each in this folder, data folders, and folders of .txt files.
+"""Token data by name: built-in texts and tasks, one file each in this folder, data folders, and .txt files.
 
 A file of this folder is built-in data if it has `build(folder)`, which writes shards (shards.py), or a dataclass
 `Task`, whose rows are made when they are read (tasks.py).
@@ -6,20 +6,23 @@ A file of this folder is built-in data if it has `build(folder)`, which writes s
 import hashlib
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 if sys.argv[0] == '-m':  # as in python -m data.pointer_chasing, which runs this file first
     from common.start import quiet_start
     quiet_start()
 
 from common.files import UserError
-from data.shards import BUILT, PIECE, VAL_SHARE, Data, split_of, text_documents, write_data
+from data.shards import BUILT, VAL_SHARE, Data, write_data
+from data.sources import START, batches, file_batches, fitting_share, text_files
 from data.tasks import Generated, builtin_data, task_class
 
 
 def open_data(name) -> Data | Generated:
-    """Data by name, by data folder, or by a folder of .txt files. Builds what is not there yet, which takes seconds."""
+    """Data by name, by data folder, or by a .txt file or a folder of them. Builds what is not there yet, in seconds."""
     if task_class(name):
         return Generated(str(name))
     if not str(name):
@@ -28,9 +31,9 @@ def open_data(name) -> Data | Generated:
     if name in builtin_data():
         folder, build = BUILT / name, importlib.import_module(f'data.{name}').build
     elif not (folder / 'meta.json').exists():
-        paths = sorted(path for path in folder.rglob('*.txt') if path.is_file())
-        if paths:
-            folder, build = text_folder(folder, paths)
+        files = text_files(str(name))
+        if files:
+            folder, build = text_data(folder, files)
     if not build and not (folder / 'meta.json').is_file():
         raise UserError(f'no data at {folder}: expected a folder with meta.json or with .txt files, '
                         f'or built-in data ({", ".join(builtin_data())})')
@@ -40,12 +43,28 @@ def open_data(name) -> Data | Generated:
     return Data(folder)
 
 
-def text_folder(folder: Path, paths: list[Path]) -> tuple:
-    """(the data folder of a folder of texts, the function that builds it). Other texts are another data folder."""
-    files = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    digest = hashlib.sha256(json.dumps([files, PIECE, VAL_SHARE]).encode()).hexdigest()
+def text_data(path: Path, files: list[str]) -> tuple:
+    """(the data folder of a .txt file or of a folder of them, the function that builds it).
+
+    Other texts are another data folder.
+    """
+    stats = [(file, os.stat(file)) for file in files]
+    identity = [[os.path.relpath(file, path), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+    of_older_code = built_folder(path, [identity, 10_000, VAL_SHARE])  # in documents of 10,000 bytes; runs may go on
+    if of_older_code.exists():
+        return of_older_code, None
+    s = SimpleNamespace(text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE)
+
+    def read(position):
+        return file_batches(files, s, position['state'])
 
     def build(built):
         from data.tokenizers import load_tokenizer  # here, as that file is a program too
-        write_data(built, load_tokenizer('byte'), ((split_of(text), text) for text in text_documents(paths)))
-    return BUILT / f'{folder.resolve().name}-{digest[:12]}', build
+        s.val_share = fitting_share(read, s)
+        write_data(built, load_tokenizer('byte'), (found for _, batch in batches(read, s, START) for found in batch))
+    return built_folder(path, ['a document a file', identity, VAL_SHARE]), build
+
+
+def built_folder(path: Path, identity: list) -> Path:
+    """Where data made from texts lie: a folder named for them and for what else decides what is in it."""
+    return BUILT / f'{path.resolve().name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'

@@ -21,7 +21,6 @@ import shutil
 import sys
 import weakref
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +29,10 @@ import torch
 from common.files import UserError, checked_json, read_json, sha256, write_file, write_json
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
-VAL_SHARE = 0.05  # of the documents of built-in data and of text folders
-PIECE = 10_000  # bytes of the documents that .txt files are cut into, about; less where there is little text
+VAL_SHARE = 0.05  # of the documents of built-in data and of texts
 MIB = 2 ** 20
 DTYPES = {'uint16': np.dtype('<u2'), 'uint32': np.dtype('<u4')}
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'gpt2_vocabulary')  # in data and run folders; the last a folder
 KEPT_OPEN = 400  # files of a data folder; a process may have 1,024 open, as systems are delivered
 
 
@@ -115,21 +114,23 @@ class ShardWriter:
             'dtype': self.dtype_name, 'splits': self.splits}))
 
 
-def keep_tokenizer(folder: Path, name: str) -> str:
-    """Copies a tokenizer given by path into the data folder; returns what meta.json calls it."""
-    if name in ('gpt2', 'byte'):
+def keep_tokenizer(folder, name: str) -> str:
+    """Copies a tokenizer given by path into a folder, one of TOKENIZER_FILES; returns what meta.json calls it.
+
+    A name that is no path stays as it is.
+    """
+    path, folder = Path(name), Path(folder)
+    if name in ('gpt2', 'byte') or not path.exists():
         return name
-    path = Path(name)
     if path.is_dir():
         own_name = 'gpt2_vocabulary'
         copies = {path / file: folder / own_name / file for file in ('encoder.json', 'vocab.bpe')}
     else:
-        own_name = 'tokenizer' + path.suffix
+        own_name = 'tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'
         copies = {path: folder / own_name}
     for source, target in copies.items():
         target.parent.mkdir(exist_ok=True)
-        if not target.exists():
-            write_file(target, source.read_bytes())
+        write_file(target, source.read_bytes())
     return own_name
 
 
@@ -147,7 +148,7 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
     try:
         writer = ShardWriter(temporary, tokenizer, shard_tokens)
         for split, text in documents:
-            writer.add(split, tokenizer.encode(text) + [tokenizer.eos_id], len(text.encode()))
+            writer.add(split, document_ids(tokenizer, text), len(text.encode()))
         writer.finish()
         os.replace(temporary, folder)
     except UserError as error:
@@ -159,24 +160,21 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def document_ids(tokenizer, text: str) -> np.ndarray:
+    """The ids of a document, eos included."""
+    dtype = np.uint16 if tokenizer.n_ids <= 2 ** 16 else np.uint32
+    encode = tokenizer.encode_array or tokenizer.encode
+    return np.append(np.asarray(encode(text), dtype), dtype(tokenizer.eos_id))
+
+
 def split_of(text: str, val_share: float = VAL_SHARE) -> str:
     """'train' or 'val' by a hash of a document's text or id, so that equal documents are never in both."""
-    hashed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
-    return 'val' if hashed < val_share else 'train'
+    return 'val' if hash_share(text) < val_share else 'train'
 
 
-def text_documents(paths: list[Path]) -> Iterator[str]:
-    """Yields the texts of files in pieces that end at a line's end."""
-    size = min(PIECE, sum(path.stat().st_size for path in paths) // 100)
-    for path in paths:
-        piece = ''
-        for line in path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True):
-            piece += line
-            if len(piece) >= size:
-                yield piece
-                piece = ''
-        if piece.strip():
-            yield piece
+def hash_share(text: str) -> float:
+    """A number in [0, 1] by a hash of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
 
 
 # ---- reading ----

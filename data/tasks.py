@@ -24,7 +24,7 @@ from common.files import UserError
 from common.settings import Text, typed
 from data.shards import shuffled
 
-NOT_DATA = {'shards', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
+NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
 
 # ---- tasks by name ----
 

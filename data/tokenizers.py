@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import UserError, friendly_errors, write_file
+import numpy as np
+
+from common.files import UserError, friendly_errors, sha256, write_file
 from common.settings import check_ranges, load_settings
 from data.tasks import make_task, task_class
 
@@ -69,9 +71,23 @@ def load_tokenizer(name) -> Tokenizer:
     return sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path)
 
 
+def tokenizer_digest(name) -> str | None:
+    """What a tokenizer is, wherever its file lies: a name that says it all, or the sha256 of its file.
+
+    None if it is not there.
+    """
+    name, path = str(name), Path(name)
+    if name in ('byte', 'gpt2') or task_class(name):
+        return name
+    if path.is_dir():  # `load_tokenizer` takes no folder but one with GPT-2's files, by their sha256
+        return 'gpt2'
+    return sha256(path) if path.is_file() else None
+
+
 def byte_tokenizer() -> Tokenizer:
     """256 bytes, then eos."""
-    return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256))
+    return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256),
+                     lambda text: np.frombuffer(text.encode(), np.uint8))
 
 
 def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:

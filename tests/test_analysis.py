@@ -1,10 +1,11 @@
 """Figures from run folders: what is averaged, and where lines cross."""
 import json
+from pathlib import Path
 
 import pytest
-from conftest import assert_sentence, run
+from conftest import ROOT, assert_sentence, run
 
-from analysis import loss_curves, scores
+from analysis import loss_curves, new_figure, number_log_axis, output_path, scores
 from common.files import UserError
 
 
@@ -28,10 +29,86 @@ def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
             write_run(tmp_path / 'd', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='two_x_memory',
                       window=None)]
     groups = loss_curves.group(runs)
-    assert groups == {'standard, learning_rate=1.0': runs[:2], 'sps, learning_rate=2.0': [runs[2]],
-                      'two_x_memory, learning_rate=2.0': [runs[3]]}
+    assert groups == {'standard': runs[:2], 'sps': [runs[2]], 'two_x_memory': [runs[3]]}
+    assert loss_curves.differences(runs)[runs[2]] == {'model': 'sps', 'learning_rate': 2.0}
     assert loss_curves.curve(runs[:2])[1] == {'step': 2, 'tokens': 200, 'minutes': 2.0, 'mean': 2.5, 'lowest': 2.0,
                                               'highest': 3.0, 'seeds': 2}
+
+
+def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
+    runs = [write_run(tmp_path / name, [4.0], 'gpn', settings=settings, window=window)
+            for name, settings, window in (('a', {'max_tokens': 2_500_000, 'min_lr': 0.1}, 64),
+                                           ('b', {'max_tokens': 5_000_000, 'min_lr': 0.1}, 64),
+                                           ('c', {'max_tokens': 5_000_000, 'min_lr': 0.2, 'data': 'x/fineweb/'}, 64),
+                                           ('d', {'max_tokens': 5_000_000, 'min_lr': 0.1, 'later': True}, None))]
+    assert list(loss_curves.group(runs)) == ['window=64, tokens=2.5M, min_lr=0.1', 'window=64, tokens=5M, min_lr=0.1',
+                                             'window=64, tokens=5M, min_lr=0.2', 'no window, tokens=5M, min_lr=0.1']
+    assert list(loss_curves.group(runs[:1])) == ['gpn']
+    alike = [write_run(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
+    assert list(loss_curves.group(alike)) == ['standard, data_a', 'standard, data_b']
+    assert loss_curves.tell_apart([{'model': 'standard', 'lr': 'lr=1'}, {'model': 'sps', 'w': 'w=1', 'lr': 'lr=2'},
+                                   {'model': 'sps', 'w': 'w=2', 'lr': 'lr=3'}]) == ['standard', 'sps, w=1', 'sps, w=2']
+    assert loss_curves.short('K', True) == 'K' and loss_curves.short('lr', 1 / 5623) == 'lr=0.0001778'
+    assert loss_curves.short('max_tokens', 2 * 10 ** 10) == 'tokens=20B'
+    assert loss_curves.unit_for(119, loss_curves.MINUTES)[1] == 'minutes'
+    assert loss_curves.unit_for(0, loss_curves.TOKENS)[1] == 'tokens'
+    assert loss_curves.short('data', 'x' * 40) == f'data={"x" * 29}...'
+
+
+def drawn(plot, curves, path, monkeypatch):
+    """The figure that plot(curves, path) draws, instead of its file."""
+    figures = []
+    for module in (loss_curves, scores):
+        monkeypatch.setattr(module, 'save_figure', lambda figure, path: figures.append(figure))
+    plot(curves, path)
+    return figures[0]
+
+
+def test_every_run_is_visible_and_every_panel_numbered(monkeypatch):
+    def points(*losses):
+        return [{'step': i, 'tokens': 1e6 * i, 'minutes': i, 'mean': loss, 'lowest': loss, 'highest': loss, 'seeds': 1}
+                for i, loss in enumerate(losses)]
+    for high in (3.0, 70.0):  # far above the others: the axis becomes logarithmic
+        curves = {'a': points(9, 2, 1.5, 1), 'b': points(high + 9, high, high, high), 'c': points(2)}
+        figure = drawn(loss_curves.plot, curves, 'x.png', monkeypatch)
+        figure.canvas.draw()
+        for axes in figure.axes:
+            assert axes.get_ylim()[0] < 1 and high < axes.get_ylim()[1] < 1.2 * high
+            assert axes.get_yscale() == ('linear' if high < 10 else 'log')
+            assert any(label.get_text() for label in axes.get_yticklabels())
+    figure = drawn(scores.plot, {name: {'x': points(0, 1), 'y': points(0, 1)} for name in 'abcdef'}, '', monkeypatch)
+    figure.canvas.draw()
+    assert [axes.get_title() for axes in figure.axes] == [*'abcdef', '', '']
+    for axes in figure.axes[:6]:
+        assert axes.yaxis.get_tick_params()['labelleft'] and axes.xaxis.get_tick_params()['labelbottom']
+
+
+@pytest.mark.parametrize('lowest, highest', [(4.3, 9.0), (4.42, 4.47), (1, 2000)])
+def test_a_log_axis_has_numbers(lowest, highest):
+    figure, axes = new_figure()
+    axes.set(yscale='log', ylim=(lowest, highest))
+    number_log_axis(axes.yaxis, lowest, highest)
+    figure.canvas.draw()
+    shown = [tick.get_text() for tick, at in zip(axes.get_yticklabels(), axes.get_yticks()) if lowest <= at <= highest]
+    assert 3 <= len(set(shown)) <= 12, shown
+
+
+def test_figures_go_beside_the_runs_and_never_into_the_root(tmp_path, monkeypatch):
+    for given, path in ((None, tmp_path / 'out/x'), (f'{tmp_path}/f/x.png', tmp_path / 'f/x'),
+                        (f'{tmp_path}/g/', tmp_path / 'g/x'), (str(tmp_path), tmp_path / 'x')):
+        assert output_path(given, [f'{tmp_path}/out/a', f'{tmp_path}/b'], 'x') == path and path.parent.is_dir()
+    assert output_path(None, [f'{ROOT}/config/'], 'x') == ROOT.joinpath('config/x').relative_to(ROOT)  # as if a run
+    monkeypatch.chdir(tmp_path / 'out')
+    assert output_path(None, ['.'], 'x') == tmp_path / 'x'
+    assert output_path(None, ['a'], 'x') == Path('x')
+
+
+def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
+    runs = [write_run(tmp_path / 'a', [4.0, 3.0]), write_run(tmp_path / 'b', [], 'sps'), tmp_path / 'none']
+    result = run('-m', 'analysis.loss_curves', *runs)
+    assert result.returncode == 0 and 'left out' in result.stderr and 'b: no validation loss' in result.stderr
+    assert 'none is not a run folder' in result.stderr and 'standard: 3.0000' in result.stdout
+    assert (tmp_path / 'loss_curves.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'loss_curves.csv').exists()
 
 
 def test_crossing_is_where_a_line_goes_below_for_good():

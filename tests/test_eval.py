@@ -330,4 +330,5 @@ def test_bad_llama_folders_are_sentences(trained, tmp_path):
     refused(whole | {'hidden_size': 2 * whole['hidden_size'], 'head_dim': 2 * whole['head_dim']}, weights, '')
     for damaged in (b'', weights[:100], weights[:-1], b'\xff' * 100):
         refused(whole, damaged, 'model.safetensors is damaged')
-    assert_sentence(run('eval.py', tmp_path / 'none', f'--from_llama={new}', '--tokenizer=byte'), 'no Hugging Face folder')
+    assert_sentence(run('eval.py', tmp_path / 'none', f'--from_llama={new}', '--tokenizer=byte'),
+                    'no Hugging Face folder')

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import assert_sentence, run
+from conftest import TINY, assert_sentence, run
 from safetensors.torch import load_file, save_file
 
 from common import llama, runs
@@ -27,6 +27,8 @@ FOLDERS = {
     'Qwen2 with a window': ('qwen2', dict(use_sliding_window=True, sliding_window=5, max_window_layers=0)),
     'Qwen3': ('qwen3', dict(head_dim=16)),
 }
+
+NO_SIZES = TINY[3:]  # options of train.py without those of the model
 
 
 def make_folder(folder, name, dtype=torch.float32):
@@ -143,3 +145,30 @@ def test_no_sentence_suggests_to_remove_a_source(tmp_path):
         assert 'remove' not in result.stderr
     assert 'comes first: python eval.py' in run('eval.py', 'nowhere', f'--from_llama={tmp_path / "folder"}',
                                                 '--tokenizer=byte').stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('args, keeps', [
+    (['--model=standard'], None), (['--model=sps', '--window=4'], None),
+    (['--model=nextlat', '--horizon=2'], 'dynamics.fc1.weight'),
+    (['--model=context_ready', '--block=llama', '--K=3'], 'correction.down.weight')])
+def test_training_goes_on_from_a_folder_as_any_architecture(args, keeps, tiny_data, tmp_path):
+    """With the settings of the source; where parts are new, the logits at step 0 are the source's, and said to be."""
+    make_folder(tmp_path / 'folder', 'Llama 3')
+    import_run(tmp_path / 'folder', tmp_path / 'source')
+    out = tmp_path / 'run'
+    result = run('train.py', *NO_SIZES, *args, f'--data={tiny_data}', f'--out_dir={out}', '--max_tokens=384',
+                 f'--init_from={tmp_path / "source"}')
+    assert result.returncode == 0, result.stderr
+    record = runs.read_run(out)
+    assert record['model_config']['n_kv_head'] == 2 and record['model_config']['eos_id'] is None
+    if keeps:
+        assert f'{keeps} ' in result.stdout.replace(',', ' ') and 'its logits change by at most' in result.stdout
+
+
+def test_context_ready_says_which_blocks_a_llama_needs(tiny_data, tmp_path):
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    import_run(tmp_path / 'folder', tmp_path / 'source')
+    result = run('train.py', *NO_SIZES, '--model=context_ready', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
+                 f'--init_from={tmp_path / "source"}')
+    assert_sentence(result, "set block = 'llama'")

@@ -1,0 +1,282 @@
+"""The documents of a source: a dataset of Hugging Face, files of records, or texts. Read `open_source` and `batches`.
+
+A .txt file means the same to `train.py --data` and to prepare_fineweb.py: it is one document (with `split_lines` each
+of its lines is one). A source of one .txt file is cut: its last 10% are the validation data.
+"""
+import glob
+import gzip
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from common.files import UserError
+from data.shards import hash_share, is_count, split_of
+
+FINEWEB = 'HuggingFaceFW/fineweb-edu'
+KINDS = ('.parquet', '.jsonl', '.json', '.jsonl.gz', '.json.gz', '.txt')  # endings of local files
+OF_DATASETS = (*KINDS[:-1], '.arrow', '.csv', '.gz', '.zst')  # a folder with such files is for `datasets` to read
+BATCH = 256  # records that are read, and then encoded, at a time
+TAIL = 0.1  # share of the only text that becomes validation data, as nanoGPT has it
+ENOUGH = 10  # validation documents; of fewer than 200 documents 5% are
+START = {'state': None, 'skip': 0, 'documents': 0}  # the position of a source's first document
+
+# ---- which files ----
+
+def text_files(name: str) -> list[str]:
+    """The .txt files that a path names: itself, or those anywhere in a folder."""
+    path = Path(name)
+    if path.is_file():
+        return [name] if name.endswith('.txt') else []
+    return [str(file) for file in sorted(path.rglob('*.txt')) if file.is_file()]
+
+
+def local_files(name: str) -> list[str]:
+    """The files that a path or a pattern names, all of one kind.
+
+    None if it names a dataset of the hub, or a folder that is for `datasets` to read: one of more than texts.
+    """
+    if os.path.isdir(name):
+        is_dataset = any(file.name.endswith(OF_DATASETS) for file in Path(name).rglob('*'))
+        return [] if is_dataset else text_files(name)
+    files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
+    if not files and (glob.has_magic(name) or name.endswith(KINDS)):
+        raise UserError(f'no file matches {name}')
+    is_json = [file.endswith(('.jsonl', '.json', '.jsonl.gz', '.json.gz')) for file in files]
+    kinds = [is_json, *([file.endswith(kind) for file in files] for kind in ('.parquet', '.txt'))]
+    if not any(map(all, kinds)):
+        matches = ', '.join(files[:3]) + (' ...' if len(files) > 3 else '')
+        raise UserError(f'{name} matches {matches}: expected files of one kind of {", ".join(KINDS)}')
+    for file in files:
+        if os.path.getsize(file) == 0 and not file.endswith('.txt'):
+            raise UserError(f'{file} is empty: remove it, or fetch it again')
+    return files
+
+
+# ---- reading them ----
+
+def open_source(name: str, s) -> tuple[Callable, str, int | None]:
+    """(read, a checksum of what the source is, its number of records where that is known).
+
+    read(position) yields batches (state, [(place, record, split)]): where in the source the batch begins, and for each
+    record, a dict, what is said of its place in an error, and its split where its hash does not decide that. The
+    checksum is of the names, sizes and times of local files, and of the revision of a dataset on the hub.
+    s: as prepare_fineweb.Settings.
+    """
+    files = local_files(name)
+    if files and not files[0].endswith('.parquet'):
+        return lambda position: file_batches(files, s, position['state']), checksum_of_files(files), None
+    if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):
+        return saved_source(name, s)
+    import datasets
+    config = s.config or ('sample-100BT' if name == FINEWEB else None)
+    try:
+        if files:
+            builder = datasets.load_dataset_builder('parquet', data_files=[glob.escape(file) for file in files])
+        else:
+            builder = datasets.load_dataset_builder(name, config)
+        stream = builder.as_streaming_dataset(split='train' if files else s.split)
+    except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
+        raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
+    identity = [builder.hash]
+    for split, of_split in (builder.config.data_files or {}).items():
+        for file, origin in zip(of_split, of_split.origin_metadata):  # the origin: revision on the hub, or time
+            identity.append((str(split), file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
+    info = stream.info.splits and stream.info.splits.get(s.split)
+    return (lambda position: stream_batches(name, stream.with_format('arrow'), s, position), checksum_of(identity),
+            info and info.num_examples)
+
+
+def saved_source(name: str, s) -> tuple[Callable, str, int]:
+    """`open_source` of a folder that `save_to_disk` of a dataset, or of a dict of them, wrote."""
+    import datasets
+    try:
+        saved = datasets.load_from_disk(name)
+    except Exception as error:  # the library raises nothing narrower for a folder that is damaged
+        raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
+    if isinstance(saved, datasets.DatasetDict):
+        if s.split not in saved:
+            raise UserError(f'{name} has no split {s.split!r}: set --split to one of {", ".join(saved)}')
+        saved = saved[s.split]
+    stream = saved.to_iterable_dataset().with_format('arrow')
+    files = sorted(str(path) for path in Path(name).rglob('*') if path.is_file())
+    return lambda position: stream_batches(name, stream, s, position), checksum_of_files(files), len(saved)
+
+
+def checksum_of_files(files: list[str]) -> str:
+    stats = [(file, os.stat(file)) for file in files]
+    return checksum_of([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
+
+
+def checksum_of(identity: list) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def stream_batches(name: str, stream, s, position: dict) -> Iterator[tuple]:
+    """`read` of a stream of Arrow tables, a datasets.IterableDataset."""
+    state, documents = position['state'], position['documents'] - position['skip']
+    if state:
+        stream.load_state_dict(state)
+    tables, fields = stream.iter(BATCH), {s.text_field, s.id_field} - {None}
+    while True:
+        try:
+            table = next(tables, None)
+        except Exception as error:  # each kind of file has its own
+            raise UserError(f'{name} cannot be read after record {documents:,} ({type(error).__name__}): {error}')
+        if table is None:
+            return
+        documents += len(table)
+        if fields <= set(table.column_names):
+            table = table.select(sorted(fields))
+        yield state, [('', record, None) for record in table.to_pylist()]
+        state = stream.state_dict()
+
+
+def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
+    """`read` of json and txt files."""
+    state = state or {'file': 0, 'line': 0}
+    if not (is_count(state.get('file'), 0) and state['file'] < len(files) and is_count(state.get('line'), 0)):
+        raise UserError(f'progress.json is damaged: {state!r:.100} is no place in the source; remove its folder '
+                        'and start again')
+    records = file_records(files, s, state)
+    while batch := list(islice(records, BATCH)):
+        yield batch[0][0], [record for _, *record in batch]
+
+
+def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
+    """Yields (state, place, record, split) from a line of a file on: a state is the number of a file and of a line."""
+    read = json_records
+    if files[0].endswith('.txt'):
+        is_cut = len(files) == 1 and not s.split_lines
+        read = partial(line_records if s.split_lines else cut_text if is_cut else whole_text, s)
+    for i, file in enumerate(files[state['file']:], state['file']):
+        first = state['line'] if i == state['file'] else 0
+        n_read = first
+        try:
+            for n, record, split in read(file, first):
+                yield {'file': i, 'line': n}, f' ({file}, line {n + 1:,})', record, split
+                n_read = n + 1
+        except (ValueError, EOFError, OSError, RecursionError, zlib.error) as error:
+            remedy = ': expected text in UTF-8' if isinstance(error, UnicodeDecodeError) else ''
+            raise UserError(f'{file} cannot be read after line {n_read:,} ({type(error).__name__}): {error}{remedy}')
+
+
+def text_record(s, text: str) -> dict:
+    """A text as a record: what decides between train and val is the text itself."""
+    return {s.id_field: text, s.text_field: text}
+
+
+def whole_text(s, file: str, first: int) -> Iterator[tuple]:
+    """Yields (number, record, split) of a file that is one document; nothing if it is blank."""
+    text = Path(file).read_text(encoding='utf-8')
+    if first == 0 and text.strip():
+        yield 0, text_record(s, text), None
+
+
+def line_records(s, file: str, first: int) -> Iterator[tuple]:
+    """Yields (number, record, split) of the lines that are not blank."""
+    with open(file, encoding='utf-8') as lines:
+        for n, line in enumerate(lines):
+            if n >= first and line.strip():
+                yield n, text_record(s, line.rstrip('\n')), None
+
+
+def cut_text(s, file: str, first: int) -> Iterator[tuple]:
+    """Yields (number, record, split) of the two parts of the only text, cut at the end of a line where one is near."""
+    text = Path(file).read_text(encoding='utf-8')
+    cut = int(len(text) * (1 - TAIL))
+    cut = text.rfind('\n', int(0.9 * cut), cut) + 1 or cut
+    for n, (part, split) in enumerate(((text[:cut], 'train'), (text[cut:], 'val'))):
+        if n >= first and part.strip():
+            yield n, text_record(s, part), split
+
+
+def json_records(file: str, first: int) -> Iterator[tuple]:
+    """Yields (number, record, None) of the lines of a file from the first-th on, or of the list that .json may be."""
+    with (gzip.open if file.endswith('.gz') else open)(file, 'rb') as lines:
+        begin = lines.peek(64).lstrip(b'\xef\xbb\xbf \t\r\n')
+        if file.removesuffix('.gz').endswith('.json') and begin.startswith(b'['):
+            for n, record in islice(enumerate(json.load(lines)), first, None):
+                yield n, record, None
+            return
+        for n, line in enumerate(lines):
+            if n >= first and (line := line.strip()):
+                yield n, json.loads(line), None
+
+
+# ---- documents ----
+
+def batches(read: Callable, s, position: dict) -> Iterator[tuple]:
+    """Yields (position of the first record, [(split, text)]) in the order of the source."""
+    for begin, found in documents(read, s, position):
+        yield begin, [(split or split_of(key, s.val_share), text) for split, key, text in found]
+
+
+def documents(read: Callable, s, position: dict) -> Iterator[tuple]:
+    """Yields (position of the first record, [(split or None, what is hashed, text)]) in the order of the source.
+
+    A position is {'state': of the source, 'skip': records to skip after it, 'documents': records before}.
+    """
+    skip, n_read = position['skip'], position['documents']
+    for state, records in read(position):
+        position, found = {'state': state, 'skip': skip, 'documents': n_read}, []
+        for place, record, split in records[skip:]:
+            n_read += 1
+            found.append((split, *document(record, f'record {n_read:,}{place}', s)))
+        yield position, found
+        skip = 0
+
+
+def fitting_share(read: Callable, s, max_tokens: int | None = None) -> float:
+    """val_share, or a larger one, printed, where that would leave too few documents for validation.
+
+    Enough are ENOUGH documents, and of few 5%. Reads no more than it must, and only documents that max_tokens includes:
+    a token is a byte at least.
+    """
+    hashes, n_val, n_bytes = set(), 0, 0
+    for split, key, text in (found for _, batch in documents(read, s, START) for found in batch):
+        if split:
+            print(f'one text: its last {TAIL:.0%} are the validation data', flush=True)
+            return s.val_share
+        share = hash_share(key)
+        n_val += share < s.val_share and share not in hashes
+        hashes.add(share)
+        n_bytes += len(text.encode()) + 1
+        if n_val == ENOUGH or (max_tokens and n_bytes >= max_tokens):
+            break
+    enough = min(ENOUGH, max(1, len(hashes) // 20))
+    if n_val >= enough or len(hashes) < 2:
+        return s.val_share
+    val_share = math.nextafter(sorted(hashes)[enough - 1], 1)
+    print(f'val_share = {s.val_share:g} leaves {n_val} of {len(hashes):,} documents for validation: it is '
+          f'{val_share:.2g} now, which leaves {enough}', flush=True)
+    return val_share
+
+
+def document(record, place: str, s) -> tuple[str, str]:
+    """(what is hashed, text) of a record; UserError if a field is missing or of another type."""
+    if not isinstance(record, dict):
+        raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
+    for field, kind in ((s.text_field, str), (s.id_field, (str, int))):
+        if field is not None and not isinstance(record.get(field), kind):
+            has = f'has {record[field]!r:.60} in' if field in record else 'has no'
+            fields = ', '.join([*record][:20])
+            raise UserError(f'{place} {has} field {field!r}, expected {"text" if kind is str else "an id"}; the fields '
+                            f'are {fields}: set --text_field, or --id_field (None: the hash of the text decides '
+                            'between train and val)')
+    text = printable(record[s.text_field])
+    return text if s.id_field is None else printable(str(record[s.id_field])), text
+
+
+def printable(text: str) -> str:
+    """The text with what is no Unicode character (half a surrogate pair) replaced."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode(errors='replace').decode()

@@ -570,6 +570,7 @@ def test_the_estimated_memory_is_what_the_tensors_of_a_step_take(name, values):
     assert estimate == pytest.approx(live.peak, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits(tmp_path):
     args = [*TINY, f'--data={tmp_path / "gone"}', f'--out_dir={tmp_path / "out"}', '--max_tokens=1e6', '--dry_run']
     result = run('train.py', *args, '--memory=4')

@@ -545,6 +545,14 @@ def test_a_call_leaves_the_process_as_it_was(tiny_data, tmp_path):
 
 # ---- memory, without the data ----
 
+def test_live_bytes_are_those_of_tensors_that_live():
+    with LiveBytes() as live:
+        a = torch.zeros(1000)
+        b = a[:10], a + 1
+        del b
+    assert (live.live, live.peak) == (4000, 8000) and a.sum() == 0
+
+
 def memory_of(name, T, rows, **values):
     c = runs.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=2, n_embd=32) | values)
     s = train.Settings()

@@ -95,7 +95,7 @@ class Settings:
     acceptance_prompts: int = 0  # validation prompts on which each evaluation also drafts, 5 tokens at a time
     log_interval: int = 10  # steps between lines of log.jsonl
     save_interval: int = 1000  # steps between checkpoints
-    keep_checkpoints: int = 2  # newest checkpoints that stay; at least 2, so that a damaged one has one before it
+    keep_checkpoints: int = 2  # newest ones that stay; 2 or more, as one may be damaged; and wsd's before its decay
     sample_tokens: int = 200  # tokens of the text generated after training
     wandb_project: str | None = None  # also log there, if wandb is installed
     # machine

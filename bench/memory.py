@@ -4,8 +4,8 @@
 
 'estimated_mib' is `common.memory.memory_by_rows`. 'measured_mib' is the peak of the process over what it held before
 there was a model, with every large tensor mapped by itself (MALLOC_MMAP_THRESHOLD_), so that freed memory goes back:
-what its tensors take. 'with_allocator_mib' is the same with the allocator settings of train.py, which keep freed blocks
-and trade memory for speed. Gradients exist at the start, as from the second micro-batch of a step on; float32.
+what its tensors take. The allocator settings of train.py keep freed blocks, which takes up to half more on CPU.
+Gradients exist at the start, as from the second micro-batch of a step on; float32.
 """
 import json
 import os
@@ -16,12 +16,12 @@ import torch
 
 import train
 from bench import resident, write_results
-from common import machine, runs
+from common import runs
 from common.memory import memory_by_rows
 
-SHAPE, TOY_SHAPE = dict(n_layer=4, n_head=4, n_embd=384), dict(n_layer=1, n_head=2, n_embd=32)
+SHAPE, TOY_SHAPE = dict(n_layer=4, n_head=4, n_embd=256), dict(n_layer=1, n_head=2, n_embd=32)
 VOCABULARY = dict(vocab_size=4160, n_ids=4096, eos_id=None)
-GPN = dict(d_emb=384, d_k=32, d_v=64)
+GPN = dict(d_emb=256, d_k=32, d_v=64)
 CASES = [  # (model, what differs, T, rows)
     ('standard', {}, 256, 24), ('standard', {}, 512, 12), ('standard', {'checkpoint_blocks': True}, 512, 24),
     ('standard', {'window': 64}, 512, 12),
@@ -52,8 +52,6 @@ def estimated(name, differs, T, rows, toy=False) -> int:
 
 def measured(name, differs, T, rows, toy=False) -> int:
     """Bytes at the peak of two steps over those before; to be called in a fresh process."""
-    if 'MALLOC_MMAP_THRESHOLD_' not in os.environ:
-        machine.keep_freed_memory()
     steps(name, config(name, differs, True), T, 2)  # code and tables that any model needs
     with open('/proc/self/clear_refs', 'w') as file:
         file.write('5')  # the peak starts again
@@ -74,21 +72,21 @@ def steps(name, c, T, rows):
         optimizer.step()  # gradients stay, as between micro-batches
 
 
-def in_a_process(case, toy, environment) -> int:
+def in_a_process(case, toy) -> int:
     code = f'from bench.memory import measured; print(measured(*{case!r}, toy={toy}))'
-    ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=os.environ | environment)
+    every_block_apart = {'MALLOC_MMAP_THRESHOLD_': '65536'}
+    ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                         env=os.environ | every_block_apart)
     return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else sys.exit(ran.stderr)
 
 
 def rows(toy: bool):
     for name, differs, T, n_rows in CASES[:1] if toy else CASES:
         case = name, differs, 32 if toy else T, 2 if toy else n_rows
-        tensors = in_a_process(case, toy, {'MALLOC_MMAP_THRESHOLD_': '65536'})
-        everything = in_a_process(case, toy, {})
+        peak = in_a_process(case, toy)
         needed = estimated(*case, toy)
         yield {'model': name, **differs, 'T': case[2], 'rows': case[3], 'estimated_mib': round(needed / 2 ** 20),
-               'measured_mib': round(tensors / 2 ** 20), 'with_allocator_mib': round(everything / 2 ** 20),
-               'estimated_over_measured': round(needed / tensors, 3)}
+               'measured_mib': round(peak / 2 ** 20), 'estimated_over_measured': round(needed / peak, 3)}
 
 
 def main(argv: list[str] | None = None) -> None:

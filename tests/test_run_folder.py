@@ -158,7 +158,7 @@ def test_a_log_is_only_appended_to(tiny_data, trained, tmp_path):
     before = (out / 'log.jsonl').read_bytes()
     assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
     after = (out / 'log.jsonl').read_bytes()
-    assert after.startswith(before) and b'{"resumed_from": 5, ' in after[len(before):]
+    assert after.startswith(before) and b'{"resumed_from": 9, ' in after[len(before):]
     again, first = ([(record['step'], record['loss']) for record in runs.read_log(folder)] for folder in (out, trained))
     assert again == first and len(first) == 10
 
@@ -185,7 +185,8 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
     result = replaced(link)
     assert result.returncode == 0 and 'not of training, and stay: ckpt, notes.txt' in result.stdout, result.stderr
     assert link.is_symlink() and [record['step'] for record in runs.read_log(disk)] == [1, 2]
-    assert sorted(path.name for path in (disk / 'ckpt').iterdir()) == ['mine', 'step_00000002', 'step_00000010.tar']
+    names = sorted(path.name for path in (disk / 'ckpt').iterdir())
+    assert names == ['mine', 'step_00000001', 'step_00000002', 'step_00000010.tar']
     assert len(list(disk.rglob('*.txt'))) == 2
 
 
@@ -307,7 +308,7 @@ def test_no_poison_reaches_a_checkpoint(tiny_data, tmp_path, processes):
 @pytest.mark.slow
 def test_a_poisoned_checkpoint_of_older_code_is_not_used(trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
-    for step in (10, 5):
+    for step in (10, 9, 5):
         folder = out / f'ckpt/step_{step:08d}'
         weights = load_file(folder / 'model.safetensors')
         weights['embed.weight'][0, 0] = float('nan')

@@ -545,6 +545,14 @@ def test_a_call_leaves_the_process_as_it_was(tiny_data, tmp_path):
 
 # ---- memory, without the data ----
 
+def test_live_bytes_are_those_of_tensors_that_live():
+    with LiveBytes() as live:
+        a = torch.zeros(1000)
+        b = a[:10], a + 1
+        del b
+    assert (live.live, live.peak) == (4000, 8000) and a.sum() == 0
+
+
 def memory_of(name, T, rows, **values):
     c = runs.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=2, n_embd=32) | values)
     s = train.Settings()
@@ -570,6 +578,7 @@ def test_the_estimated_memory_is_what_the_tensors_of_a_step_take(name, values):
     assert estimate == pytest.approx(live.peak, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits(tmp_path):
     args = [*TINY, f'--data={tmp_path / "gone"}', f'--out_dir={tmp_path / "out"}', '--max_tokens=1e6', '--dry_run']
     result = run('train.py', *args, '--memory=4')

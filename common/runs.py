@@ -207,6 +207,10 @@ def read_run(folder) -> dict:
         raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); {known}')
     remedy = 'copy the run again or train it anew'
     record = {'model': None, 'versions': {}, **read_json(path, remedy)}
+    if 'model_type' in record:
+        name = f'out/{Path(folder).resolve().name}'
+        raise UserError(f'{folder} is a Hugging Face folder: make it a run with python eval.py {folder} '
+                        f'--from_llama={name}, and use {name}')
     typed('model', record['model'], str, f'in {path}')
     needed = {'settings': {'block_size': int}, 'model_config': {}, 'versions': {},
               'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'sha256': str}}

@@ -166,6 +166,13 @@ def test_training_goes_on_from_a_folder_as_any_architecture(args, keeps, tiny_da
         assert f'{keeps} ' in result.stdout.replace(',', ' ') and 'its logits change by at most' in result.stdout
 
 
+def test_a_folder_in_the_place_of_a_run_says_how_to_make_it_one(tiny_data, tmp_path):
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    for argv in (['sample.py', tmp_path / 'folder', 'abc'],
+                 ['train.py', *TINY, f'--data={tiny_data}', f'--init_from={tmp_path / "folder"}']):
+        assert_sentence(run(*argv), f'make it a run with python eval.py {tmp_path / "folder"} --from_llama=out/folder')
+
+
 def test_context_ready_says_which_blocks_a_llama_needs(tiny_data, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 2')
     import_run(tmp_path / 'folder', tmp_path / 'source')

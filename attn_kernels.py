@@ -597,11 +597,14 @@ def _key_gradient_kernel(q, k, v, grad, lse, delta, dk, dv, doc_end, q_strides, 
 
 
 # (query rows, keys, warps, stages) of a tile by pass, per architecture, largest head size and dtype: `python -m
-# bench.attention --tune` proposes rows
+# bench.attention --tune` proposes rows. 'groups': of grouped queries, whose loop over heads takes registers
 TILES = {
-    ('sm_90', 64, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2)},
-    ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2)},
-    ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (64, 64, 8, 2)},
+    ('sm_90', 64, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 3), 'key_gradient': (64, 128, 8, 2),
+                        'key_gradient, groups': (32, 128, 8, 2)},
+    ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2),
+                        'key_gradient, groups': (32, 64, 8, 2)},
+    ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (64, 64, 8, 2),
+                         'key_gradient, groups': (32, 64, 8, 2)},
     ('sm_90', 64, 32): {'forward': (32, 32, 8, 2), 'query_gradient': (32, 32, 4, 2), 'key_gradient': (32, 32, 8, 1)},
     ('sm_90', 128, 32): {'forward': (32, 16, 8, 1), 'query_gradient': (16, 16, 8, 1), 'key_gradient': (16, 16, 8, 1)},
     ('cpu', 128, 32): {'forward': (64, 32, 1, 1), 'query_gradient': (32, 64, 1, 1), 'key_gradient': (64, 32, 1, 1)},
@@ -615,12 +618,14 @@ def _architecture(device):
     return name if any(name == known for known, *_ in TILES) else 'sm_90'
 
 
-def tiles(device, head_size, dtype, kind, streams=1):
-    """The tile of a pass: (query positions, keys, warps, stages)."""
+def tiles(device, head_size, dtype, kind, streams=1, group=1):
+    """The tile of a pass: (query positions, keys, warps, stages). group: query heads for each key head."""
     arch = _architecture(device)
     bits = 32 if arch == 'cpu' else torch.finfo(dtype).bits
     largest = min(D for known, D, b in TILES if known == arch and b == bits and D >= head_size)
-    rows, keys, warps, stages = TILES[arch, largest, bits][kind]
+    of_passes = TILES[arch, largest, bits]
+    name = f'{kind}, groups' if group > 1 and f'{kind}, groups' in of_passes else kind
+    rows, keys, warps, stages = of_passes[name]
     return rows // streams, keys, warps, stages
 
 
@@ -634,7 +639,7 @@ def column_blocks(head_size):
 def _launch(kernel, kind, tensors, strided, q, k, windows, first):
     """Runs an attention kernel over all heads and tiles of q (B, NQ, T, H, D), k (B, NK, T, HK, D)."""
     (B, NQ, T, H, D), NK, n_key_head = q.shape, k.shape[1], k.shape[3]
-    N, M, warps, stages = tiles(q.device, D, q.dtype, kind, NQ)
+    N, M, warps, stages = tiles(q.device, D, q.dtype, kind, NQ, H // n_key_head)
     D0, D1 = column_blocks(D)
     grid = (B * n_key_head, NK * triton.cdiv(T, M)) if kind == 'key_gradient' else (B * H, triton.cdiv(T, N))
     strides = [x.stride()[:4] for x in strided]

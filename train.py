@@ -304,7 +304,8 @@ def print_memory(s, c, machine):
     """Prints the estimated memory of a process, and whether it fits a GPU of s.memory GiB."""
     n_params = sum(p.numel() for p in runs.blank_model(s.model, c).parameters())
     copies = 4 if machine.world == 1 else 5  # weights, gradients, two moments; with DDP its buckets
-    on_gpu = s.memory is not None or machine.device.type == 'cuda'
+    # of windows too long for a CPU, the tiles of its attention would take minutes to count
+    on_gpu = s.memory is not None or machine.device.type == 'cuda' or s.block_size > 1024
     dtype = pick_dtype(s.dtype, 'cuda') if on_gpu else machine.dtype
     print(f'estimated memory per process: {4 * copies * n_params / 2**30:.2f} GiB for weights, gradients and AdamW',
           end='', flush=True)

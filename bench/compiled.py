@@ -98,8 +98,9 @@ def short_variants():
         yield 'two streams', True, D, torch.bfloat16
     for D in (64, 70, 128):
         yield 'two streams', True, D, torch.bfloat16, 1
-    for D in (64, 128):
+    for D in (64, 70, 128):
         yield 'one stream, groups of 4', True, D, torch.bfloat16
+    for D in (64, 128):
         yield 'one stream, groups of 4', True, D, torch.bfloat16, 1
     for sizes in GPN_SIZES if scan else ():
         yield 'gpn', True, sizes, torch.bfloat16

@@ -162,7 +162,7 @@ def test_the_checksum_knows_options_and_rows(monkeypatch):
     ('pointer_chasing:keys=11', 'values = 10 and keys = 11'),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
     ('path_star:train_rows=0', 'train_rows is 0: expected 1 to'),
-    *((f'{task}={"9" * 40}', f'is {"9" * 40}: expected') for task in (
+    *((f'{task}={"9" * 40}', 'expected a number of at most') for task in (
         'pointer_chasing:hops', 'pointer_chasing:keys', 'pointer_chasing:values', 'pointer_chasing:val_rows',
         'path_star:degree', 'path_star:length', 'path_star:nodes', 'path_star:train_rows', 'path_star:val_rows')),
     ('', 'data is empty: expected built-in data (path_star, pointer_chasing, python_docs) or a folder'),
@@ -241,7 +241,7 @@ def trained(tmp_path_factory):
 
 
 def values(out):
-    return {r['step']: {k: v for k, v in r.items() if k not in ('seconds', 'tokens_per_s', 'mfu')}
+    return {r['step']: {k: v for k, v in r.items() if k not in ('seconds', 'tokens_per_s', 'mfu', 'memory_gib')}
             for r in runs.read_log(out)}
 
 

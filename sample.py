@@ -97,6 +97,8 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
     if not all(texts) and eos_id is None:
         raise UserError('a prompt is empty, and the tokenizer of the run has no eos to start from: give text')
     prompts = [tokenizer.encode(text) if text else [eos_id] for text in texts]
+    if not all(prompts):
+        raise UserError('a prompt has no tokens: give text that the tokenizer of the run knows')
     n_new = s.max_new_tokens
     if n_new is None:
         room = block_size + 1 - max(map(len, prompts))  # the last new token is not read
@@ -111,8 +113,6 @@ def fit(ids: list[int], n_new: int, truncate: bool, block_size: int) -> list[int
     if room < 1:
         raise UserError(f'max_new_tokens = {n_new} leaves no room for a prompt in the context of {block_size} tokens: '
                         'lower it')
-    if not ids:
-        raise UserError('a prompt has no tokens: give text that the tokenizer of the run knows')
     if len(ids) > room and not truncate:
         raise UserError(f'a prompt of {len(ids)} tokens and {n_new} new ones do not fit the context of '
                         f'{block_size}: lower max_new_tokens, or use --truncate to keep the end of the prompt')

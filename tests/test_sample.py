@@ -97,8 +97,10 @@ def test_rows_end_at_eos_and_at_finished():
 def test_empty_prompt_is_a_sentence():
     with pytest.raises(ValueError, match='a prompt is empty'):
         generate(make(), [[1], []], 5)
+    tokenizer = load_tokenizer('pointer_chasing')  # to whose symbols a blank is nothing
+    record = {'settings': {'block_size': 47}, 'data': {'eos_id': tokenizer.eos_id}}
     with pytest.raises(UserError, match='a prompt has no tokens'):
-        sample.fit([], 5, False, 64)  # as a blank is for a synthetic task
+        sample.encode_prompts(sample.Settings(), tokenizer, record, ['v3 =', ' '])
 
 
 @pytest.mark.parametrize('temperature', [1e-6, 1e-3, 1.0, 1e3, 1e6])

@@ -591,8 +591,8 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
 # ---- the story ----
 
 def main(argv: list[str] | None = None) -> None:
-    argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
     with friendly_errors():
+        argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
         s, given_model, record = read_settings(argv)
         machine = start_processes(s)
         is_first = machine.rank == 0

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common import runs
-from common.runs import UserError, first_line, locked
+from common.runs import UserError, first_line
 from data.shards import keep_tokenizer
 from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 
@@ -140,8 +140,7 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
     with torch.device('meta'):
         shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
     tensors = read_tensors(folder, c, n_rows, shapes)
-    run.mkdir(parents=True)
-    with locked(run):
+    with runs.claimed(run, is_new=True, overwrite=False):
         runs.save_checkpoint(run, 0, {'model.safetensors': tensors}, {'step': 0})
         runs.save_run(run, {
             'model': 'standard', 'settings': {'block_size': block_size, 'data': ''},

@@ -286,18 +286,19 @@ def claim_folder(folder, overwrite: bool) -> None:
 
 
 def is_own_config(path: Path) -> bool:
-    """Whether a config.json is one of a run."""
+    """Whether a config.json is one of a run, and whole."""
     try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
+        record = read_json(path, '')
+    except (OSError, UserError):
         return False
-    return isinstance(record, dict) and {'model', 'settings', 'model_config', 'data'} <= record.keys()
+    return {'model', 'settings', 'model_config', 'data'} <= record.keys()
 
 
 @contextmanager
 def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
-    """Holds the lock of a run folder for its one writer. A folder in which nothing was written goes again."""
+    """Holds the lock of a run folder for its one writer. One that it made, and in which nothing was written, goes."""
     folder = Path(folder)
+    was_there = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         try:
@@ -305,7 +306,7 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
                 claim_folder(folder, overwrite)  # once more: another run may have begun here meanwhile
             yield
         finally:
-            if os.listdir(folder) == ['.lock']:
+            if not was_there and os.listdir(folder) == ['.lock']:
                 shutil.rmtree(folder)
 
 
@@ -468,9 +469,9 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
 
 def save_checkpoint(folder, step: int, tensor_files: dict, state: dict, keep: int = 2,
                     always: int | None = None) -> None:
-    """Writes ckpt/step_<step> of a run folder, all or nothing, then removes all but the newest `keep` checkpoints.
+    """Writes ckpt/step_<step> of a run folder, all or nothing, then removes older checkpoints.
 
-    The one of the step `always` stays besides.
+    The newest `keep` stay, and the one of the step `always`.
 
     tensor_files {file name: {tensor name: tensor}}, state a dict for state.json. The files go to a temporary folder,
     reach the disk (fsync), and get their final name by one rename. Raises UserError with nothing changed when the disk
@@ -540,11 +541,9 @@ def load_checkpoint(folder, names=('model.safetensors', 'optimizer.safetensors')
                     up_to: int | None = None) -> tuple[dict, dict]:
     """The newest whole checkpoint of a run folder: (state, {file name: {tensor name: tensor}}).
 
-    With up_to: of that step at most.
-
-    Each file is checked against SHA256SUMS and for numbers that are not finite; a bad checkpoint is named on stderr and
-    the one before it is taken.
-    Only JSON and safetensors are read, neither of which can run code.
+    With up_to, the newest up to that step. Each file is checked against SHA256SUMS and for numbers that are not finite;
+    a bad checkpoint is named on stderr and the one before it is taken. Only JSON and safetensors are read, neither of
+    which can run code.
     """
     found = [path for path in checkpoints(folder) if up_to is None or step_of(path) <= up_to]
     for path in found:

@@ -210,6 +210,11 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path):
     with pytest.raises(UserError), runs.claimed(tmp_path / 'a/run', True, False):
         raise UserError('it does not fit')
     assert not (tmp_path / 'a/run').exists()
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'link').symlink_to(tmp_path / 'mine')
+    with pytest.raises(UserError, match='it does not fit'), runs.claimed(tmp_path / 'link', True, False):
+        raise UserError('it does not fit')
+    assert (tmp_path / 'mine').is_dir()  # a folder that was there stays
 
 
 @pytest.mark.slow

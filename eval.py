@@ -47,7 +47,7 @@ from common.benchmarks import local_records, task_files
 from common.decoding import check_sampling, generate, pack_weights
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.llama import export_llama, import_llama
-from common.machine import no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
+from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
 from common.runs import check_vocabulary, load_run, run_data
 from common.scoring import Scorer, perplexity, rank, validation_loss, world
 from common.settings import check_ranges, load_settings
@@ -531,7 +531,7 @@ def main(argv: list[str] | None = None) -> None:
         tasks, corpora = chosen(s)
         no_bars_in_logs()
         if torchrun_ranks()[1] > 1:
-            dist.init_process_group('gloo')
+            join_processes('gloo')
         columns, tables = {}, {}
         for run in runs:
             line, tables[run] = evaluate(run, s, tasks, corpora)

@@ -98,10 +98,7 @@ def start_processes(s) -> Machine:
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
-        try:
-            dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
-        except ValueError as error:  # no MASTER_ADDR, for one
-            raise UserError(f'{world} processes cannot be joined: start them with torchrun. {error}')
+        join_processes('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
     device = torch.device(kind, local) if kind == 'cuda' else torch.device(kind)
     return Machine(rank, world, device, launcher=launcher)
 
@@ -120,6 +117,14 @@ def torchrun_ranks() -> tuple[int, int, int, int]:
     given = ', '.join(f'{name}={text!r}' for name, text in texts.items())
     raise UserError(f'the environment has {given}: expected the numbers that torchrun sets. For one process: unset '
                     f'{" ".join(defaults)}')
+
+
+def join_processes(backend: str) -> None:
+    """Joins torchrun's processes; UserError if something else started them."""
+    try:
+        dist.init_process_group(backend)
+    except ValueError as error:  # no MASTER_ADDR, for one
+        raise UserError(f'the processes cannot be joined: start them with torchrun. {error}')
 
 
 def keep_freed_memory() -> None:

@@ -988,7 +988,7 @@ def rope_table(positions, head_size, theta, scaling=None):
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     frequency = 1 / theta ** (j / head_size)
     if scaling:
-        factor, low, high, tokens = rope_scaling(scaling)
+        factor, low, high, tokens = parse_rope_scaling(scaling)
         turns = tokens * frequency / (2 * math.pi)
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (unscaled + (1 - unscaled) / factor)
@@ -996,7 +996,7 @@ def rope_table(positions, head_size, theta, scaling=None):
     return angles.cos(), angles.sin()
 
 
-def rope_scaling(text):
+def parse_rope_scaling(text):
     """The four numbers of a scaling, as `rope_table` takes it. Raises ValueError."""
     try:
         factor, low, high, tokens = map(float, text.split(','))

@@ -35,8 +35,8 @@ from attn_kernels import (
     document_starts,
     import_scan,
     linear_cross_entropy,
+    parse_rope_scaling,
     rms_norm,
-    rope_scaling,
     rope_table,
     rotate,
     slot_attention,
@@ -117,7 +117,7 @@ class Config:
         if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
             raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}, or None')
         if self.rope_scaling is not None:
-            rope_scaling(self.rope_scaling)
+            parse_rope_scaling(self.rope_scaling)
         is_plain = (self.n_kv_head, self.n_head * self.head_size) == (self.n_head, self.n_embd)
         if self.block == 'gpt' and (self.qkv_bias or self.qk_norm or not is_plain):
             raise ValueError("n_kv_head, head_size, qkv_bias and qk_norm are settings of block = 'llama'")
@@ -196,7 +196,8 @@ class LlamaBlock(nn.Module):
         self.config, self.layer = config, layer
         self.attn_norm = RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
-        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
         self.ffn_norm = RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)

@@ -22,8 +22,8 @@ from attn_kernels import (
     attention,
     document_starts,
     linear_cross_entropy,
+    parse_rope_scaling,
     rms_norm,
-    rope_scaling,
     rope_table,
     rotate,
 )
@@ -71,7 +71,7 @@ class Config:
         if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
             raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}, or None')
         if self.rope_scaling is not None:
-            rope_scaling(self.rope_scaling)
+            parse_rope_scaling(self.rope_scaling)
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
         if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
@@ -91,7 +91,8 @@ class Block(nn.Module):
         self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
         self.attn_norm = RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
-        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
         self.ffn_norm = RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)

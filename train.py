@@ -112,8 +112,7 @@ class Settings:
             decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=at_least_0,
             grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, acceptance_prompts=at_least_0,
             log_interval=at_least_1, save_interval=at_least_1, keep_checkpoints=(2, math.inf),
-            sample_tokens=at_least_0, threads=(1, 1024),
-            memory=at_least_0)
+            sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0)
 
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone

@@ -152,7 +152,7 @@ def test_rotary_angles_are_those_of_hugging_face(scaling, of_hugging_face):
 @pytest.mark.parametrize('text', ['', '8', '8,1,4', '8,4,1,64', '0.5,1,4,64', '8,1,4,x', '8,1,4,nan', '8,1,inf,64'])
 def test_a_rope_scaling_that_is_none_is_a_sentence(text):
     with pytest.raises(ValueError, match="expected 'factor,low,high,tokens'"):
-        K.rope_scaling(text)
+        K.parse_rope_scaling(text)
 
 
 @pytest.mark.parametrize('N, chunk', [(1, 2 ** 26), (40, 2 ** 26), (600, 300 * 320)])

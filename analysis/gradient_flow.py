@@ -13,7 +13,7 @@ of each of 1,000 validation documents, read from their start.
 
 Writes NAME.png (the ratio over k, raw and smoothed) and NAME.csv. No copies are made: where a linear layer has input
 a at a position and gradient g at its output, the gradient of that position's weights is g a^T, whose norm is
-||g|| ||a||. Read `squared_gradients` for the sum over layers, and `gradient_norms` for what one backward computes. The
+||g|| ||a||. Read `gradient_norms` for what one backward computes, and `squared_norms` for the sum over layers. The
 losses of 1,000 documents are some 850,000 forwards and backwards over 540 tokens on average.
 """
 if __name__ == '__main__':
@@ -64,95 +64,109 @@ class Settings:
 
 # ---- the gradient of a position's own parameters ----
 
-def linear_square(layer, a, g):
-    """||g a^T||^2, and ||g||^2 for a bias: input a (..., n_in) and output gradient g (..., n_out) -> (...)."""
-    return g.square().sum(-1) * (a.square().sum(-1) + (layer.bias is not None))
+def linear_square(layer, uses):
+    """||gradient||^2 of a linear layer's weight and bias. uses: [(input (..., n_in), output gradient (..., n_out))].
+
+    The gradient is the sum of g a^T over a position's uses of the weight, of which unrolls make several. Returns (...).
+    """
+    a, g = (torch.stack(each, -2) for each in zip(*uses))  # (..., uses, n)
+    return ((a @ a.mT + (layer.bias is not None)) * (g @ g.mT)).sum((-2, -1))
 
 
-def norm_square(norm, a, g):
-    """The same of an RMSNorm or a LayerNorm, a and g (B, S, P, ..., C) -> (B, S, P).
+def norm_square(norm, uses):
+    """The same of an RMSNorm or a LayerNorm: inputs and output gradients (B, S, P, ..., C) -> (B, S, P).
 
-    The axes between are heads, which share a position's copy of the weights: their gradients are added first.
+    The axes between are heads, which share a position's copy of the weights.
     """
     normalize = F.rms_norm if isinstance(norm, nn.RMSNorm) else F.layer_norm
-    gradients = [g * normalize(a, norm.normalized_shape, eps=norm.eps)]
+    gradients = [sum(g * normalize(a, norm.normalized_shape, eps=norm.eps) for a, g in uses)]
     if getattr(norm, 'bias', None) is not None:
-        gradients.append(g)
-    return sum(each.flatten(2, -2).unflatten(2, (a.shape[2], -1)).sum(3).square().sum(-1) for each in gradients)
+        gradients.append(sum(g for _, g in uses))
+    return sum(each.unsqueeze(-2).flatten(3, -2).sum(3).square().sum(-1) for each in gradients)
 
 
 SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square, nn.LayerNorm: norm_square}
 
 
-def layers_of(model, run) -> list[tuple]:
-    """[(block number, layer, its function of SQUARES)] of the blocks' layers; UserError if others have parameters."""
-    layers = []
-    for i, block in enumerate(getattr(model, 'blocks', [])):
-        for name, layer in block.named_modules():
-            if not any(True for _ in layer.parameters(recurse=False)):
-                continue
-            square = next((square for kind, square in SQUARES.items() if isinstance(layer, kind)), None)
-            if square is None:
-                raise UserError(f'{run}: {name} of a block is a {type(layer).__name__}, whose gradient at a position '
-                                'is not known here: expected linear layers, RMSNorm and LayerNorm')
-            layers.append((i, layer, square))
-    if not layers:
-        raise UserError(f'{run} is a {type(model).__module__}, which has no blocks: expected a run of a Transformer: '
-                        'standard, sps, nextlat, or context_ready with K = 1')
+TOKEN_BY_TOKEN = 'goes token by token: expected a model that reads all positions at once, not one with bptt'
+
+
+def layers_of(model, run) -> dict:
+    """{layer: its function of SQUARES}: all layers with parameters but the embedding, the final norm and the head.
+
+    Raises UserError for a model without blocks, or with a layer of another kind.
+    """
+    layers = {}
+    if not hasattr(model, 'blocks'):
+        raise UserError(f'{run} is a {type(model).__module__}, which has no blocks: expected a run of standard, sps, '
+                        'nextlat or context_ready')
+    for name, layer in model.named_modules():
+        if name in ('embed', 'norm', 'head') or not [*layer.parameters(recurse=False)]:
+            continue
+        square = next((square for kind, square in SQUARES.items() if isinstance(layer, kind)), None)
+        if square is None:
+            raise UserError(f'{run}: {name} is a {type(layer).__name__}, whose gradient at a position is not known '
+                            'here: expected linear layers, RMSNorm and LayerNorm')
+        layers[layer] = square
     return layers
 
 
 @contextmanager
-def squared_gradients(model, positions, n_rows, run='the model'):
-    """Yields (n_rows, S, P), to which a backward adds ||gradient||^2 at the positions (P,) of each row and stream.
+def recorded_uses(model, layers, T, positions, run):
+    """Yields {layer: [(input, output gradient)]}, filled by a forward of T positions and its backward.
 
-    S is 2 for model_sps, else 1. Each use of a weight counts where it is computed: a token's embedding is x's, the
-    <predict> vector is rho's.
+    Both are (B, S, P, ...): S is 2 for model_sps where both streams are at work, else 1. The embedding's uses are
+    under 'x' and, of <predict>, under 'rho'; they have no input.
     """
-    layers, emits = layers_of(model, run), getattr(model.config, 'emits', None)
-    two_streams, n_streams = emits is not None, 1 if emits is None else 2
-    dtype = torch.promote_types(model.embed.weight.dtype, torch.float32)
-    squares = torch.zeros(n_rows, n_streams, len(positions), dtype=dtype, device=positions.device)
-    used, hooks = set(), []
+    two_streams, uses = hasattr(model.config, 'emits'), {}
 
     def at_positions(x, has_streams):
-        """x (B, S, T, ...), or (B, T, ...) without streams -> (B, S, P, ...)."""
-        return (x if has_streams else x.unsqueeze(1)).detach().index_select(2, positions).to(dtype)
+        x = x if has_streams else x.unsqueeze(1)
+        if x.dim() < 4 or x.shape[2] != T:
+            raise UserError(f'{run} {TOKEN_BY_TOKEN}')
+        return x.detach().index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
 
-    def watch(y, has_streams, streams, square):
-        """Adds square(gradient of y) to these streams' squares when the gradient arrives."""
-        def arrived(g):
-            squares[:, streams] += square(at_positions(g, has_streams))
-        y.register_hook(arrived)
+    def watch(y, has_streams, key, a=None):
+        if y.requires_grad:  # not so in unrolls without gradient
+            y.register_hook(lambda g: uses.setdefault(key, []).append((a, at_positions(g, has_streams))))
 
-    def after_layer(i, layer, square):
-        def after(_, args, y):
-            if layer in used:
-                raise UserError(f'{run} uses the weights of a layer several times at each position, as unrolls do: '
-                                'expected a Transformer, whose blocks run once')
-            used.add(layer)
-            a = at_positions(args[0], two_streams)
-            streams = slice(None)
-            if a.shape[1] < n_streams:  # x alone, below rho's first layer; in the last, the stream of the logits
-                streams = slice(1, 2) if i == len(model.blocks) - 1 and emits == 'predict' else slice(0, 1)
-            watch(y, two_streams, streams, lambda g: square(layer, a, g))
-        return after
+    def after_layer(layer, args, y):
+        watch(y, two_streams, layer, at_positions(args[0], two_streams))
 
     def after_embedding(_, args, y):
-        watch(y.requires_grad_(), False, slice(0, 1), lambda g: g.square().sum(-1))
+        watch(y.requires_grad_(), False, 'x')
 
     def before_rho(_, args):
-        watch(args[0], True, slice(1, 2), lambda g: g[:, 1:].square().sum(-1))
+        watch(args[0], True, 'rho')
 
+    hooks = [layer.register_forward_hook(after_layer) for layer in layers]
+    hooks.append(model.embed.register_forward_hook(after_embedding))
+    if two_streams:
+        hooks.append(model.blocks[model.config.first_predict_layer].register_forward_pre_hook(before_rho))
     try:
-        hooks += [layer.register_forward_hook(after_layer(i, layer, square)) for i, layer, square in layers]
-        hooks.append(model.embed.register_forward_hook(after_embedding))
-        if two_streams:
-            hooks.append(model.blocks[model.config.first_predict_layer].register_forward_pre_hook(before_rho))
-        yield squares
+        yield uses
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def squared_norms(model, layers, uses):
+    """||gradient||^2 with respect to the copies of the parameters, (B, S, P), from `recorded_uses`.
+
+    A use counts where it is computed: a token's embedding is x's, also what rho makes of it; <predict> is rho's.
+    """
+    total = uses['x'][0][1].square().sum(-1)
+    if 'rho' in uses:
+        total = torch.cat([total, uses['rho'][0][1][:, 1:].square().sum(-1)], 1)
+    for layer, square in layers.items():
+        if layer not in uses:  # as the networks of NextLat's other losses
+            continue
+        part = square(layer, uses[layer])
+        # One stream of two: x below rho's first layer, and in the last layer the one that emits the logits.
+        emits_rho = total.shape[1] == 2 and model.config.emits == 'predict' and layer in {*model.blocks[-1].modules()}
+        first = total.shape[1] - part.shape[1] if emits_rho else 0
+        total[:, first:first + part.shape[1]] += part
+    return total
 
 
 def gradient_norms(model, ids, positions, steps, run='the model'):
@@ -161,14 +175,17 @@ def gradient_norms(model, ids, positions, steps, run='the model'):
     ids (n,) int64: a document; positions (P,). Returns (J, S, P). Every loss has a row of the batch, which holds the
     document up to the last of them, so that one backward computes them all.
     """
+    layers = layers_of(model, run)
     weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
     idx = ids[:steps[-1] + 1].expand(len(steps), -1)
-    with squared_gradients(model, positions, len(steps), run) as squares:
+    with recorded_uses(model, layers, idx.shape[1], positions, run) as uses:
         # final_hidden of context_ready goes without gradient
         h = model.head_input(model.states(idx)) if hasattr(model, 'head_input') else model.final_hidden(idx)
         logits = h[torch.arange(len(steps)), steps] @ weight.T
-        F.cross_entropy(logits.to(squares.dtype), ids[steps + 1], reduction='sum').backward()
-    return squares.sqrt()
+        F.cross_entropy(logits.to(weight.dtype), ids[steps + 1], reduction='sum').backward()
+    if any(layer in layers and layer not in uses for layer in model.blocks.modules()):
+        raise UserError(f'{run} {TOKEN_BY_TOKEN}')
+    return squared_norms(model, layers, uses).sqrt()
 
 
 def ratios(model, ids, positions, max_k, batch_size, run='the model'):

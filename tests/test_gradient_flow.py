@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run, train_tiny
 from scipy.signal import savgol_filter
+from test_models import small_model
 from test_sps import interleaved_logits, make, sees
 
 import model_context_ready
@@ -35,6 +36,8 @@ MODELS = {
     'sps': (model_sps, dict(window=3)),
     'sps, grouped queries': (model_sps, GROUPED | dict(window=2)),
     'sps, beyond the paper': (model_sps, BEYOND | dict(window=3)),
+    'sps, fork': (model_sps, dict(window=3, predict_input='state', predict_layers=2)),
+    'delayed_state, fork': (model_sps, dict(method='delayed_state', window=3, predict_input='state', predict_layers=1)),
     'sps, top layer': (model_sps, dict(window=0, predict_layers=1)),
     'two_x_memory': (model_sps, dict(method='two_x_memory', window=None)),
     'delayed_state': (model_sps, dict(method='delayed_state', window=3)),
@@ -88,6 +91,8 @@ def losses_with_copies(model, ids):
     H, HK, D = c.n_head, c.n_kv_head, c.head_size
     for number, block in enumerate(model.blocks):
         alone = number < getattr(c, 'first_predict_layer', 0)  # rho waits, unseen
+        if len(names) == 2 and c.predict_input == 'state' and number == c.first_predict_layer:
+            h = torch.stack([h[0], h[0] + predict])
         seen = torch.tensor([[is_seen(i, asks, k, read) and not (alone and read == 'rho')
                               for read in names for k in range(T)] for asks in names for i in range(T)])
         q, k, v = linear(block.qkv, norm(block.attn_norm, h)).split([H * D, HK * D, HK * D], -1)
@@ -131,22 +136,23 @@ def test_gradient_norms_are_those_of_a_copy_of_the_parameters_for_each_position_
     assert torch.allclose(got, want, rtol=1e-6, atol=1e-14)
 
 
-def test_layer_norms_and_biases_count_as_the_others():
-    model = exact(model_context_ready, K=1)
-    ids, p, steps = IDS, 5, torch.tensor([5, 9, 13])
-    got = gradient_flow.gradient_norms(model, ids, torch.tensor([p]), steps)
-    with_copy, copies = copy.deepcopy(model), []
-    for layer in [*with_copy.blocks.modules()]:
-        if isinstance(layer, (torch.nn.Linear, torch.nn.LayerNorm)):
+@pytest.mark.parametrize('values', [dict(K=1), dict(K=1, variant='extra_ffn'), dict(K=3, eos_id=59),
+                                    dict(K=3, variant='tied'), dict(K=2, block='llama')])
+def test_weights_that_a_position_uses_in_several_unrolls_count_once(values):
+    """Here the layers themselves compute one position with weights of its own."""
+    model, p, steps = exact(model_context_ready, **values), 5, torch.tensor([5, 9, 13])
+    got = gradient_flow.gradient_norms(model, IDS, torch.tensor([p]), steps)
+    with_copy, copies, embedded = copy.deepcopy(model), [], []
+    for name, layer in with_copy.named_modules():
+        if isinstance(layer, (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm)) and name not in ('norm', 'head'):
             own, shared = copy.deepcopy(layer), layer.forward
             layer.forward = lambda x, own=own, shared=shared: torch.where(
                 (torch.arange(x.shape[1]) == p)[:, None], own(x), shared(x))
             copies += own.parameters()
-    embedded = []
     with_copy.embed.register_forward_hook(lambda layer, args, y: embedded.append(y))
-    log_p = with_copy.head(with_copy.head_input(with_copy.states(ids[None, :-1])))[0].log_softmax(-1)
+    log_p = with_copy.head(with_copy.head_input(with_copy.states(IDS[None, :-1])))[0].log_softmax(-1)
     for j, found in zip(steps, got[:, 0, 0]):
-        *of_copies, of_embedding = torch.autograd.grad(-log_p[j, ids[j + 1]], [*copies, *embedded], retain_graph=True)
+        *of_copies, of_embedding = torch.autograd.grad(-log_p[j, IDS[j + 1]], [*copies, *embedded], retain_graph=True)
         squares = sum(g.square().sum() for g in of_copies) + of_embedding[0, p].square().sum()
         assert found == pytest.approx(float(squares.sqrt()), rel=1e-6)
 
@@ -182,13 +188,14 @@ def test_the_papers_lengths_are_the_defaults_and_short_runs_get_shorter_ones(tmp
 
 
 def test_models_whose_question_makes_no_sense_are_a_sentence():
-    with pytest.raises(UserError, match='several times at each position'):
-        gradient_flow.gradient_norms(make(model_context_ready, K=2), IDS, torch.tensor([2]),
-                                     torch.tensor([3]))
-    model = make(model_standard, eos_id=None)
-    model.blocks[0].scale = torch.nn.PReLU()
-    with pytest.raises(UserError, match='scale of a block is a PReLU'):
-        gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
+    odd = make(model_standard, eos_id=None)
+    odd.blocks[0].scale = torch.nn.PReLU()
+    for model, sentence in ((make(model_context_ready, K=2, bptt=True, scan='loop'), 'goes token by token'),
+                            (make(model_context_ready, K=2, bptt=True, scan='fast'), 'goes token by token'),
+                            (small_model('gpn', dict(n_head=0, eos_id=None)), 'model_gpn, which has no blocks'),
+                            (odd, 'blocks.0.scale is a PReLU')):
+        with pytest.raises(UserError, match=sentence):
+            gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
     with pytest.raises(UserError, match='model_nextlat, whose state has no window'):
         restricted_state.restricted(make(model_nextlat, eos_id=None), 2).__enter__()
     with pytest.raises(UserError, match='trained with window = 3'):

@@ -70,11 +70,7 @@ def is_number(value) -> bool:
 
 
 def smoothed(values, length: int):
-    """The trend of values (n,): a Savitzky-Golay filter of order 2 over `length` points, or over as many as there are.
-
-    `length` is odd. Returns (n,).
-    """
+    """The trend of values (n,): a Savitzky-Golay filter of order 2 over `length` points, or all if fewer. (n,)."""
     from scipy.signal import savgol_filter
-    n = len(values)
-    length = min(length, n - 1 + n % 2)
+    length = min(length, len(values))
     return savgol_filter(values, length, 2) if length > 2 else values

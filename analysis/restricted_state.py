@@ -132,8 +132,11 @@ def plot(rows: list[dict], path) -> None:
         positions = [row['position'] for row in points]
         axes.plot(positions, [row['extra_nll'] for row in points], alpha=0.3, linewidth=0.8, **style)
         axes.plot(positions, [row['smoothed'] for row in points], linewidth=2, label=label, **style)
-    axes.set(xlabel='position in the document, tokens', xlim=(0, None),
-             ylabel=f'extra nats per token when the state is the last {rows[0]["omega"]} positions')
+    # all of the trends, and of the raw values what is not far out: of few documents they are noisy
+    lines = [row['smoothed'] for row in rows] + [*np.percentile([row['extra_nll'] for row in rows], (1, 99))]
+    margin = 0.1 * (max(lines) - min(lines))
+    axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylim=(min(lines) - margin, max(lines) + margin),
+             ylabel=f'extra nats per token with omega = {rows[0]["omega"]}')
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save_figure(figure, path)

@@ -273,7 +273,10 @@ def test_figure_5a_of_tiny_runs(tiny_runs, tmp_path):
     rows = list(csv.DictReader((tmp_path / 'a.csv').open()))
     lines = {(row['label'], row['stream']) for row in rows}
     assert lines == {('standard', 'x'), ('sps', 'x'), ('sps', 'rho'), ('reverse_sps', 'x')}
-    assert [row['k'] for row in rows[:16]] == [str(k) for k in range(1, 17)] and len(rows) == 64
+    assert [row['k'] for row in rows] == [str(k) for k in range(1, 17)] * 4
+    s = gradient_flow.Settings(n_documents=3, positions=2, block_size=32, max_k=16, first_position=2, device='cpu')
+    means, _ = gradient_flow.measure(tiny_runs[1], s)
+    assert [float(row['ratio']) for row in rows[16:48]] == pytest.approx(means[:, 1:].flatten().tolist())
     assert {(row['documents'], row['positions'], row['max_k'], row['block_size']) for row in rows} == {
         ('3', '2', '16', '32')}
     assert (tmp_path / 'a.png').read_bytes()[:4] == b'\x89PNG'

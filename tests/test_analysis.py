@@ -166,7 +166,8 @@ def test_lines_of_a_log_that_lack_a_number_are_left_out(tmp_path):
         loss_curves.curve([run])
 
 
-@pytest.mark.parametrize('script', ['loss_curves', 'scores', 'context_ready', 'gpn_state'])
+@pytest.mark.parametrize('script', ['loss_curves', 'scores', 'context_ready', 'gpn_state', 'seeds', 'window_sweep',
+                                    'tokens_to_match', 'scaling', 'tables'])
 def test_a_run_that_a_figure_cannot_use_is_a_sentence(tmp_path, script):
     run_folder = write_run(tmp_path / 'a', [])
     assert_sentence(run('-m', f'analysis.{script}'), 'which run')

@@ -81,7 +81,7 @@ def plot(rows: list[dict], baseline: str, path) -> None:
         for label, style in zip(labels, line_styles(len(labels))):
             points = [(sizes.index(row['size']), row[key]) for row in rows
                       if row['label'] == label and row[key] is not None]
-            axes.plot(*zip(*points), marker='o', label=label, **style) if points else None
+            axes.plot([x for x, _ in points], [y for _, y in points], marker='o', label=label, **style)
         axes.axhline(0, color='black', linewidth=0.8)
         axes.set_xticks(range(len(sizes)), sizes)
         axes.set(xlabel='parameters', ylabel=what, xlim=(-0.3, len(sizes) - 0.7))

@@ -10,7 +10,7 @@ memory and cost of training are from the run's own log. Writes NAME.md and NAME.
 
 A paper is a file analysis/papers/PAPER.csv, and its columns are the table's. In it a column without a space is a
 setting that tells which run a row is (`model` is the model or the method; an empty cell leaves the setting open). One
-with a space is a number of the table: of OWN, MEANS and MEASURED below, or a task and its metric as in eval.jsonl, in
+with a space is a number of the table: of OWN and MEANS below, or a task and its metric as in eval.jsonl, in
 percent where it ends with ', %'. An empty cell there is a number that our copy of the paper does not have.
 """
 if __name__ == '__main__':
@@ -38,9 +38,10 @@ PAPERS = Path(__file__).parent / 'papers'
 FIRST = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number}  # column: how a number is written
 LAST = {'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format, 'GPU-hours': '{:,.1f}'.format,
         'training FLOPs': '{:.2e}'.format}
-OWN = {'validation loss': '{:.4f}'.format, 'validation perplexity': '{:.2f}'.format}
+OWN = {'validation loss': '{:.4f}'.format, 'validation perplexity': '{:.2f}'.format,
+       'end-to-end throughput': '{:.2f}'.format, 'peak memory': '{:.2f}'.format}
 MEANS = {'corpus NLL': ' nats_per_word', 'task accuracy, %': ', %'}  # column: the ending of those it is a mean of
-MEASURED = {'end-to-end throughput': 'throughput, end to end', 'peak memory': 'memory, held'}  # as bench.inference says
+INFERENCE = {'end-to-end throughput': 'throughput, end to end', 'peak memory': 'memory, held'}  # as its file says
 DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_input'}  # settings that it depends on
 
 
@@ -136,7 +137,7 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
     for column, ending in MEANS.items():
         row[column] = mean_of(row.get(name) for name in columns if name.endswith(ending) and name not in MEANS)
     if name := bench_name(runs[0]):
-        row |= {column: measured.get((what, *name)) for column, what in MEASURED.items()}
+        row |= {column: measured.get((what, *name)) for column, what in INFERENCE.items()}
     return {column: value for column, value in row.items() if value is not None}
 
 
@@ -152,21 +153,20 @@ def as_text(column: str, value: float) -> str:
     formats = FIRST | LAST | OWN
     if column in formats:
         return formats[column](value)
-    if column in MEASURED:
-        return f'{value:.2f}'
     return f'{value:.1f}' if column.endswith(', %') else f'{value:.3f}'
 
 
-def rows_of(groups: dict[str, dict], paper: dict[str, dict | None], columns: list[str]) -> list[dict]:
-    """The rows of the table: each group's {column: number}, and below it the paper's row {column: text}, if any.
+def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
+    """The rows of the table, of {label: (its own {column: number}, the paper's row of it or None)}.
 
-    paper {label: its row}. Columns in which nobody has anything are left out.
+    columns: the paper's. Columns in which nobody has anything are left out.
     """
     rows = []
-    for label, own in groups.items():
+    for label, (own, of_paper) in groups.items():
         rows.append({'run': label} | own)
-        if row := paper[label]:
-            rows.append({'run': f'paper: {row["name"]}'} | {column: row[column] for column in columns if row[column]})
+        if of_paper:
+            numbers = {column: of_paper[column] for column in columns if of_paper[column]}
+            rows.append({'run': f'paper: {of_paper["name"]}'} | numbers)
     order = dict.fromkeys(['run', *FIRST, *columns, *LAST])
     shown = [column for column in order if any(column in row for row in rows)]
     return [{column: row.get(column, '') for column in shown} for row in rows]
@@ -177,12 +177,11 @@ def main(argv: list[str] | None = None) -> None:
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.tables RUN RUN ... --out=NAME')
-        rows_of_paper, measured = read_paper(s.paper), read_inference(s.inference)
-        columns = [column for column in rows_of_paper[0] if ' ' in column]
-        found = curves_of(runs, lambda folders: (own_row(folders, columns, measured),
-                                                 row_of_paper(folders[0], rows_of_paper)))
-        rows = rows_of({label: own for label, (own, _) in found.items()},
-                       {label: row for label, (_, row) in found.items()}, columns)
+        paper, measured = read_paper(s.paper), read_inference(s.inference)
+        columns = [column for column in paper[0] if ' ' in column]
+        groups = curves_of(runs, lambda folders: (own_row(folders, columns, measured),
+                                                  row_of_paper(folders[0], paper)))
+        rows = rows_of(groups, columns)
         texts = [{column: value if isinstance(value, str) else as_text(column, value) for column, value in row.items()}
                  for row in rows]
         out = output_path(s.out, runs, 'tables')

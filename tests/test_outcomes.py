@@ -145,7 +145,7 @@ def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
     # Standard: 2,000 tokens, decay from 1,800; then a run of 10,000, decay from 9,000, whose start counts for nothing
     short = length_run(tmp_path / 'short', 'standard', [1.0] + [5.0 - 0.1 * i for i in range(1, 19)] + [1.0, 1.0], 2000)
     long = length_run(tmp_path / 'long', 'standard', [1.0] * 10 + [4.0 - 0.05 * i for i in range(10, 46)] + [0.5] * 5,
-                      10_000, every=200)
+                      10_000, every=200, extend=short)
     sps = length_run(tmp_path / 'sps', 'sps', [1.0] + [4.5 - 0.1 * i for i in range(1, 19)] + [0.1, 0.1], 2000)
     found = run('-m', 'analysis.tokens_to_match', short, sps, long, f'--out={tmp_path}/figure')
     assert found.returncode == 0, found.stderr

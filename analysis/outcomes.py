@@ -1,6 +1,6 @@
 """How runs ended: their final validation loss, their size, and what they are compared with."""
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 from analysis.figures import is_number
@@ -10,8 +10,10 @@ from common.runs import blank_model, read_log, read_run, saved_config
 from common.settings import saved_settings
 from train import Settings as TrainSettings
 
-SAME_SIZE = 1.1  # two models are of one size if neither has more than this many times the other's parameters
+SAME_SIZE = 1.1  # models are of one size up to so many times the parameters of the smallest
 
+
+# ---- how runs ended ----
 
 def settings_of(run: str) -> TrainSettings:
     """A run's settings of training."""
@@ -30,16 +32,22 @@ def final_loss(run: str) -> float:
     return evaluated[-1]['val']
 
 
-def final_losses(runs: list[str]) -> list[float]:
-    """The final loss of each run. UserError if two have the same seed: they are not independent."""
+def finished(runs: list[str]) -> list[str]:
+    """The runs whose training is at its end, one for each seed; of runs that differ in nothing but the seed."""
     seeds = {}
-    for run in runs:
+
+    def check(run):
+        final_loss(run)
         seed = settings_of(run).seed
         if seed in seeds:
-            raise UserError(f'{seeds[seed]} and {run} differ in nothing, not even in the seed ({seed}): give one of '
-                            'them')
+            raise UserError(f'{run} differs from {seeds[seed]} in nothing, not even in the seed ({seed})')
         seeds[seed] = run
-    return [final_loss(run) for run in runs]
+    return list(of_each(runs, check))
+
+
+def final_losses(runs: list[str]) -> list[float]:
+    """The final loss of each of the runs that are `finished`."""
+    return [final_loss(run) for run in finished(runs)]
 
 
 def n_parameters(run: str) -> int:
@@ -48,23 +56,32 @@ def n_parameters(run: str) -> int:
     return sum(p.numel() for p in blank_model(record['model'], saved_config(record, run)).parameters())
 
 
-def by_size(runs: list[str]) -> dict[str, list[str]]:
-    """{'131.1M': the runs of about so many parameters}, from small to large.
+def of_each(items: Iterable, function: Callable) -> dict:
+    """{item: function(item)}. Items for which that raises a UserError or OSError are left out, and named on stderr.
 
-    A size is the parameters of its smallest model. Runs whose size cannot be told are left out, and named on stderr;
-    raises the UserError of the first if none is left.
+    Raises the first of the errors if no item is left.
     """
-    parameters, errors = {}, []
-    for run in runs:
+    found, errors = {}, []
+    for item in items:
         try:
-            parameters[run] = n_parameters(run)
+            found[item] = function(item)
         except (UserError, OSError) as error:
             errors.append(error)
-    if not parameters:
+    if not found:
         raise errors[0]
     for error in errors:
         print(f'left out: {error}', file=sys.stderr)
-    sizes = {}
+    return found
+
+
+# ---- what runs are compared with ----
+
+def by_size(runs: list[str]) -> dict[str, list[str]]:
+    """{'131.1M': the runs of about so many parameters}, from small to large.
+
+    A size is the parameters of its smallest model. Runs whose size cannot be told are left out, and named on stderr.
+    """
+    parameters, sizes = of_each(runs, n_parameters), {}
     for run in sorted(parameters, key=parameters.get):
         if not sizes or parameters[run] > SAME_SIZE * max(sizes):
             sizes[parameters[run]] = []
@@ -86,21 +103,17 @@ def named(labels, name: str) -> str:
 def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict[str, tuple]:
     """{size: ({label: curve_of(the label's runs)}, label of the baseline)}, as `curves_of` at each size.
 
-    A size without the baseline, or with nothing besides, is left out and named on stderr; raises the UserError of the
-    first if none is left.
+    A size without the baseline, or with nothing besides, is left out and named on stderr.
     """
-    sizes, errors = {}, []
-    for size, members in by_size(runs).items():
+    sizes = by_size(runs)
+
+    def compared(size):
         try:
-            curves = curves_of(members, curve_of, besides)
+            curves = curves_of(sizes[size], curve_of, besides)
             label = named(curves, baseline)
             if len(curves) < 2:
                 raise UserError(f'all runs are {baseline}: give runs of another method too')
-            sizes[size] = curves, label
         except UserError as error:
-            errors.append(UserError(f'{size} parameters: {error}'))
-    if not sizes:
-        raise errors[0]
-    for error in errors:
-        print(f'left out: {error}', file=sys.stderr)
-    return sizes
+            raise UserError(f'{size} parameters: {error}')
+        return curves, label
+    return of_each(sizes, compared)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.outcomes import beside, final_losses, n_parameters
+from analysis.outcomes import beside, final_loss, finished, n_parameters
 from analysis.report import evaluations
 from common.files import UserError, friendly_errors
 from common.settings import load_settings
@@ -44,14 +44,15 @@ def accuracies(run: str, paper: str) -> dict[str, float]:
 
 
 def outcome(runs: list[str], paper: str) -> dict:
-    """{'parameters', 'seeds', 'loss', 'accuracy'}: means over runs that differ only in the seed.
+    """{'parameters', 'seeds', 'loss', 'accuracy'}: means over runs that differ only in the seed, those `finished`.
 
-    Accuracy is None unless all the paper's tasks of all runs were evaluated.
+    Accuracy is None unless all the paper's tasks of all of them were evaluated.
     """
+    runs = finished(runs)
     n_tasks = sum(metric.startswith('acc') for metric in PAPERS[paper][0].values())
     scores = [accuracies(run, paper) for run in runs]
     is_complete = all(len(of_run) == n_tasks for of_run in scores)
-    return {'parameters': n_parameters(runs[0]), 'seeds': len(runs), 'loss': statistics.mean(final_losses(runs)),
+    return {'parameters': n_parameters(runs[0]), 'seeds': len(runs), 'loss': statistics.mean(map(final_loss, runs)),
             'accuracy': statistics.mean(statistics.mean(of_run.values()) for of_run in scores) if is_complete else None}
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from analysis.figures import output_path, write_csv
 from analysis.loss_curves import curve, curves_of, model_name, short_number
-from analysis.outcomes import final_losses, n_parameters
+from analysis.outcomes import final_loss, finished, n_parameters
 from analysis.report import evaluations, logged, median
 from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, friendly_errors, read_json, write_file
@@ -114,19 +114,21 @@ def bench_name(run: str) -> tuple | None:
 def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, float]:
     """{column: number} of runs that differ only in the seed, means over them; without what they do not have.
 
-    columns: the paper's. measured: as of `read_inference`.
+    Runs whose training is not at its end are left out. columns: the paper's. measured: as of `read_inference`.
     """
+    is_logged = any(map(read_log, runs))  # an imported run has no log
+    if is_logged:
+        runs = finished(runs)
     row = {'seeds': len(runs), 'parameters': n_parameters(runs[0])}
-    logs = [read_log(run) for run in runs]
-    if all(logs):  # an imported run has none
-        end = curve(runs)[-1]
-        row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(final_losses(runs)),
+    if is_logged:
+        end, logs = curve(runs)[-1], [read_log(run) for run in runs]
+        row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(map(final_loss, runs)),
                 'training tokens/s': mean_of(median(log, 'tokens_per_s') for log in logs),
                 'training GiB': mean_of(max(logged(log, 'memory_gib'), default=None) for log in logs),
                 'GPU-hours': end['gpu_hours'], 'training FLOPs': end['flops']}
         row['validation perplexity'] = perplexity(row['validation loss'])
     results = [evaluations(Path(run) / 'eval.jsonl') for run in runs]
-    if not all(logs) and not all(results):
+    if not is_logged and not all(results):
         raise UserError(f'{" ".join(runs)}: nothing was logged, and nothing evaluated: python eval.py RUN '
                         '--paper=PAPER')
     for column in columns:

@@ -30,7 +30,8 @@ def final_loss(folder) -> float:
 def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     """Trains {run folder: arguments of train.py}, `jobs` at a time with one thread each.
 
-    A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails.
+    A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails or
+    is stopped.
     """
     todo = {folder: args for folder, args in cells.items() if not is_done(folder)}
     start = time.perf_counter()
@@ -44,9 +45,9 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         for i, future in enumerate(as_completed([pool.submit(train, folder) for folder in todo]), 1):
             folder, result = future.result()
-            if result.returncode:
+            if not is_done(folder):
                 pool.shutdown(cancel_futures=True)
-                raise UserError(f'{folder} could not be trained: {result.stderr.strip()[-1000:]}')
+                raise UserError(f'{folder} did not come to its end: {result.stderr.strip()[-1000:]}')
             print(f'{time.perf_counter() - start:6.0f} s  {i}/{len(todo)}  {folder.name}: {final_loss(folder):.4f}',
                   flush=True)
 

@@ -34,7 +34,7 @@ class Settings:
     config: str = 'config/quickstart.py'  # settings of all runs
     data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
     n_layer: int = 4  # depth of all models
-    n_embd: int = 192  # their width
+    n_embd: int = 128  # their width, in heads of 32
     max_tokens: int = 1_500_000  # training tokens
     seeds: int = 3  # runs of each model, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
@@ -55,7 +55,7 @@ def methods(s) -> dict[str, tuple[list[str], float]]:
 def arguments(s, args: list[str]) -> list[str]:
     """All arguments of train.py but for learning rate, seed and folder."""
     return [s.config, f'--data={s.data}', f'--n_layer={s.n_layer}', f'--n_embd={s.n_embd}',
-            f'--max_tokens={s.max_tokens}', '--norm_eps=1e-6', '--eval_interval=1_000_000', '--sample_tokens=0',
+            f'--n_head={s.n_embd // 32}', f'--max_tokens={s.max_tokens}', '--norm_eps=1e-6', '--eval_interval=1_000_000', '--sample_tokens=0',
             '--keep_checkpoints=2', *args]
 
 

@@ -105,8 +105,8 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
                 start, end = row['evaluated_at'] / unit, row['tokens'] / unit
                 axes.annotate('', (end, row['loss']), (start, row['loss']),
                               arrowprops={'arrowstyle': '->', 'color': styles[row['by']]['color']})
-                axes.annotate(f'{row["tokens_ratio"]:.2f}', (end, row['loss']), (0, 4), textcoords='offset points',
-                              ha='center', fontsize='small', color=styles[row['by']]['color'])
+                axes.annotate(f'{row["tokens_ratio"]:.2f} x', ((start + end) / 2, row['loss']), (0, 4), ha='center',
+                              textcoords='offset points', fontsize='small', color=styles[row['by']]['color'])
         set_loss_axis(axes, *loss_limits([c.points for c in curves.values()]))
         axes.set(xlabel=f'{name} of training, at the constant rate', xlim=(0, None))
         axes.set_title(f'{size} parameters', fontsize='medium')

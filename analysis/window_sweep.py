@@ -2,7 +2,7 @@
 
     python -m analysis.window_sweep RUN RUN ... --out=NAME
 
-Runs that differ in nothing but `window` and the seed make a line, with a band from the lowest to the highest seed. Runs
+Runs that differ in nothing but `window` and the seed make a line, with bars from the lowest to the highest seed. Runs
 of one window alone, as of Standard, are drawn straight across. Writes NAME.png and NAME.csv.
 """
 if __name__ == '__main__':
@@ -60,10 +60,9 @@ def plot(lines: dict[str, list[dict]], path) -> None:
             axes.axhline(p['mean'], label=label, color=style['color'], linestyle='--')
             axes.axhspan(p['lowest'], p['highest'], color=style['color'], alpha=0.15, linewidth=0)
             continue
-        x = [place[p['window']] for p in points]
-        axes.plot(x, [p['mean'] for p in points], label=label, marker='o', **style)
-        axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
-                          color=style['color'], linewidth=0)
+        spread = [[p['mean'] - p['lowest'] for p in points], [p['highest'] - p['mean'] for p in points]]
+        axes.errorbar([place[p['window']] for p in points], [p['mean'] for p in points], spread, label=label,
+                      marker='o', capsize=4, **style)
     axes.set_xticks(range(len(windows)), map(window_name, windows))
     axes.set(xlabel='window w, tokens', ylabel='final validation loss, nats per token')
     axes.grid(alpha=0.3)

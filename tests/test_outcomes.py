@@ -295,6 +295,8 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     rows = tables.read_paper('sps')
     assert tables.row_of_paper(whole, rows)['name'] == 'SPS S'
     assert [tables.row_of_paper(folder, rows) for folder in other] == [None] * 3
+    assert [tables.bench_name(folder) for folder in other] == [(12, 12, 768, 'sps'), None,
+                                                               (12, 12, 768, 'sps_window_0')]
     write_results(whole, {'wikitext': {'nats_per_word': 3.25}, 'c4': {'nats_per_word': 4.25}}, data_dir='files')
     write_results(whole, {name: {'nats_per_word': 4.5} for name in ('books3', 'govreport')})
     write_results(whole, {'sciq': {'acc_norm': 0.5}, 'piqa': {'acc_norm': 0.25}}, limit=7)

@@ -100,13 +100,13 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
         for label, c in curves.items():
             lines[label], = axes.plot([p['tokens'] / unit for p in c.points], [p['mean'] for p in c.points],
                                       marker='o' if len(c.points) <= 40 else None, markersize=3, **styles[label])
-        for row in rows:
-            if row['size'] == size and row['tokens']:
-                start, end = row['evaluated_at'] / unit, row['tokens'] / unit
-                axes.annotate('', (end, row['loss']), (start, row['loss']),
-                              arrowprops={'arrowstyle': '->', 'color': styles[row['by']]['color']})
-                axes.annotate(f'{row["tokens_ratio"]:.2f} x', ((start + end) / 2, row['loss']), (0, 4), ha='center',
-                              textcoords='offset points', fontsize='small', color=styles[row['by']]['color'])
+        reached = [row for row in rows if row['size'] == size and row['tokens']]
+        for row in reached:
+            axes.annotate('', (row['tokens'] / unit, row['loss']), (row['evaluated_at'] / unit, row['loss']),
+                          arrowprops={'arrowstyle': '->', 'color': styles[row['by']]['color']})
+        texts = [f'{row["by"]} has the loss of {row["loss_of"]} at {row["tokens_ratio"]:.2f} x its tokens'
+                 for row in reached]
+        axes.text(0.98, 0.97, '\n'.join(texts), transform=axes.transAxes, ha='right', va='top', fontsize='small')
         set_loss_axis(axes, *loss_limits([c.points for c in curves.values()]))
         axes.set(xlabel=f'{name} of training, at the constant rate', xlim=(0, None))
         axes.set_title(f'{size} parameters', fontsize='medium')

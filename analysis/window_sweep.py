@@ -54,19 +54,20 @@ def plot(lines: dict[str, list[dict]], path) -> None:
     windows = sorted({p['window'] for points in swept for p in points}, key=window_order)
     place = {window: i for i, window in enumerate(windows)}
     figure, axes = new_figure(figsize=(7.5, 4.5))
-    for (label, points), style in zip(lines.items(), line_styles(len(lines))):
+    drawn = []
+    for points, style in zip(lines.values(), line_styles(len(lines))):
         if points not in swept:
             p, = points
-            axes.axhline(p['mean'], label=label, color=style['color'], linestyle='--')
+            drawn.append(axes.axhline(p['mean'], color=style['color'], linestyle='--'))
             axes.axhspan(p['lowest'], p['highest'], color=style['color'], alpha=0.15, linewidth=0)
             continue
         spread = [[p['mean'] - p['lowest'] for p in points], [p['highest'] - p['mean'] for p in points]]
-        axes.errorbar([place[p['window']] for p in points], [p['mean'] for p in points], spread, label=label,
-                      marker='o', capsize=4, **style)
+        drawn.append(axes.errorbar([place[p['window']] for p in points], [p['mean'] for p in points], spread,
+                                   marker='o', capsize=4, **style))
     axes.set_xticks(range(len(windows)), map(window_name, windows))
     axes.set(xlabel='window w, tokens', ylabel='final validation loss, nats per token')
     axes.grid(alpha=0.3)
-    figure.legend(loc='outside right upper', frameon=False)
+    figure.legend(drawn, lines, loc='outside right upper', frameon=False)
     save_figure(figure, path)
 
 

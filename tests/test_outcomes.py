@@ -1,16 +1,19 @@
 """Figures and tables of how runs end: runs made by hand, against textbook formulas and numbers counted by hand."""
 import csv
+import dataclasses
 import json
 import math
 
 import pytest
-from conftest import assert_sentence, run
+from conftest import ROOT, assert_sentence, run
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from test_analysis import write_run
 
+import train
 from analysis import loss_curves, outcomes, scaling, seeds, tables, tokens_to_match
 from common.files import UserError
+from common.settings import read_config_file
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=32)
 LOSSES = {'standard': (3.10, 3.13, 3.11), 'sps': (3.06, 3.07, 3.068), 'two_x_memory': (3.085, 3.083, 3.081),
@@ -244,10 +247,11 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
 
 
-def test_accuracy_on_some_of_the_documents_does_not_count(tmp_path):
+def test_accuracy_on_other_texts_than_the_tasks_own_does_not_count(tmp_path):
     runs = [family_run(tmp_path / method, method, [9.0, 3.0]) for method in ('standard', 'sps')]
     evaluated(runs[0], .5, .4, .3, .2, .1)
-    evaluated(runs[1], .5, .4, .3, .2, .1, limit=10)
+    evaluated(runs[1], .5, .4, .3, .2, .1, limit=10, bos=None)
+    evaluated(runs[1], .5, .4, .3, .2, .1, limit=None, bos=False)  # they start otherwise than in training
     assert scaling.outcome(runs[1:], 'sps')['accuracy'] is None
     found = run('-m', 'analysis.scaling', *runs, f'--out={tmp_path}/figure')
     assert found.returncode == 0 and 'python eval.py RUN --paper=sps' in found.stdout, found.stderr
@@ -285,6 +289,20 @@ def test_the_paper_s_rows_agree_with_themselves():
                 assert abs(sum(parts) / len(parts) - float(row[mean])) < (0.06 if '%' in mean else 0.0011), row['name']
     names = {row['name']: row for row in rows}
     assert names['SPS XL']['validation loss'] == '2.390' and names['Standard S']['validation loss'] == ''
+
+
+@pytest.mark.parametrize('paper, config, name', [
+    ('sps', 'standard_xl', 'Standard XL'), ('sps', 'two_x_memory_m', '2x Memory M'),
+    ('sps', 'delayed_state_xs', 'Delayed State XS'), ('gpn', 'gpn_130m', 'GPN+M, 1 layer'),
+    ('gpn', 'gpn_2l', 'GPN+M, 2 layers'), ('gpn', 'gpn_nomem', 'GPN, no memory'),
+    ('gpn', 'gpn_transformer', 'Transformer++')])
+def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
+    values = read_config_file(f'{ROOT}/config/{config}.py')
+    own = {field.name for field in dataclasses.fields(train.Settings)}
+    settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
+    folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings,
+                       **{key: values[key] for key in values.keys() - own}, eos_id=None)
+    assert tables.row_of_paper(folder, tables.read_paper(paper))['name'] == name
 
 
 def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
@@ -331,6 +349,8 @@ def test_a_table_takes_runs_of_any_model(tmp_path):
     by_run = {row['run']: row for row in rows_of(tmp_path / 'table.csv')}
     assert by_run['gpn']['validation loss'] == '3.0' and len(by_run) == 3
     assert 'end-to-end throughput' not in by_run['gpn']  # nobody has it
+    assert run('-m', 'analysis.tables', *runs, '--paper=gpn', f'--out={tmp_path}/table').returncode == 0
+    assert float(rows_of(tmp_path / 'table.csv')[0]['validation perplexity']) == pytest.approx(math.exp(3))
     (tmp_path / 'old.json').write_text(json.dumps({'rows': [{'what': 'peak memory', 'sps': 1.0}]}))
     assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/old.json'), 'its rows have no scale')
     assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/no.json'), 'there is no file')

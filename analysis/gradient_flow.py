@@ -181,7 +181,7 @@ def gradient_norms(model, ids, positions, steps, run='the model'):
     with recorded_uses(model, layers, idx.shape[1], positions, run) as uses:
         # final_hidden of context_ready goes without gradient
         h = model.head_input(model.states(idx)) if hasattr(model, 'head_input') else model.final_hidden(idx)
-        logits = h[torch.arange(len(steps)), steps] @ weight.T
+        logits = h[torch.arange(len(steps), device=ids.device), steps] @ weight.T
         F.cross_entropy(logits.to(weight.dtype), ids[steps + 1], reduction='sum').backward()
     if any(layer in layers and layer not in uses for layer in model.blocks.modules()):
         raise UserError(f'{run} {TOKEN_BY_TOKEN}')
@@ -202,7 +202,7 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
             norms = torch.zeros(len(positions), found.shape[1], max_k + 1, dtype=torch.float64)
         k = part[:, None] - reached
         row, column = ((k >= 0) & (k <= max_k)).nonzero(as_tuple=True)
-        norms[column.cpu(), :, k[row, column].cpu()] = found[row, :, column].double().cpu()
+        norms[column.cpu(), :, k[row, column].cpu()] = found[row, :, column].cpu().double()
     return norms / norms[:, :, :1]
 
 

@@ -77,7 +77,7 @@ def nll_by_position(model, windows, s: Settings):
     windows = torch.as_tensor(windows, device=device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         log_probabilities, _ = judge(model.logits(windows[:, :-1]), windows[:, 1:])
-    return -log_probabilities.double().sum(0).cpu()
+    return -log_probabilities.sum(0).cpu().double()
 
 
 def measure(run: str, s: Settings):

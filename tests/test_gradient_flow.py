@@ -282,6 +282,7 @@ def test_figure_5a_of_tiny_runs(tiny_runs, tmp_path):
     assert (tmp_path / 'a.png').read_bytes()[:4] == b'\x89PNG'
     assert_sentence(run('-m', 'analysis.gradient_flow', tiny_runs[0], '--max_k=30'), 'block_size is 32', 'Lower max_k')
     assert_sentence(run('-m', 'analysis.gradient_flow'), 'which runs')
+    assert_sentence(run('-m', 'analysis.gradient_flow', tmp_path / 'none'), 'none is not a run folder')
 
 
 @pytest.mark.slow

@@ -371,9 +371,17 @@ class Data:
         windows = torch.from_numpy(np.stack(windows))
         return windows[:, :-1], windows[:, 1:]
 
-    def val_batch(self, windows, T: int) -> tuple:
-        """idx, targets (len(windows), T) int64 of these validation windows, cut one after the other from the start."""
-        windows = torch.from_numpy(np.stack([self.tokens('val', w * T, T + 1) for w in windows]))
+    def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
+        """idx, targets (len(windows), T) int64 of the validation windows with these numbers.
+
+        They are cut one after the other from the start. With a seed, window i is at a random offset, a function of seed
+        and i alone: drawn with replacement, windows may overlap.
+        """
+        starts = [w * T for w in windows]
+        if seed is not None:
+            n_starts = self.starts['val'][-1] - T
+            starts = [int(np.random.default_rng([seed, w]).integers(n_starts)) for w in windows]
+        windows = torch.from_numpy(np.stack([self.tokens('val', start, T + 1) for start in starts]))
         return windows[:, :-1], windows[:, 1:]
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:

@@ -32,7 +32,7 @@ def losses(out):
 @pytest.fixture(scope='module')
 def undisturbed(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'undisturbed'
-    result = train_tiny(tiny_data, out)
+    result = train_tiny(tiny_data, out, '--eval_seed=None')  # which are OLD_CONFIG's
     assert result.returncode == 0, result.stderr
     return out
 
@@ -390,6 +390,23 @@ def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
     result = run('train.py', f'--out_dir={old_run}', '--resume')
     assert result.returncode == 0 and 'from step 18' in result.stdout, result.stderr
     assert losses(old_run) == losses(undisturbed)
+
+
+@pytest.mark.slow
+def test_every_part_of_the_loss_is_logged_with_the_validation_loss_as_eval_finds_it(tiny_data, tmp_path):
+    args = ['--model=nextlat', '--horizon=2', '--micro_batch_size=20']  # the windows in one batch, here as there
+    result = train_tiny(tiny_data, tmp_path, *args, steps=2)
+    assert 'nats per token, val_kl ' in result.stderr + result.stdout
+    last = runs.read_log(tmp_path)[-1]
+    model, _ = runs.load_run(tmp_path)
+    parts = model(*open_data(tiny_data).val_batch(range(20), 32, seed=42))
+    for name in ('kl', 'next_hidden'):
+        assert last[f'val_{name}'] == pytest.approx(parts[name].item(), rel=1e-5)
+    assert last['val'] == pytest.approx(parts['nll'].item(), rel=1e-5)
+    assert run('eval.py', tmp_path, '--val', '--val_tokens=640', '--dtype=float32').returncode == 0
+    judged = json.loads((tmp_path / 'eval.jsonl').read_text())['results']['val']
+    assert judged['kl'] == pytest.approx(last['val_kl'], rel=1e-4)
+    assert judged['nats_per_token'] == pytest.approx(last['val'], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def losses(out):
 @pytest.fixture(scope='module')
 def undisturbed(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'undisturbed'
-    result = train_tiny(tiny_data, out, '--eval_seed=None')  # which are OLD_CONFIG's
+    result = train_tiny(tiny_data, out, '--norm_eps=1e-5', '--eval_seed=None')  # which are OLD_CONFIG's
     assert result.returncode == 0, result.stderr
     return out
 
@@ -390,6 +390,13 @@ def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
     result = run('train.py', f'--out_dir={old_run}', '--resume')
     assert result.returncode == 0 and 'from step 18' in result.stdout, result.stderr
     assert losses(old_run) == losses(undisturbed)
+
+
+def test_an_old_run_keeps_the_epsilon_that_its_config_states(old_run):
+    model, record = runs.load_run(old_run)
+    assert {module.eps for module in model.modules() if hasattr(module, 'eps')} == {1e-5}
+    assert {name: runs.model_file(name).Config().norm_eps for name in ('standard', 'sps', 'nextlat')} == {
+        'standard': 1e-6, 'sps': 1e-6, 'nextlat': 1e-5}
 
 
 @pytest.mark.slow

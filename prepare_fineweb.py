@@ -270,6 +270,8 @@ def prepare(name: str, s: Settings) -> None:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder, is_new), worker_pool(s, tokenizer.name) as pool:
+        if s.shuffle:
+            print(f'shuffling {s.shuffle:,} documents at a time: each block is read before it is written', flush=True)
         read, source_checksum, n_records = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': tokenizer_checksum(tokenizer.name)}

@@ -95,7 +95,8 @@ def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
     path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nfrom math import sqrt\n'
                  'n_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
     settings, _, given = load_settings(with_warmup(), [path, '--count=5'], config_of=model_config_class)
-    assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'count': 5}
+    assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'micro_batch_size': 6,
+                     'count': 5}
     assert settings.count == 5
 
 
@@ -103,6 +104,7 @@ def with_warmup():
     @dataclass
     class Settings(Example):
         warmup_tokens: int = 0  # warm-up
+        micro_batch_size: int = 1  # sequences
     return Settings
 
 

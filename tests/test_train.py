@@ -32,7 +32,7 @@ def losses(out):
 @pytest.fixture(scope='module')
 def undisturbed(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'undisturbed'
-    result = train_tiny(tiny_data, out, '--norm_eps=1e-5', '--eval_seed=None')  # which are OLD_CONFIG's
+    result = train_tiny(tiny_data, out)
     assert result.returncode == 0, result.stderr
     return out
 
@@ -361,10 +361,19 @@ OLD_CONFIG = {  # config.json as a version before `scan` and `acceptance_prompts
         'tied_head': True, 'vocab_size': 320, 'n_ids': 257, 'eos_id': 256}}
 
 
+@pytest.fixture(scope='module')
+def as_of_old(tiny_data, tmp_path_factory):
+    """An undisturbed run that does what older code did."""
+    out = tmp_path_factory.mktemp('runs') / 'as_of_old'
+    result = train_tiny(tiny_data, out, '--norm_eps=1e-5', '--eval_seed=None')
+    assert result.returncode == 0, result.stderr
+    return out
+
+
 @pytest.fixture
-def old_run(undisturbed, tiny_data, tmp_path):
-    """The undisturbed run with an older config.json, its newest checkpoint lost."""
-    out = shutil.copytree(undisturbed, tmp_path / 'old')
+def old_run(as_of_old, tiny_data, tmp_path):
+    """That run with an older config.json, its newest checkpoint lost."""
+    out = shutil.copytree(as_of_old, tmp_path / 'old')
     data = json.loads((out / 'config.json').read_text())['data']
     write_old(out, settings={'data': str(tiny_data)}, data=data)
     shutil.rmtree(out / 'ckpt/step_00000020')
@@ -380,7 +389,7 @@ def write_old(out, **changes):
 
 
 @pytest.mark.slow
-def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
+def test_an_old_run_resumes_samples_and_is_evaluated(old_run, as_of_old):
     sampled = run('sample.py', old_run, 'ab', '--max_new_tokens=4', '--ignore_eos')
     assert sampled.returncode == 0 and '4 tokens' in sampled.stderr, sampled.stderr
     judged = run('eval.py', old_run, '--val')
@@ -389,7 +398,7 @@ def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
                     'has tied_head = True')
     result = run('train.py', f'--out_dir={old_run}', '--resume')
     assert result.returncode == 0 and 'from step 18' in result.stdout, result.stderr
-    assert losses(old_run) == losses(undisturbed)
+    assert losses(old_run) == losses(as_of_old)
 
 
 def test_an_old_run_keeps_the_epsilon_that_its_config_states(old_run):

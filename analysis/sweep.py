@@ -8,23 +8,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from analysis.outcomes import final_loss
 from common.files import ROOT, UserError
-from common.runs import checkpoints, read_log, read_run
+from common.runs import checkpoints
 
 STEP = 1.5  # ratio of neighbouring learning rates
 
 
 def is_done(folder) -> bool:
-    """Whether the run in the folder has reached its max_tokens and evaluated there."""
-    if not (Path(folder) / 'config.json').exists():
+    """Whether the run in the folder was trained to its end, and evaluated there."""
+    try:
+        final_loss(folder)
+    except (UserError, OSError):
         return False
-    end = read_run(folder)['settings']['max_tokens']
-    return any('val' in line and line['tokens'] >= end for line in read_log(folder))
-
-
-def final_loss(folder) -> float:
-    """The last validation loss of a run, nats per token."""
-    return [line['val'] for line in read_log(folder) if 'val' in line][-1]
+    return True
 
 
 def train_all(cells: dict[Path, list[str]], jobs: int) -> None:

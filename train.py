@@ -90,8 +90,9 @@ class Settings:
     weight_decay: float = 0.1  # on tensors of two and more dimensions, the embedding included
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     # evaluation and records, in steps
-    eval_interval: int = 1000  # steps between validation losses
-    eval_tokens: int = 4_000_000  # tokens of the fixed validation set, from its start
+    eval_interval: int = 102  # steps between validation losses: 40M tokens (official SPS code)
+    eval_tokens: int = 10_000_000  # tokens of a validation loss; all of the validation data, in order, if it has fewer
+    eval_seed: int | None = 42  # of its windows' random offsets, each time the same; None: in order, from the start
     acceptance_prompts: int = 0  # validation prompts on which each evaluation also drafts, 5 tokens at a time
     log_interval: int = 10  # steps between lines of log.jsonl
     save_interval: int = 1000  # steps between checkpoints
@@ -110,9 +111,9 @@ class Settings:
             self, seed=(0, 2 ** 31), batch_size=(1, 2 ** 20), micro_batch_size=at_least_1, block_size=at_least_1,
             max_tokens=at_least_1, learning_rate=at_least_0, min_lr=at_least_0, warmup_tokens=at_least_0,
             decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=at_least_0,
-            grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, acceptance_prompts=at_least_0,
-            log_interval=at_least_1, save_interval=at_least_1, keep_checkpoints=(2, math.inf),
-            sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0)
+            grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, eval_seed=(0, 2 ** 31),
+            acceptance_prompts=at_least_0, log_interval=at_least_1, save_interval=at_least_1,
+            keep_checkpoints=(2, math.inf), sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0)
 
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
@@ -415,14 +416,18 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW:
 
 # ---- evaluation ----
 
-def evaluate(model, data, s, machine) -> float:
-    """Validation loss in nats per token: the same tokens for any number of processes."""
-    n_windows = min(data.n_windows('val', s.block_size), max(1, s.eval_tokens // s.block_size))
+def evaluate(model, data, s, machine) -> dict[str, float]:
+    """'val', the validation loss in nats per token, and for each further part of the loss 'val_<its name>'.
+
+    The same tokens each time, and for any number of processes.
+    """
     model.eval()
     with machine.autocast():
-        nats, _ = validation_loss(model, data, s.block_size, n_windows, s.micro_batch_size, machine.device)
+        parts, _ = validation_loss(model, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
+                                   machine.device)
     model.train()
-    return nats
+    further = {f'val_{name}': mean for name, mean in parts.items() if name not in ('loss', 'nll')}
+    return {'val': parts['nll'], **further}
 
 
 @torch.no_grad()
@@ -570,11 +575,11 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | '
                  f'ETA {left // 60:.0f}m{left % 60:02.0f}s')
         if eval_due:
-            line['val'] = evaluate(compiled, data, s, machine)
-            found = scores(model, data, s, machine) if log else {}
+            found = evaluate(compiled, data, s, machine) | (scores(model, data, s, machine) if log else {})
             line |= found
+            further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
             say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token'
-                + ''.join(f', {name} {value:.3g}' for name, value in found.items()))
+                + further)
         line = {name: value for name, value in line.items() if math.isfinite(value)}  # JSON has no other numbers
         if log:
             log.write(runs.log_line(line))
@@ -644,7 +649,7 @@ def run(s, c, data, record, machine, argv):
     scan = choose_scan(model, machine)
     compiled = torch.compile(model) if is_compiled else model
     if s.eval_only:
-        val = evaluate(compiled, data, s, machine)
+        val = evaluate(compiled, data, s, machine)['val']
         print(f'validation loss {val:.4f} nats per token at step {source_step} of {source}')
         return
     ddp = compiled

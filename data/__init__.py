@@ -53,7 +53,7 @@ def text_data(path: Path, files: list[str]) -> tuple:
     of_older_code = built_folder(path, [identity, 10_000, VAL_SHARE])  # in documents of 10,000 bytes; runs may go on
     if of_older_code.exists():
         return of_older_code, None
-    s = SimpleNamespace(text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE)
+    s = SimpleNamespace(text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE, val_hash='sha256')
 
     def read(position):
         return file_batches(files, s, position['state'])

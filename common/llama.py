@@ -53,8 +53,11 @@ def tables_of(c) -> dict[str, str]:
 
 # ---- to Hugging Face ----
 
-def llama_config(c, n_rows: int, max_tokens: int):
-    """The LlamaConfig of a model_standard.Config. Documents are left out: Llama does not know them."""
+def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
+    """The LlamaConfig of a model_standard.Config. Documents are left out: Llama does not know them.
+
+    eos_id ends a text in generation. No id is padding: where one is, `generate` hides it in prompts.
+    """
     from transformers import LlamaConfig
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
     if c.rope_scaling:
@@ -64,7 +67,7 @@ def llama_config(c, n_rows: int, max_tokens: int):
     return LlamaConfig(
         vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
-        rope_parameters=rope, tie_word_embeddings=c.tied_head, bos_token_id=None, eos_token_id=c.eos_id, pad_token_id=0,
+        rope_parameters=rope, tie_word_embeddings=c.tied_head, bos_token_id=None, eos_token_id=eos_id, pad_token_id=None,
         max_position_embeddings=max_tokens)
 
 
@@ -84,7 +87,7 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
     """
     from transformers import LlamaForCausalLM
     c = model.config
-    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192))
+    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192, c.eos_id))
     tensors = llama_tensors(c, dict(model.named_parameters()), c.n_ids)
     if c.tied_head:
         tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
@@ -105,7 +108,7 @@ def export_llama(run, folder) -> None:
             raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which a Llama has not')
     tensors = runs.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
     n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
-    config = llama_config(c, n_rows, block_size)
+    config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
     config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
     temporary = Path(f'{folder}.writing')
     shutil.rmtree(temporary, ignore_errors=True)

@@ -179,3 +179,16 @@ def test_context_ready_says_which_blocks_a_llama_needs(tiny_data, tmp_path):
     result = run('train.py', *NO_SIZES, '--model=context_ready', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
                  f'--init_from={tmp_path / "source"}')
     assert_sentence(result, "set block = 'llama'")
+
+
+def test_generation_by_hugging_face_from_an_export_is_ours(tmp_path):
+    """With every id in a prompt: none is padding, which Hugging Face would hide. Its end is that of the tokenizer."""
+    from transformers import AutoModelForCausalLM
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    model, record = import_run(tmp_path / 'folder', tmp_path / 'run')
+    llama.export_llama(tmp_path / 'run', tmp_path / 'back')
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'back')
+    assert theirs.config.eos_token_id == record['data']['eos_id'] == 256
+    idx = torch.tensor([[0, 5, 0, 9, 0]])
+    found = theirs.generate(idx, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    assert (found.logits[0] - model.logits(idx)[:, -1, :257]).abs().max() < 1e-5

@@ -67,8 +67,8 @@ def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
     return LlamaConfig(
         vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
-        rope_parameters=rope, tie_word_embeddings=c.tied_head, bos_token_id=None, eos_token_id=eos_id, pad_token_id=None,
-        max_position_embeddings=max_tokens)
+        rope_parameters=rope, tie_word_embeddings=c.tied_head, max_position_embeddings=max_tokens,
+        bos_token_id=None, eos_token_id=eos_id, pad_token_id=None)
 
 
 def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
@@ -255,6 +255,11 @@ def read_tensors(folder: Path, c, n_rows: int, shapes: dict) -> dict:
         return tensor
     tensors = {}
     try:
+        if tied & file_of.keys():
+            rows = (n_rows, c.n_embd)
+            if not torch.equal(read('lm_head.weight', rows), read('model.embed_tokens.weight', rows)):
+                raise UserError(f'{folder} has tie_word_embeddings = true in config.json, and a lm_head.weight that is '
+                                'not its model.embed_tokens.weight: set it to false there, if the weights are right')
         for ours, of_ours in parts.items():
             of_theirs = [read(name, (rows, *shapes[ours][1:])) for name, rows in of_ours]
             padding = of_theirs[0].new_zeros(shapes[ours][0] - sum(map(len, of_theirs)), *shapes[ours][1:])

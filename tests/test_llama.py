@@ -106,7 +106,8 @@ NAME = 'model.layers.1.self_attn.k_proj.weight'
     (lambda tensors: tensors.pop(NAME), f'lacks the tensor {NAME}'),
     (lambda tensors: tensors.update({'model.layers.1.self_attn.o_proj.bias': torch.zeros(48)}),
      'has a tensor model.layers.1.self_attn.o_proj.bias, for which model_standard has no place'),
-    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says')])
+    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says'),
+    (lambda tensors: tensors.update({'lm_head.weight': torch.zeros(257, 48)}), 'has tie_word_embeddings = true')])
 def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
     edit_weights(tmp_path / 'folder', change)

@@ -97,7 +97,8 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
 
 def export_llama(run, folder) -> None:
     """Writes a Standard run as a Hugging Face Llama folder, in its checkpoint's dtype, with its tokenizer's file."""
-    if Path(folder).exists():
+    folder = Path(folder)
+    if folder.exists():
         raise UserError(f'{folder} exists: give --to_llama the name of a folder that is not there yet')
     record = runs.read_run(run)
     c = runs.saved_config(record, run)
@@ -110,7 +111,7 @@ def export_llama(run, folder) -> None:
     n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
     config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
     config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
-    temporary = Path(f'{folder}.writing')
+    temporary = folder.with_name(f'{folder.name}.writing')
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     config.save_pretrained(temporary)

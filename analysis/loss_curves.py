@@ -26,7 +26,7 @@ from common.settings import load_settings
 from train import MAY_CHANGE
 
 # settings that do not change what a curve is; the last three follow from the data and `documents`
-NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
+NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
 TOKENS = (1, 'tokens'), (1e3, 'thousand tokens'), (1e6, 'million tokens'), (1e9, 'billion tokens')
 MINUTES = (1, 'minutes'), (60, 'hours'), (60 * 24, 'days')
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels

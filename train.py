@@ -202,8 +202,8 @@ def check_unchanged(folder, saved, given):
 
 
 def has_data(name: str) -> bool:
-    """Whether there is data of this name, or such as is built when asked for."""
-    return bool(task_class(name)) or name in builtin_data() or not name or Path(name).exists()
+    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make."""
+    return bool(task_class(name)) or name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
 
 
 def assumed_data(s, given_model, record):
@@ -214,7 +214,8 @@ def assumed_data(s, given_model, record):
         like = record['data']
     elif 'n_ids' in given_model:
         like |= {'tokenizer': 'unknown', 'n_ids': given_model['n_ids'], 'eos_id': given_model['n_ids'] - 1}
-    kind = '' if like['tokenizer'] == 'gpt2' else ' --tokenizer=FILE'
+    of_option = 'FILE' if like['tokenizer'] == 'unknown' else shlex.quote(like['tokenizer'])
+    kind = '' if of_option == 'gpt2' else f' --tokenizer={of_option}'
     n_tokens = f'{s.max_tokens:.2g}'.replace('e+', 'e')
     print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
           f'enough text. To make it:\n  python prepare_fineweb.py --out_dir={shlex.quote(s.data)}{kind} '

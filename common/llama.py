@@ -220,7 +220,7 @@ def rope_scaling_of(rope: dict, folder) -> str | None:
         return f'{rope["factor"]},1e9,2e9,1'
     if rope['rope_type'] == 'llama3':
         names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
-        return ','.join(f'{rope[name]:g}' for name in names)
+        return ','.join(f'{rope[name]:.15g}' for name in names)
     raise UserError(f'{folder} scales its positions by {rope["rope_type"]!r}: expected default, linear or llama3')
 
 

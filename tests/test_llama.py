@@ -93,6 +93,12 @@ def test_shards_are_read(tmp_path):
         assert torch.equal(a, b)
 
 
+def test_positions_beyond_a_million_come_back():
+    rope = LLAMA3 | {'original_max_position_embeddings': 2 ** 20, 'factor': 8.123456789}
+    c = runs.make_config('standard', {'rope_scaling': llama.rope_scaling_of(rope, 'folder'), 'rope_theta': 5e5})
+    assert llama.llama_config(c, 257, 2 ** 23, None).rope_parameters == rope
+
+
 def edit_weights(folder, change):
     tensors = load_file(folder / 'model.safetensors')
     change(tensors)

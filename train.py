@@ -65,7 +65,7 @@ class Settings:
     resume: bool = False  # go on with the run in out_dir, on the same batches
     overwrite: bool = False  # replace the run in out_dir
     extend: str | None = None  # run folder to go on from into a new out_dir, with more max_tokens; it stays as it is
-    init_from: str | None = None  # run whose weights to start from; settings of the model not given are that run's
+    init_from: str | None = None  # run whose weights to start from; model and its settings not given are its
     eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
     dry_run: bool = False  # check everything, print sizes, costs and memory, and stop; works without the data
     memory: float | None = None  # with --dry_run: GiB of a GPU that a step is to fit
@@ -183,12 +183,12 @@ def extended_settings(s, given) -> tuple[Settings, dict]:
 
 
 def with_model_of_run(argv):
-    """argv; with the model of the run it goes on with, if it names neither a model nor a config file."""
+    """argv; with the model of the run it goes on with or starts from, if it names neither a model nor a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
-    source = options.get('extend')
-    if options.keys() & {'resume', 'eval_only'} and 'init_from' not in options:
+    source = options.get('extend') or options.get('init_from')
+    if 'resume' in options or 'eval_only' in options and 'init_from' not in options:
         source = options.get('out_dir')
-    if source and 'model' not in options and all(arg.startswith('-') for arg in argv):
+    if source and source != 'None' and 'model' not in options and all(arg.startswith('-') for arg in argv):
         return [*argv, f'--model={runs.read_run(source)["model"]}']
     return argv
 
@@ -203,8 +203,8 @@ def check_unchanged(folder, saved, given):
 
 
 def has_data(name: str) -> bool:
-    """Whether there is data of this name, or such as is built when asked for."""
-    return bool(task_class(name)) or name in builtin_data() or not name or Path(name).exists()
+    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make."""
+    return bool(task_class(name)) or name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
 
 
 def assumed_data(s, given_model, record):
@@ -215,7 +215,8 @@ def assumed_data(s, given_model, record):
         like = record['data']
     elif 'n_ids' in given_model:
         like |= {'tokenizer': 'unknown', 'n_ids': given_model['n_ids'], 'eos_id': given_model['n_ids'] - 1}
-    kind = '' if like['tokenizer'] == 'gpt2' else ' --tokenizer=FILE'
+    of_option = 'FILE' if like['tokenizer'] == 'unknown' else shlex.quote(like['tokenizer'])
+    kind = '' if of_option == 'gpt2' else f' --tokenizer={of_option}'
     n_tokens = f'{s.max_tokens:.2g}'.replace('e+', 'e')
     print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
           f'enough text. To make it:\n  python prepare_fineweb.py --out_dir={shlex.quote(s.data)}{kind} '

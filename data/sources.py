@@ -38,14 +38,18 @@ def text_files(name: str) -> list[str]:
     return [str(file) for file in sorted(path.rglob('*.txt')) if file.is_file()]
 
 
+def is_for_datasets(folder) -> bool:
+    """Whether a folder holds files of records: its .txt files, a licence perhaps, are then not the texts."""
+    return any(file.name.endswith(OF_DATASETS) for file in Path(folder).rglob('*'))
+
+
 def local_files(name: str) -> list[str]:
     """The files that a path or a pattern names, all of one kind.
 
     None if it names a dataset of the hub, or a folder that is for `datasets` to read: one of more than texts.
     """
     if os.path.isdir(name):
-        is_dataset = any(file.name.endswith(OF_DATASETS) for file in Path(name).rglob('*'))
-        return [] if is_dataset else text_files(name)
+        return [] if is_for_datasets(name) else text_files(name)
     files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
     if not files and (glob.has_magic(name) or name.endswith(KINDS)):
         raise UserError(f'no file matches {name}')

@@ -331,5 +331,9 @@ def test_a_tokenizer_is_trained_to_a_size_and_gives_texts_back(tmp_path):
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
     again = run('-m', 'data.tokenizers', tmp_path / 'a.jsonl', f'--out={tmp_path / "bpe.json"}')
     assert_sentence(again, 'exists: write to another --out')
+    (tmp_path / 'a.jsonl.gz').write_bytes(b'compressed')
+    for name in ('a.jsonl.gz', '.', 'none.txt'):
+        result = run('-m', 'data.tokenizers', tmp_path / name, f'--out={tmp_path / "c.json"}')
+        assert_sentence(result, 'is no text file')
     (tmp_path / 'b.jsonl').write_text('{"text": "a"}\n{"words": "b"}\n')
     assert_sentence(run('-m', 'data.tokenizers', tmp_path / 'b.jsonl', f'--out={tmp_path / "c.json"}'), 'line 2')

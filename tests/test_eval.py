@@ -192,7 +192,7 @@ def test_processes_share_the_work(trained, benchmarks, tasks):
 
 @pytest.mark.slow
 def test_llama_there_and_back(trained, tmp_path):
-    assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}').returncode == 0
+    assert run('eval.py', trained, f'--to_llama={tmp_path / "llama"}/').returncode == 0
     result = run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path / "back"}', '--tokenizer=byte')
     assert result.returncode == 0, result.stderr
     (before, _), (after, _) = runs.load_run(trained), runs.load_run(tmp_path / 'back')

@@ -69,6 +69,7 @@ def test_damaged_and_missing_records_are_notes(tmp_path):
     runs = [write_run(tmp_path / name, [4.0, 3.0]) for name in ('log', 'config', 'other_model', 'bad_types', 'whole')]
     (tmp_path / 'log/log.jsonl').write_bytes(b'\xff\x00{"step": 1')
     (tmp_path / 'log/speculative.csv').write_text('draft_len,speedup\n1,x\n')
+    (tmp_path / 'whole/speculative.csv').write_text('draft_len,speedup\n1,1.5\n')
     (tmp_path / 'log/eval.jsonl').write_text('[]\n{"results": 1}\n{"results": {"a": {"b": null}}}\n')
     (tmp_path / 'config/config.json').write_text('{')
     record = json.loads((tmp_path / 'log/config.json').read_text())
@@ -77,8 +78,9 @@ def test_damaged_and_missing_records_are_notes(tmp_path):
     (tmp_path / 'file.txt').write_text('no run')
     result, page, data = report_of(tmp_path, *runs, tmp_path / 'file.txt', tmp_path / 'nowhere')
     assert 'left out' in result.stderr and 'file.txt' in result.stderr and 'nowhere' in result.stderr
-    for text in ('log: nothing logged', 'log: no decoding speed', 'config: no settings', 'config.json is damaged',
-                 'other_model: size and FLOPs unknown: unknown model', 'bad_types: nothing logged'):
+    for text in ('log: nothing logged', 'log: no decoding speed', 'whole: no decoding speed', 'config: no settings',
+                 'config.json is damaged', 'other_model: size and FLOPs unknown: unknown model',
+                 'bad_types: nothing logged'):
         assert text in page, text
     assert [len(d['curves']) for d in data] == [0, 1, 1, 0, 1]
     assert_sentence(run('-m', 'analysis.report', tmp_path / 'file.txt'), 'is not a run folder')

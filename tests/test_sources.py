@@ -174,6 +174,8 @@ def test_a_folder_of_texts_and_records_is_not_read_as_texts(tmp_path):
     (tmp_path / 'LICENSE.txt').write_text('do as you like')
     (tmp_path / 'a.jsonl').write_text('{"id": 1, "text": "a"}\n')
     assert sources.local_files(str(tmp_path)) == []
+    with pytest.raises(UserError, match='has records beside 1 .txt: make a data folder'):
+        data.open_data(str(tmp_path))
     with pytest.raises(UserError, match='expected files of one kind'):
         sources.local_files(f'{tmp_path}/*')
 

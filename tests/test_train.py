@@ -183,6 +183,18 @@ def test_a_damaged_checkpoint_is_replayed_from_the_one_before(tiny_data, undistu
 
 
 @pytest.mark.slow
+def test_init_from_takes_the_model_of_its_source(tiny_data, tmp_path):
+    """SPS has the tensors of Standard, so that nothing else would tell the two apart."""
+    assert train_tiny(tiny_data, tmp_path / 'sps', '--model=sps', '--window=4', steps=2).returncode == 0
+    for model in ([], ['--model=standard']):
+        out = tmp_path / f'new{len(model)}'
+        assert train_tiny(tiny_data, out, f'--init_from={tmp_path / "sps"}', *model, steps=1).returncode == 0
+        assert config_json(out)['model'] == ('standard' if model else 'sps')
+    val = run('train.py', f'--out_dir={tmp_path / "sps"}', '--eval_only').stdout.splitlines()[-1]
+    assert val in run('train.py', *TINY, f'--data={tiny_data}', f'--init_from={tmp_path / "sps"}', '--eval_only').stdout
+
+
+@pytest.mark.slow
 def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
     val = losses(undisturbed)[20][1]
     assert f'validation loss {val:.4f}' in run('train.py', f'--out_dir={undisturbed}', '--eval_only').stdout

@@ -70,9 +70,9 @@ class Config:
 
 
 def init_linear(weight):
-    """JAX's lecun_normal: a normal cut at two of its standard deviations, so wide that 1 / sqrt(inputs) is what is left.
+    """JAX's lecun_normal, for weight (outputs, inputs): a normal cut at two of its standard deviations.
 
-    weight (outputs, inputs).
+    It is as much wider as the cut makes it narrower, so that the weights' standard deviation is 1 / sqrt(inputs).
     """
     std = weight.shape[1] ** -0.5 / 0.87962566103423978  # the standard deviation of a normal of 1 cut at 2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

@@ -672,6 +672,18 @@ def test_bad_settings_are_sentences(values, sentence):
         Config(**(SMALL | values))
 
 
+def test_K_1_is_the_roformer_whatever_k_min_says():
+    model, roformer, idx = make(K=1, k_min=2, last_unrolls=3).train(), make(K=1).train(), tokens()
+    for m in (model, roformer):
+        m.begin_step(random.Random(0))
+    assert torch.equal(model(idx, idx)['loss'], roformer(idx, idx)['loss'])
+    assert model.flops_per_token(8) == roformer.flops_per_token(8)
+    found = [run('train.py', *args, '--dry_run', '--device=cpu').stdout for args in (
+        ['config/context_ready_small.py', '--K=1'], ['config/roformer_small.py'])]
+    parameters = [[line for line in text.splitlines() if 'parameters' in line] for text in found]
+    assert parameters[0] and parameters[0] == parameters[1]
+
+
 def test_flops_count_the_unrolls():
     flops = lambda **values: make(**values).flops_per_token(8)
     C, V, pairs = 16, 64, 4.5
@@ -705,8 +717,10 @@ def test_losses_do_not_depend_on_micro_batches_and_processes(more, tiny_data, tm
 
 @pytest.mark.slow
 def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
-    result = train_tiny(tiny_data, tmp_path / 'roformer', '--model=context_ready', '--K=1', steps=6)
-    assert result.returncode == 0, result.stderr
+    for resume in ([], ['--resume']):
+        result = train_tiny(tiny_data, tmp_path / 'roformer', '--model=context_ready', '--K=1', '--k_min=2', *resume,
+                            steps=6)
+        assert result.returncode == 0, result.stderr
     finetune = [*CONTEXT_READY, f'--init_from={tmp_path / "roformer"}']
     result = train_tiny(tiny_data, tmp_path / 'converted', *finetune, steps=6)
     assert result.returncode == 0 and 'at step 0' in result.stdout, result.stderr

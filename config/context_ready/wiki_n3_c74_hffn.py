@@ -6,4 +6,3 @@ n_embd = 74
 n_head = 1
 variant = 'extra_ffn'
 K = 1
-k_min = None

@@ -4,4 +4,3 @@ from config.context_ready.wiki import *
 n_layer = 6
 variant = 'extra_ffn'
 K = 1
-k_min = None

@@ -2,6 +2,7 @@
 import copy
 import csv
 import random
+import statistics
 
 import pytest
 import torch
@@ -698,6 +699,24 @@ def test_flops_count_the_unrolls():
     assert flops(bptt=True) == 6 * (blocks + network + head)
 
 
+def test_the_contraction_estimates_are_those_of_the_formula():
+    model, idx = make(K=4), tokens(5, 12)
+    moves = [analysis.context_ready.measure(model, part, part)[1] for part in (idx[:2], idx[2:])]
+    found = analysis.context_ready.contraction(torch.cat(moves, 1))
+    with torch.no_grad():
+        second, third, fourth = [c for _, (_, c) in zip(range(4), model.unrolled(idx))][1:]
+    pooled, single = [], []
+    for t in range(2, 12):  # the second unroll's corrections are exact up to position 1
+        after = [float((fourth[b, t] - third[b, t]).norm()) for b in range(5)]
+        before = [float((third[b, t] - second[b, t]).norm()) for b in range(5)]
+        single += [a / b for a, b in zip(after, before)]
+        pooled.append(sum(a * a for a in after) ** 0.5 / sum(b * b for b in before) ** 0.5)
+    percentiles = statistics.quantiles(single, n=100, method='inclusive')
+    want = [max(pooled), max(single), statistics.median(single), percentiles[89], percentiles[98]]
+    assert [*found.values()] == pytest.approx(want, abs=6e-4) and len(set(found.values())) == 5
+    assert set(analysis.context_ready.contraction(torch.zeros(3, 2, 4)).values()) == {''}
+
+
 # ---- through train.py ----
 
 CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
@@ -737,7 +756,8 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert (tmp_path / 'depths.png').exists()
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))
     assert plain['K=1'] == plain['sequential'] and plain['K=2'] == '' and plain['variant'] == 'roformer'
-    assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01 and float(ready['L']) > 0
+    assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01
+    assert 0 < float(ready['L_pooled']) < 10 and plain['L_pooled'] == ''
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
     result = train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3')
     assert_sentence(result, 'cannot become this model', 'window')

@@ -1,6 +1,7 @@
 """Context-Ready against its paper: eq. 1 to 5 written out, Lemma 1, backpropagation through time, conversion."""
 import copy
 import csv
+import importlib
 import random
 import statistics
 
@@ -10,8 +11,11 @@ import torch.nn.functional as F
 from conftest import assert_sentence, run, train_tiny
 
 import analysis.context_ready
+import attn_kernels
 import model_context_ready
 from common import files, runs
+from config.context_ready import wiki_d6_c446
+from data import open_data
 from model_context_ready import FFN, Block, Config, Model, fast
 
 needs_scan = pytest.mark.skipif(fast is None, reason='there is no folder scans/')
@@ -673,6 +677,20 @@ def test_bad_settings_are_sentences(values, sentence):
         Config(**(SMALL | values))
 
 
+@pytest.mark.parametrize('values', [dict(), dict(eos_id=EOS, window=3)])
+def test_a_head_wider_than_the_kernels_takes_pytorchs_attention_in_training_and_decoding(values, monkeypatch):
+    monkeypatch.setattr(attn_kernels, 'triton', True)  # as on a GPU
+    monkeypatch.setattr(attn_kernels, 'KERNELS_ON_CPU', True)
+    torch.manual_seed(0)
+    c = Config(n_layer=1, n_head=1, n_embd=446, vocab_size=64, n_ids=60, prefill='sequential', **values)
+    model, idx = Model(c).eval(), tokens()
+    with torch.no_grad():
+        found = model.extend(idx, model.new_cache(*idx.shape), all_positions=True)
+        want = model.double().logits(idx)
+    assert torch.allclose(found.double(), want, atol=1e-4)
+    assert model.train().float()(idx, idx)['loss'].isfinite()
+
+
 def test_K_1_is_the_roformer_whatever_k_min_says():
     model, roformer, idx = make(K=1, k_min=2, last_unrolls=3).train(), make(K=1).train(), tokens()
     for m in (model, roformer):
@@ -718,6 +736,27 @@ def test_the_contraction_estimates_are_those_of_the_formula():
 
 
 # ---- through train.py ----
+
+@pytest.mark.parametrize('name, steps, batch_size, T, warmup', [
+    ('pointer_d1', 50_000, 64, 338, 100), ('pointer_wave', 23_000, 64, 338, 100),
+    ('pointer_20_hops', 10_000, 64, 658, 100), ('owt_d1_c2048_t512', 200_000, 64, 512, 1000),
+    ('owt_n6_c1088_t512', 200_000, 64, 512, 1000), ('owt_d1_c2048_t1024', 200_000, 16, 1024, 1000)])
+def test_a_config_has_the_papers_steps(name, steps, batch_size, T, warmup):
+    config = importlib.import_module(f'config.context_ready.{name}')
+    assert (config.batch_size, config.block_size) == (batch_size, T)
+    assert (config.max_tokens, config.warmup_tokens) == (steps * batch_size * T, warmup * batch_size * T)
+    if name.startswith('pointer'):
+        assert open_data(config.data).n_windows('val', T) == 256  # raises where a row is longer or shorter
+
+
+def test_six_blocks_of_446_take_the_15_9_million_multiply_adds_of_table_A12():
+    assert (wiki_d6_c446.n_embd, wiki_d6_c446.n_head, wiki_d6_c446.n_layer) == (446, 1, 6)
+    c = Config(n_layer=6, n_head=1, n_embd=446, vocab_size=64, n_ids=64)
+    with torch.device('meta'):
+        model = Model(c)
+    assert round(sum(p.numel() for p in [*model.blocks.parameters(), *model.correction.parameters()]
+                     if p.dim() == 2) / 1e6, 1) == 15.9
+
 
 CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
 

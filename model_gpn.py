@@ -74,7 +74,7 @@ def init_linear(weight):
 
     It is as much wider as the cut makes it narrower, so that the weights' standard deviation is 1 / sqrt(inputs).
     """
-    std = weight.shape[1] ** -0.5 / 0.87962566103423978  # the standard deviation of a normal of 1 cut at 2
+    std = weight.shape[1] ** -0.5 / 0.87962566103423978  # a standard normal's, cut at 2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 

@@ -49,7 +49,7 @@ class Config:
     method: str = 'sps'  # sps, two_x_memory, delayed_state or reverse_sps
     window: int | None = 64  # w: past positions that a query sees of the windowed stream; None: all, as 2x Memory needs
     predict_layers: int | None = None  # beyond the paper: rho in the top n layers only, x alone below; None: in all
-    predict_input: str = 'predict'  # rho_i starts from e_predict; beyond the paper, 'token': from e_predict + e_{x_i}
+    predict_input: str = 'predict'  # rho_i starts from e_predict; beyond the paper + e_{x_i}: token, + x_i there: state
     persistent_window: int | None = None  # for analysis (section 5): limits the persistent stream too; None: no limit
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
@@ -73,8 +73,8 @@ class Config:
     def __post_init__(self):
         if self.method not in METHODS:
             raise ValueError(f'method = {self.method!r}: expected one of {", ".join(METHODS)}')
-        if self.predict_input not in ('predict', 'token'):
-            raise ValueError(f"predict_input = {self.predict_input!r}: expected 'predict' or 'token'")
+        if self.predict_input not in ('predict', 'token', 'state'):
+            raise ValueError(f"predict_input = {self.predict_input!r}: expected 'predict', 'token' or 'state'")
         for name in ('n_layer', 'n_head', 'n_embd', 'n_ids', 'rope_theta', 'norm_eps', 'init_std'):
             if not getattr(self, name) > 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
@@ -187,20 +187,20 @@ class Model(nn.Module):
     def _run_blocks(self, idx, rotate, attend, streams='both'):
         """idx (B, T) -> the final normalised vectors (B, T, C) of the stream that emits the logits.
 
-        With streams 'input' or 'predict' only that stream is computed. rotate and attend as in `Block.forward`.
+        With streams 'input' or 'predict' only that stream is computed, 'predict' after what it forks from. rotate and
+        attend as in `Block.forward`.
         """
         c = self.config
         x = self.embed(idx)
-        rho = self.embed.weight[c.n_ids].expand_as(x)  # eq. 3: <predict> after every x_i
-        if c.predict_input == 'token':
-            rho = rho + x
-        at_work = 'predict' if streams == 'predict' else 'input'  # rho may join x later
-        h = (rho if streams == 'predict' else x).unsqueeze(1)
+        h, at_work = x.unsqueeze(1), 'input'  # rho joins x at first_predict_layer
         for layer, block in enumerate(self.blocks):
-            if layer < c.first_predict_layer and streams == 'predict':
+            if layer < c.first_predict_layer and streams == 'predict' and c.predict_input != 'state':
                 continue
-            if layer == c.first_predict_layer and streams == 'both':
-                h, at_work = torch.stack([h[:, 0], rho], 1), 'both'
+            if layer == c.first_predict_layer and streams != 'input':
+                rho = self.embed.weight[c.n_ids].expand_as(x)  # eq. 3: <predict> after every x_i
+                if c.predict_input != 'predict':
+                    rho = rho + (x if c.predict_input == 'token' else h[:, 0])
+                h, at_work = torch.stack([rho] if streams == 'predict' else [h[:, 0], rho], 1), streams
             emits = c.emits if at_work == 'both' and layer == c.n_layer - 1 else at_work
             if c.checkpoint_blocks and self.training:
                 h = checkpoint(block, h, rotate, attend, at_work, emits, use_reentrant=False)

@@ -77,7 +77,10 @@ def interleaved_logits(model, idx):
         return torch.cat([y.real, y.imag], -1).to(x.dtype)
 
     for layer, block in enumerate(model.blocks):
-        below = c.predict_layers is not None and layer < c.n_layer - c.predict_layers
+        fork = c.n_layer - (c.predict_layers or c.n_layer)
+        below = layer < fork
+        if layer == fork and c.predict_input == 'state':
+            h = torch.stack([h[:, 0::2], h[:, 0::2] + model.embed.weight[c.n_ids]], 2).flatten(1, 2)
         seen, start = masks & ~(is_rho & below), h
         q, k, v = (x.view(B, 2 * T, c.n_head, D) for x in (norm(h, block.attn_norm) @ block.qkv.weight.T).chunk(3, -1))
         scores = torch.einsum('bqhd,bkhd->bhqk', rotated(q), rotated(k)) / D ** 0.5
@@ -95,7 +98,7 @@ def relative_error(got, want):
 
 
 BEYOND = [dict(), dict(predict_input='token', predict_layers=2), dict(persistent_window=5),
-          dict(predict_layers=1, persistent_window=0)]
+          dict(predict_layers=1, persistent_window=0), dict(predict_input='state', predict_layers=2)]
 
 
 @pytest.mark.parametrize('beyond', BEYOND, ids=lambda b: '-'.join(b) or 'paper')
@@ -121,6 +124,11 @@ def test_layers_below_predict_layers_are_those_of_a_standard_transformer():
         model.blocks[1].register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
         model.logits(idx)
     assert seen['sps'].shape == (4, 1, 22, 32) and torch.allclose(seen['sps'][:, 0], seen['standard'], atol=1e-6)
+
+
+def test_a_fork_below_all_layers_starts_from_the_token():
+    fork, token = (make(eos_id=EOS, window=3, predict_input=name) for name in ('state', 'token'))
+    assert torch.equal(fork.logits(layouts()), token.logits(layouts()))
 
 
 @pytest.mark.parametrize('method, window', PATTERNS)
@@ -221,7 +229,7 @@ def test_flops_count_the_pairs_of_the_pattern(values):
     (dict(method='two_x_memory', window=64),
      'window = 64 with method = two_x_memory, where both streams persist: set window = None'),
     (dict(method='sp'), "method = 'sp': expected one of sps, two_x_memory, delayed_state, reverse_sps"),
-    (dict(predict_input='x'), "predict_input = 'x': expected 'predict' or 'token'"),
+    (dict(predict_input='x'), "predict_input = 'x': expected 'predict', 'token' or 'state'"),
     (dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None for all'),
     (dict(n_embd=36, n_head=4), 'n_embd = 36 and n_head = 4: n_embd / n_head must be an even whole number'),
     (dict(n_ids=50304), 'vocab_size = 50304 has no room for the 50304 ids of the tokenizer and <predict>')])

@@ -1,0 +1,74 @@
+"""Many runs of train.py: a few at a time, none twice, each with its best learning rate.
+
+`train_all` is what the comparisons of this folder train by; `best_rates` brackets a learning rate for each of them.
+"""
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from common.files import ROOT, UserError
+from common.runs import checkpoints, read_log, read_run
+
+STEP = 1.5  # ratio of neighbouring learning rates
+
+
+def is_done(folder) -> bool:
+    """Whether the run in the folder has reached its max_tokens and evaluated there."""
+    if not (Path(folder) / 'config.json').exists():
+        return False
+    end = read_run(folder)['settings']['max_tokens']
+    return any('val' in line and line['tokens'] >= end for line in read_log(folder))
+
+
+def final_loss(folder) -> float:
+    """The last validation loss of a run, nats per token."""
+    return [line['val'] for line in read_log(folder) if 'val' in line][-1]
+
+
+def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
+    """Trains {run folder: arguments of train.py}, `jobs` at a time with one thread each.
+
+    A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails.
+    """
+    todo = {folder: args for folder, args in cells.items() if not is_done(folder)}
+    start = time.perf_counter()
+
+    def train(folder):
+        start_or_go_on = '--resume' if checkpoints(folder) else '--overwrite'
+        command = [sys.executable, 'train.py', *todo[folder], f'--out_dir={folder.absolute()}', '--threads=1',
+                   start_or_go_on]
+        return folder, subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for i, future in enumerate(as_completed([pool.submit(train, folder) for folder in todo]), 1):
+            folder, result = future.result()
+            if result.returncode:
+                pool.shutdown(cancel_futures=True)
+                raise UserError(f'{folder} could not be trained: {result.stderr.strip()[-1000:]}')
+            print(f'{time.perf_counter() - start:6.0f} s  {i}/{len(todo)}  {folder.name}: {final_loss(folder):.4f}',
+                  flush=True)
+
+
+def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of, jobs: int) -> dict[str, float]:
+    """{method: its best learning rate}, with a worse one on both sides.
+
+    methods: {name: arguments of train.py}; first: {name: where to look first}; folder_of(name, rate): the run's folder.
+    Three rates, STEP apart, and as many more as it takes until the best is not the last on either side.
+    """
+    losses = {name: {} for name in methods}  # by exponent of STEP
+
+    def folder(name, i):
+        return folder_of(name, first[name] * STEP ** i)
+
+    wanted = {name: [-1, 0, 1] for name in methods}
+    while any(wanted.values()):
+        cells = {folder(name, i): [*methods[name], f'--learning_rate={first[name] * STEP ** i:.3g}']
+                 for name, exponents in wanted.items() for i in exponents}
+        train_all(cells, jobs)
+        for name, exponents in wanted.items():
+            losses[name] |= {i: final_loss(folder(name, i)) for i in exponents}
+            best = min(losses[name], key=losses[name].get)
+            wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
+    return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}

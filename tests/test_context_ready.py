@@ -357,7 +357,7 @@ def test_without_the_folder_of_scans_training_is_the_same(values, monkeypatch):
         model = make(bptt=True, **values, **settings).to(dtype).train()
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
         for step in range(steps):
-            idx = torch.randint(0, 60, (2, 107 if steps == 1 else 45), generator=torch.Generator().manual_seed(step))
+            idx = torch.randint(0, 60, (2, 114 if steps == 1 else 45), generator=torch.Generator().manual_seed(step))
             loss = model(idx, idx.roll(-1, 1))['loss']
             losses.append(loss.item())
             grads = gradients(model, loss)

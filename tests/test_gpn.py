@@ -1,20 +1,22 @@
 """The Grounded Prediction Network: the equations against the paper, both forms against the equations, decoding, bad
 input."""
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attn_kernels
 import model_gpn as G
+import model_standard as S
 from common import settings
 from common.decoding import generate
 from common.speculative import speculative_generate
+from config import gpn_transformer
 
 scan = attn_kernels.import_scan('gpn')
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
@@ -78,8 +80,11 @@ def test_initial_weights_are_those_of_the_official_code():
 
 
 def test_the_papers_transformer_has_130_8_million_parameters_and_a_tied_head():
-    result = run('train.py', 'config/gpn_transformer.py', '--dry_run', '--device=cpu')
-    assert 'model standard: 130,763,520 parameters' in result.stdout, result.stderr
+    values = {f.name: getattr(gpn_transformer, f.name) for f in fields(S.Config) if hasattr(gpn_transformer, f.name)}
+    with torch.device('meta'):
+        model = S.Model(S.Config(**values, eos_id=None))
+    assert sum(p.numel() for p in model.parameters()) == 130_763_520
+    assert model.head.weight is model.embed.weight and model.config.init == 'torch'
 
 
 def by_the_paper(model, idx):

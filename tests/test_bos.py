@@ -120,11 +120,11 @@ def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
 
     def score(requests):
         lengths.extend(len(continuation) for _, continuation in requests)
-        return [(-3.0, True, True), (-4.0, False, False)]
+        return [(-3.0, True, True), (-9.0, False, False)]
     found = judge.lambada_first_token(SimpleNamespace(score=score), encoding, judge.Settings(data_dir=str(tmp_path)))
     m, n = lengths
-    assert m != n and found == pytest.approx({'acc': 0.5, 'perplexity_of_examples': math.exp((3 / m + 4 / n) / 2),
-                                              'perplexity_pooled': math.exp(7 / (m + n))})
+    assert m != n and found == pytest.approx({'acc': 0.5, 'perplexity_of_examples': math.exp((3 / m + 9 / n) / 2),
+                                              'perplexity_pooled': math.exp(12 / (m + n))})
 
 
 def test_a_tokenizer_without_bos_is_a_sentence(trained, tiny_data, tmp_path):

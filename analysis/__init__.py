@@ -1,10 +1,16 @@
 """One file per figure or table of a paper: reads run folders, writes a picture and the numbers behind it.
 
     python -m analysis.report out/*                        all about the runs, on one page to open in a browser
-    python -m analysis.loss_curves out/std_* out/sps_*     SPS paper, figure 2: loss over tokens and time
+    python -m analysis.loss_curves out/std_* out/sps_*     SPS paper, figure 2: loss over tokens, time and FLOPs
+    python -m analysis.tokens_to_match out/std_* out/sps_* its figures 1 and 2: tokens until one has another's loss
+    python -m analysis.scaling out/std_* out/sps_*         its figure 3: gains by size
+    python -m analysis.window_sweep out/sps_w*             its figure 4: loss over the window
+    python -m analysis.seeds out/std_* out/sps_*           its appendix C: intervals and tests over seeds
+    python -m analysis.tables out/std_* out/sps_*          its tables 2 and 3, the paper's rows below ours
     python -m analysis.context_ready out/cr_*              Context-Ready paper, tables 6, A7, A8: unrolls
     python -m analysis.scores out/chase_*                  its appendix B: a task's scores over steps
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
 
 They write beside the runs, here to out/, or to where --out says.
+figures.py and outcomes.py are what they share: how figures look, how runs ended and what they are compared with.
 """

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.figures import new_figure, save_figure, write_csv
-from analysis.sweep import best_rates, final_loss, train_all
+from analysis.loss_curves import flops_per_token
+from analysis.outcomes import final_loss, settings_of
+from analysis.sweep import best_rates, train_all
 from common.files import UserError, friendly_errors, write_file
-from common.runs import blank_model, read_run, saved_config
 from common.settings import load_settings
 
 BUDGETS = 1, 1.25, 1.5, 2  # Standard's tokens, over those of the others
@@ -34,7 +35,7 @@ class Settings:
     config: str = 'config/quickstart.py'  # settings of all runs
     data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
     n_layer: int = 4  # depth of all models
-    n_embd: int = 192  # their width
+    n_embd: int = 128  # their width, in heads of 32
     max_tokens: int = 1_500_000  # training tokens
     seeds: int = 3  # runs of each model, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
@@ -55,15 +56,13 @@ def methods(s) -> dict[str, tuple[list[str], float]]:
 def arguments(s, args: list[str]) -> list[str]:
     """All arguments of train.py but for learning rate, seed and folder."""
     return [s.config, f'--data={s.data}', f'--n_layer={s.n_layer}', f'--n_embd={s.n_embd}',
-            f'--max_tokens={s.max_tokens}', '--norm_eps=1e-6', '--eval_interval=1_000_000', '--sample_tokens=0',
-            '--keep_checkpoints=2', *args]
+            f'--n_head={s.n_embd // 32}', f'--max_tokens={s.max_tokens}', '--eval_interval=1_000_000',
+            '--sample_tokens=0', *args]
 
 
 def flops(run) -> float:
     """Training FLOPs of a run."""
-    record = read_run(run)
-    model, settings = blank_model(record['model'], saved_config(record, run)), record['settings']
-    return model.flops_per_token(settings['block_size']) * settings['max_tokens']
+    return flops_per_token(run) * settings_of(run).max_tokens
 
 
 def at_flops(points: list[tuple[float, float]], x: float) -> float | None:
@@ -82,7 +81,7 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
     standard = [name for name in runs if name.startswith('Standard')]
     rows = []
     for name, values in losses.items():
-        row = {'model': name, 'lr': read_run(runs[name][0])['settings']['learning_rate'], 'seeds': len(values),
+        row = {'model': name, 'lr': settings_of(runs[name][0]).learning_rate, 'seeds': len(values),
                'loss': statistics.mean(values), 'lowest': min(values), 'highest': max(values),
                'flops': costs[name] / costs[standard[0]], **dict.fromkeys(('standard', 'difference', 'low', 'high'))}
         beside = [at_flops([(costs[budget], losses[budget][i]) for budget in standard], costs[name])

@@ -1,10 +1,11 @@
-"""Validation loss against training tokens and against time, runs that differ only in the seed averaged.
+"""Validation loss against training tokens, time and FLOPs, runs that differ only in the seed averaged.
 
     python -m analysis.loss_curves RUN RUN ... --out=NAME
 
 Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where
 each line goes below the first one's for good, as figure 2 of the SPS paper does. Time is that of the runs' own logs:
-compare runs that had the same machine. A run that cannot be drawn is left out, and named.
+compare runs that had the same machine. Where all runs were on GPUs it is GPU-hours, wall time times the GPUs that the
+run began with. FLOPs are the model's `flops_per_token`. A run that cannot be drawn is left out, and named.
 
 The picture begins where the steep start is over, after a quarter of each line, so that the ends can be told apart; the
 CSV has all of it.
@@ -15,20 +16,22 @@ if __name__ == '__main__':
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.figures import is_number, line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
-from common.runs import read_log, read_run
+from common.runs import blank_model, read_log, read_run, saved_config
 from common.settings import load_settings
 from train import MAY_CHANGE
 
 # settings that do not change what a curve is; the last three follow from the data and `documents`
-NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
+NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
 TOKENS = (1, 'tokens'), (1e3, 'thousand tokens'), (1e6, 'million tokens'), (1e9, 'billion tokens')
 MINUTES = (1, 'minutes'), (60, 'hours'), (60 * 24, 'days')
+GPU_HOURS = (1, 'GPU-hours'), (1e3, 'thousand GPU-hours')
+FLOPS = tuple((10.0 ** power, f'1e{power} FLOPs') for power in range(0, 31, 3))
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 
 
@@ -39,8 +42,8 @@ class Settings:
 
 # ---- what the runs are ----
 
-def differences(runs: list[str]) -> dict[str, dict]:
-    """{run: {'model': its model or method, setting: value}} of the settings in which runs differ.
+def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, dict]:
+    """{run: {'model': its model or method, setting: value}} of the settings in which runs differ, but for `besides`.
 
     A setting of the model is compared with the other runs of that model, one of training with all. A run of older code
     has no value for settings that came later, and differs from nobody in them.
@@ -48,9 +51,9 @@ def differences(runs: list[str]) -> dict[str, dict]:
     names, model, training = {}, {}, {}
     for run in runs:
         record = read_run(run)
-        names[run] = str(record['model_config'].get('method', record['model']))
-        model[run] = without(record['model_config'], NO_DIFFERENCE)
-        training[run] = without(record['settings'], NO_DIFFERENCE)
+        names[run] = model_name(record)
+        model[run] = without(record['model_config'], NO_DIFFERENCE | besides)
+        training[run] = without(record['settings'], NO_DIFFERENCE | besides)
     found = {}
     for run in runs:
         alike = [model[other] for other in runs if names[other] == names[run]]
@@ -60,7 +63,12 @@ def differences(runs: list[str]) -> dict[str, dict]:
     return found
 
 
-def without(settings: dict, names: set[str]) -> dict:
+def model_name(record: dict) -> str:
+    """What labels call the model of a run's config.json: its method if it has one."""
+    return str(record['model_config'].get('method', record['model']))
+
+
+def without(settings: dict, names: Set[str]) -> dict:
     return {key: value for key, value in settings.items() if key not in names}
 
 
@@ -93,14 +101,14 @@ def shortened(text: str, length: int = 32) -> str:
     return text if len(text) <= length else f'{text[:length - 3]}...'
 
 
-def group(runs: list[str]) -> dict[str, list[str]]:
-    """{label: [run folder, one a seed]}.
+def group(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, list[str]]:
+    """{label: [run folder, one a seed]}; runs that differ in the settings `besides` are in one group too.
 
     A label has the model or method, where they differ, then as few of the settings that differ as tell the groups
     apart.
     """
     groups = {}
-    for run, settings in differences(runs).items():
+    for run, settings in differences(runs, besides).items():
         groups.setdefault(repr(settings), (shorts(settings), []))[1].append(run)
     configs, folders = zip(*groups.values())
     labels = tell_apart(configs)
@@ -130,8 +138,8 @@ def not_comparable(runs: list[str]) -> str | None:
     return None
 
 
-def curves_of(runs: list[str], curve_of: Callable) -> dict:
-    """{label: curve_of(the label's runs)}. Prints what differs and is not in a label.
+def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict:
+    """{label: curve_of(the label's runs)}, the labels those of `group`. Prints what differs and is not in a label.
 
     Runs that cannot be drawn are left out, and named on stderr. Raises the UserError of the first if none is left.
     """
@@ -144,8 +152,8 @@ def curves_of(runs: list[str], curve_of: Callable) -> dict:
             errors.append(error)
     if not readable:
         raise errors[0]
-    curves, drawn, settings = {}, [], differences(readable)
-    for label, folders in group(readable).items():
+    curves, drawn, settings = {}, [], differences(readable, besides)
+    for label, folders in group(readable, besides).items():
         try:
             curves[label] = curve_of(folders)
         except (UserError, OSError) as error:
@@ -170,16 +178,20 @@ def curves_of(runs: list[str], curve_of: Callable) -> dict:
 def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:
     """Points of a logged value at the steps where every run has it.
 
-    A point is {'step', 'tokens', 'minutes', 'mean', 'lowest', 'highest', 'seeds'}.
+    A point is {'step', 'tokens', 'minutes', 'gpu_hours', 'flops', 'mean', 'lowest', 'highest', 'seeds'}. gpu_hours is
+    None unless all the runs were on GPUs, flops (of one run) None where the model file cannot tell them.
     """
     def is_whole(record):
         return all(is_number(record.get(name)) for name in ('step', 'tokens', 'seconds', key))
     logs = [{record['tokens']: record for record in read_log(run) if is_whole(record)} for run in runs]
+    gpus, flops = [n_gpus(run) for run in runs], flops_per_token(runs[0])
     points = []
     for tokens in sorted(set.intersection(*map(set, logs))):
         values = [log[tokens][key] for log in logs]
-        seconds = statistics.mean(log[tokens]['seconds'] for log in logs)
-        points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': seconds / 60,
+        seconds = [log[tokens]['seconds'] for log in logs]
+        gpu_hours = statistics.mean(n * s / 3600 for n, s in zip(gpus, seconds)) if all(gpus) else None
+        points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': statistics.mean(seconds) / 60,
+                       'gpu_hours': gpu_hours, 'flops': flops and flops * tokens,
                        'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values),
                        'seeds': len(logs)})
     if not points:
@@ -187,8 +199,25 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> l
     return points
 
 
+def n_gpus(run: str) -> int:
+    """The GPUs that a run began with; 0 on a CPU."""
+    versions = read_run(run)['versions']
+    processes = versions.get('processes', 1)
+    return processes if str(versions.get('device')).startswith('cuda') and is_number(processes) else 0
+
+
+def flops_per_token(run: str) -> float | None:
+    """Matmul FLOPs of training a token, or None: the run's log can be drawn without its model file."""
+    record = read_run(run)
+    try:
+        model = blank_model(record['model'], saved_config(record, run))
+        return model.flops_per_token(record['settings']['block_size'])
+    except Exception:  # a model file that was edited since, or that has no flops_per_token
+        return None
+
+
 def loss_at(points: list[dict], axis: str, x: float) -> float | None:
-    """The mean loss of a curve at a value of 'tokens' or 'minutes', linear between its points, None outside."""
+    """The mean loss of a curve at a value of an axis as 'tokens', linear between its points, None outside."""
     for a, b in zip(points, points[1:]):
         if a[axis] <= x <= b[axis]:
             return a['mean'] + (b['mean'] - a['mean']) * (x - a[axis]) / (b[axis] - a[axis])
@@ -209,6 +238,18 @@ def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
     return where
 
 
+def crossings(points: list[dict], first: list[dict]) -> list[str]:
+    """Where `points` go below the curve `first` for good, over each axis that both have, as texts."""
+    texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('by time ', '{:.1f} minutes'),
+             'gpu_hours': ('by GPUs ', '{:,.1f} GPU-hours'), 'flops': ('by compute ', '{:.3g} FLOPs')}
+    found = []
+    for axis, (by, amount) in texts.items():
+        if points[-1][axis] is not None and first[-1][axis] is not None:
+            where = crossing(points, first, axis)
+            found.append(f'{by}from {"no point" if where is None else amount.format(where)} on')
+    return found
+
+
 # ---- the picture ----
 
 def loss_limits(curves: list[list[dict]]) -> tuple[float, float]:
@@ -223,32 +264,47 @@ def unit_for(largest: float, units: tuple) -> tuple[float, str]:
     return next((unit for unit in reversed(units) if largest >= 2 * unit[0]), units[0])
 
 
+def axes_of(curves: list[list[dict]]) -> dict[str, tuple[float, str]]:
+    """{what a loss is drawn over: (size of its unit, name)}: tokens, GPU-hours or else time, and FLOPs if known."""
+    def largest(axis):
+        values = [points[-1][axis] for points in curves]
+        return None if None in values else max(values)
+    has_gpus, has_flops = largest('gpu_hours') is not None, largest('flops') is not None
+    units = {'tokens': TOKENS} | ({'gpu_hours': GPU_HOURS} if has_gpus else {'minutes': MINUTES})
+    units |= {'flops': FLOPS} if has_flops else {}
+    return {axis: unit_for(largest(axis), sizes) for axis, sizes in units.items()}
+
+
 def plot(curves: dict[str, list[dict]], path) -> None:
     styles = line_styles(len(curves))
     columns = max(1, min(3, len(curves), 130 // (max(map(len, curves)) + 8)))
     rows = -(-len(curves) // columns)
-    figure, both = new_figure(1, 2, figsize=(11, 4.5 + 0.2 * rows))
-    ends = [points[-1] for points in curves.values()]
-    units = {'tokens': unit_for(max(end['tokens'] for end in ends), TOKENS),
-             'minutes': unit_for(max(end['minutes'] for end in ends), MINUTES)}
+    units = axes_of(list(curves.values()))
+    figure, panels = new_figure(1, len(units), figsize=(5.5 * len(units), 4.5 + 0.2 * rows))
     lowest, highest = loss_limits(list(curves.values()))
-    margin = 0.04 * (highest - lowest)
-    for axes, (axis, (unit, name)) in zip(both, units.items()):
+    for axes, (axis, (unit, name)) in zip(panels, units.items()):
         for (label, points), style in zip(curves.items(), styles):
             x = [p[axis] / unit for p in points]
             marker = 'o' if len(points) <= 40 else None
             axes.plot(x, [p['mean'] for p in points], label=label, marker=marker, markersize=3, **style)
             axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
                               color=style['color'], linewidth=0)
-        if 0 < 10 * lowest < highest:
-            axes.set(yscale='log', ylim=(lowest / 1.1, highest * 1.1))
-            number_log_axis(axes.yaxis, lowest, highest)
-        else:
-            axes.set(ylim=(lowest - margin, highest + margin))
-        axes.set(xlabel=f'{name} of training', ylabel='validation loss, nats per token', xlim=(0, None))
-        axes.grid(alpha=0.3)
-    figure.legend(*both[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns, frameon=False)
+        set_loss_axis(axes, lowest, highest)
+        axes.set(xlabel=f'{name} of training', xlim=(0, None))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns, frameon=False)
     save_figure(figure, path)
+
+
+def set_loss_axis(axes, lowest: float, highest: float) -> None:
+    """Shows losses from lowest to highest, in logarithms where one is far above the other."""
+    margin = 0.04 * (highest - lowest)
+    if 0 < 10 * lowest < highest:
+        axes.set(yscale='log', ylim=(lowest / 1.1, highest * 1.1))
+        number_log_axis(axes.yaxis, lowest, highest)
+    else:
+        axes.set(ylim=(lowest - margin, highest + margin))
+    axes.set(ylabel='validation loss, nats per token')
+    axes.grid(alpha=0.3)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -266,9 +322,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, seeds: {end["seeds"]}) '
                   f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
             if points is not first:
-                tokens, minutes = crossing(points, first, 'tokens'), crossing(points, first, 'minutes')
-                print(f'  below the first line from {"no point on" if tokens is None else f"{tokens:,} tokens on"}, '
-                      f'by time from {"no point on" if minutes is None else f"{minutes:.1f} minutes on"}')
+                print(f'  below the first line {", ".join(crossings(points, first))}')
         print(f'written to {out}.png and {out}.csv')
 
 

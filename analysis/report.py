@@ -103,7 +103,8 @@ def evaluations(path: Path) -> dict[str, float]:
         try:
             record = json.loads(line)
             settings = record.get('settings', {})
-            limits = [f'{key}={settings[key]}' for key in ('data', 'val_tokens', 'limit') if settings.get(key)]
+            asked = ('data', 'val_tokens', 'limit', 'bos')  # None unless they were
+            limits = [f'{key}={settings[key]}' for key in asked if settings.get(key) is not None]
             for task, metrics in record['results'].items():
                 if task != 'speculative':  # a table of its own, speculative.csv
                     names = {f'{" ".join([task, metric, *limits])}': value for metric, value in metrics.items()}

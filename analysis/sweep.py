@@ -8,29 +8,27 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from analysis.outcomes import final_loss
 from common.files import ROOT, UserError
-from common.runs import checkpoints, read_log, read_run
+from common.runs import checkpoints
 
 STEP = 1.5  # ratio of neighbouring learning rates
 
 
 def is_done(folder) -> bool:
-    """Whether the run in the folder has reached its max_tokens and evaluated there."""
-    if not (Path(folder) / 'config.json').exists():
+    """Whether the run in the folder was trained to its end, and evaluated there."""
+    try:
+        final_loss(folder)
+    except (UserError, OSError):
         return False
-    end = read_run(folder)['settings']['max_tokens']
-    return any('val' in line and line['tokens'] >= end for line in read_log(folder))
-
-
-def final_loss(folder) -> float:
-    """The last validation loss of a run, nats per token."""
-    return [line['val'] for line in read_log(folder) if 'val' in line][-1]
+    return True
 
 
 def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     """Trains {run folder: arguments of train.py}, `jobs` at a time with one thread each.
 
-    A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails.
+    A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails or
+    is stopped.
     """
     todo = {folder: args for folder, args in cells.items() if not is_done(folder)}
     start = time.perf_counter()
@@ -44,9 +42,9 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         for i, future in enumerate(as_completed([pool.submit(train, folder) for folder in todo]), 1):
             folder, result = future.result()
-            if result.returncode:
+            if not is_done(folder):
                 pool.shutdown(cancel_futures=True)
-                raise UserError(f'{folder} could not be trained: {result.stderr.strip()[-1000:]}')
+                raise UserError(f'{folder} did not come to its end: {result.stderr.strip()[-1000:]}')
             print(f'{time.perf_counter() - start:6.0f} s  {i}/{len(todo)}  {folder.name}: {final_loss(folder):.4f}',
                   flush=True)
 

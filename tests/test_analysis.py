@@ -32,8 +32,10 @@ def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
     groups = loss_curves.group(runs)
     assert groups == {'standard': runs[:2], 'sps': [runs[2]], 'two_x_memory': [runs[3]]}
     assert loss_curves.differences(runs)[runs[2]] == {'model': 'sps', 'learning_rate': 2.0}
-    assert loss_curves.curve(runs[:2])[1] == {'step': 2, 'tokens': 200, 'minutes': 2.0, 'mean': 2.5, 'lowest': 2.0,
-                                              'highest': 3.0, 'seeds': 2}
+    flops = loss_curves.flops_per_token(runs[0])
+    assert flops > 0 and loss_curves.curve(runs[:2])[1] == {
+        'step': 2, 'tokens': 200, 'minutes': 2.0, 'gpu_hours': None, 'flops': 200 * flops, 'mean': 2.5, 'lowest': 2.0,
+        'highest': 3.0, 'seeds': 2}
 
 
 def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
@@ -67,8 +69,8 @@ def drawn(plot, curves, path, monkeypatch):
 
 def test_every_run_is_visible_and_every_panel_numbered(monkeypatch):
     def points(*losses):
-        return [{'step': i, 'tokens': 1e6 * i, 'minutes': i, 'mean': loss, 'lowest': loss, 'highest': loss, 'seeds': 1}
-                for i, loss in enumerate(losses)]
+        return [{'step': i, 'tokens': 1e6 * i, 'minutes': i, 'gpu_hours': None, 'flops': 1e12 * i, 'mean': loss,
+                 'lowest': loss, 'highest': loss, 'seeds': 1} for i, loss in enumerate(losses)]
     for high in (3.0, 70.0):  # far above the others: the axis becomes logarithmic
         curves = {'a': points(9, 2, 1.5, 1), 'b': points(high + 9, high, high, high), 'c': points(2)}
         figure = drawn(loss_curves.plot, curves, 'x.png', monkeypatch)
@@ -122,6 +124,31 @@ def test_crossing_is_where_a_line_goes_below_for_good():
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
 
 
+def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
+    runs = [write_run(tmp_path / name, [4.0, 3.0, 2.0], seed=seed) for seed, name in enumerate(('two', 'four', 'cpu'))]
+    for folder, versions in zip(runs, ({'device': 'cuda:0', 'processes': 2}, {'device': 'cuda', 'processes': 4},
+                                       {'device': 'cpu', 'processes': 8})):
+        record = json.loads(open(f'{folder}/config.json').read())
+        with open(f'{folder}/config.json', 'w') as file:
+            json.dump(record | {'versions': versions}, file)
+    assert loss_curves.curve(runs[:2])[2]['gpu_hours'] == pytest.approx((2 + 4) / 2 * 2 / 60)
+    assert loss_curves.curve(runs)[2]['gpu_hours'] is None
+    on_gpus, mixed = [loss_curves.curve(runs[:2])], [loss_curves.curve(runs[:2]), loss_curves.curve(runs[2:])]
+    assert list(loss_curves.axes_of(on_gpus)) == ['tokens', 'gpu_hours', 'flops']
+    assert list(loss_curves.axes_of(mixed)) == ['tokens', 'minutes', 'flops']
+    record = json.loads((tmp_path / 'cpu/config.json').read_text())
+    (tmp_path / 'cpu/config.json').write_text(json.dumps(record | {'model_config': {'gone': 1}}))
+    assert list(loss_curves.axes_of([loss_curves.curve(runs[2:])])) == ['tokens', 'minutes']
+
+
+def test_curves_cross_over_each_axis_on_its_own():
+    line = lambda cost, *losses: [{'tokens': i, 'minutes': cost * i, 'gpu_hours': None, 'flops': cost * i, 'mean': loss}
+                                  for i, loss in enumerate(losses)]
+    first, dear = line(1, 5, 4, 3, 2), line(2, 6, 3, 2, 1)
+    assert loss_curves.crossings(dear, first) == ['from 1 tokens on', 'by time from no point on',
+                                                  'by compute from no point on']
+
+
 def test_runs_without_a_common_step_are_a_sentence(tmp_path):
     runs = [write_run(tmp_path / 'a', [4.0, None]), write_run(tmp_path / 'b', [None, 3.0], seed=1)]
     with pytest.raises(UserError, match='no validation loss that all of these runs logged'):
@@ -139,7 +166,8 @@ def test_lines_of_a_log_that_lack_a_number_are_left_out(tmp_path):
         loss_curves.curve([run])
 
 
-@pytest.mark.parametrize('script', ['loss_curves', 'scores', 'context_ready', 'gpn_state'])
+@pytest.mark.parametrize('script', ['loss_curves', 'scores', 'context_ready', 'gpn_state', 'seeds', 'window_sweep',
+                                    'tokens_to_match', 'scaling', 'tables'])
 def test_a_run_that_a_figure_cannot_use_is_a_sentence(tmp_path, script):
     run_folder = write_run(tmp_path / 'a', [])
     assert_sentence(run('-m', f'analysis.{script}'), 'which run')

@@ -153,8 +153,9 @@ def test_help_lists_every_setting_with_type_default_and_comment(capsys):
 # ---- numbers out of range ----
 
 BAD_NUMBERS = ('nan', 'inf', '1e400', '-1e400', '1e18', '-1e18', '9' * 40, '9' * 5000, '-1')
-SCRIPTS = ['train', 'sample', 'eval', *(f'analysis.{name}' for name in ('context_ready', 'gpn_state', 'loss_curves',
-                                                                        'report', 'scores'))]
+SCRIPTS = ['train', 'sample', 'eval', *(f'analysis.{name}' for name in (
+    'context_ready', 'gpn_state', 'loss_curves', 'report', 'scaling', 'scores', 'seeds', 'tables', 'tokens_to_match',
+    'window_sweep'))]
 SETTINGS = {script: importlib.import_module(script).Settings for script in SCRIPTS}
 MODELS = [path.stem.removeprefix('model_') for path in sorted(Path().glob('model_*.py'))]
 VOCABULARY = dict(vocab_size=320, n_ids=257, eos_id=None)

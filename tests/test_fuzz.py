@@ -77,6 +77,8 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
                                HALF]),
     'analysis.scores': (0.01, ['task --out=figure']),
     'analysis.loss_curves': (0.01, ['standard nextlat --out=figure']),
+    'analysis.tables': (0.01, ['standard nextlat --out=figure']),
+    'analysis.window_sweep': (0.01, ['standard nextlat --out=figure']),
 }
 RUNS = {'standard', 'nextlat', 'task'}
 OWN = {'train': RUNS, 'eval': RUNS, 'prepare_fineweb': {'half'}}  # what it may change of `base`, if it names it

@@ -1,0 +1,146 @@
+"""Whether seeds explain a difference of final validation losses: appendix C of the SPS paper, figure 6 and its tests.
+
+    python -m analysis.seeds RUN RUN ... --out=NAME
+
+Runs that differ only in the seed make a group. Writes NAME.png and NAME.csv, each group's mean with its 95% interval
+(Student's t: 4.303 standard errors either way at three seeds), and NAME_tests.csv:
+
+* one-sided t-tests of whether `better` has the lower loss, against every other group;
+* the two one-sided tests (TOST) of whether the two groups `alike` differ by less than `margin`; p is the larger one.
+
+There is no official script of these tests. Variances are not taken to be equal: Welch's test, with the degrees of
+freedom of Welch and Satterthwaite, for both.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import statistics
+import sys
+from dataclasses import dataclass
+from math import inf
+
+from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import curves_of
+from analysis.outcomes import final_losses, named
+from common.files import UserError, friendly_errors
+from common.settings import check_ranges, load_settings
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without ending; None: seeds beside the runs
+    better: str = 'sps'  # label, or model or method, of the group that is held to have the lower loss
+    alike: str = 'delayed_state;two_x_memory'  # two groups that are held to be equal, with ; between; empty: none
+    margin: float = 0.01  # nats per token within which the two count as equal
+
+    def __post_init__(self):
+        check_ranges(self, margin=(1e-9, inf))
+        if self.alike and len(self.alike.split(';')) != 2:
+            raise UserError(f"alike is {self.alike!r}: expected two labels with ; between, as 'delayed_state;sps'")
+
+
+# ---- the statistics ----
+
+def interval(losses: list[float]) -> tuple[float | None, float | None]:
+    """The 95% interval of the mean of a normal variable, from its values; (None, None) from one value."""
+    if len(losses) < 2:
+        return None, None
+    from scipy import stats
+    return stats.t.interval(0.95, len(losses) - 1, statistics.mean(losses), stats.sem(losses))
+
+
+def lower_test(a: list[float], b: list[float]) -> dict[str, float]:
+    """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
+    from scipy import stats
+    found = stats.ttest_ind(a, b, equal_var=False, alternative='less')
+    return {'gap': statistics.mean(a) - statistics.mean(b), 't': found.statistic, 'degrees': found.df,
+            'p': found.pvalue}
+
+
+def equivalence_test(a: list[float], b: list[float], margin: float) -> dict[str, float]:
+    """TOST of whether the means differ by less than the margin: as `lower_test`, of the side with the larger p."""
+    from statsmodels.stats.weightstats import ttost_ind
+    p, *sides = ttost_ind(a, b, -margin, margin, usevar='unequal')
+    t, _, degrees = max(sides, key=lambda side: side[1])
+    return {'gap': statistics.mean(a) - statistics.mean(b), 't': t, 'degrees': degrees, 'p': p}
+
+
+def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
+    """The rows of NAME_tests.csv, of the groups {label: losses}. What cannot be tested is told on stderr."""
+    for label, values in losses.items():
+        if len(values) < 2:
+            print(f'{label}: one seed has no variance, so it is in no test: train it with other seeds', file=sys.stderr)
+        elif len(set(values)) < 2:
+            print(f'{label}: all seeds have the loss {values[0]}, so it is in no test', file=sys.stderr)
+    tested = {label: values for label, values in losses.items() if len(set(values)) > 1}
+    better, rows = group_of(losses, s.better, Settings.better), []
+    if better in tested:
+        rows += [{'test': 'Welch, one-sided: a is lower', 'a': better, 'b': other} | lower_test(tested[better], values)
+                 for other, values in tested.items() if other != better]
+    a, b = (group_of(losses, name, Settings.alike) for name in s.alike.split(';')) if s.alike else (None, None)
+    if a in tested and b in tested:
+        rows.append({'test': f'TOST: equal within {s.margin:g}', 'a': a, 'b': b}
+                    | equivalence_test(tested[a], tested[b], s.margin))
+    return rows
+
+
+def group_of(labels, name: str, default: str) -> str | None:
+    """The label that is meant by `name`; None if no group is, and the name is one of the default."""
+    try:
+        return named(labels, name.strip())
+    except UserError:
+        if name not in default.split(';'):
+            raise
+        return None
+
+
+# ---- the picture ----
+
+def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
+    """Each group's losses as small points, their mean and its interval."""
+    figure, axes = new_figure(figsize=(1.5 + 1.4 * len(groups), 4.5))
+    for i, (row, style) in enumerate(zip(groups, line_styles(len(groups)))):
+        values = losses[row['label']]
+        axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=style['color'], alpha=0.6)
+        half = 0 if row['low'] is None else row['high'] - row['mean']
+        axes.errorbar(i, row['mean'], half, fmt='D', markersize=5, capsize=6, color=style['color'])
+    axes.set_xticks(range(len(groups)), [row['label'].replace(', ', '\n') for row in groups])
+    axes.set(xlim=(-0.6, len(groups) - 0.4), ylabel='final validation loss, nats per token')
+    axes.set_title('mean with 95% interval, and each seed', fontsize='medium')
+    axes.grid(alpha=0.3, axis='y')
+    save_figure(figure, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if not runs:
+            raise UserError('which runs? python -m analysis.seeds RUN RUN ... --out=NAME')
+        losses = curves_of(runs, final_losses)
+        rows = tests(losses, s)
+        groups = []
+        for label, values in losses.items():
+            low, high = interval(values)
+            groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
+                           'high': high, 'losses': ' '.join(map(repr, values))})
+        out = output_path(s.out, runs, 'seeds')
+        write_csv(f'{out}.csv', groups)
+        plot(groups, losses, f'{out}.png')
+        for row in groups:
+            bounds = '' if row['low'] is None else f', 95% interval {row["low"]:.4f} to {row["high"]:.4f}'
+            print(f'{row["label"]}: {row["mean"]:.4f}{bounds} (seeds: {row["seeds"]})')
+        if not rows:
+            print('no test: --better and --alike name the groups to compare')
+        for row in rows:
+            print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
+                  f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')
+        written = [f'{out}.png', f'{out}.csv']
+        if rows:
+            write_csv(f'{out}_tests.csv', rows)
+            written.append(f'{out}_tests.csv')
+        print(f'written to {", ".join(written)}')
+
+
+if __name__ == '__main__':
+    main()

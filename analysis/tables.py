@@ -1,0 +1,197 @@
+"""Any set of runs in one Markdown table, with a paper's row below each run that is one of the paper's.
+
+    python eval.py RUN RUN ... --paper=sps
+    python -m analysis.tables RUN RUN ... --out=NAME
+
+Tables 2 and 3 of the SPS paper: quality, throughput and memory. Seeds are averaged. The validation loss is that of the
+last evaluation in training, other quality is from eval.jsonl, where it was evaluated on all documents. Speed and memory
+of decoding are ratios to Standard's, from a file of bench.inference, for the methods and sizes that it measured; speed,
+memory and cost of training are from the run's own log. Writes NAME.md and NAME.csv.
+
+A paper is a file analysis/papers/PAPER.csv, and its columns are the table's. In it a column without a space is a
+setting that tells which run a row is (`model` is the model or the method; an empty cell leaves the setting open). One
+with a space is a number of the table: of OWN and MEANS below, or a task and its metric as in eval.jsonl, in
+percent where it ends with ', %'. An empty cell there is a number that our copy of the paper does not have.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import csv
+import dataclasses
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.figures import output_path, write_csv
+from analysis.loss_curves import curve, curves_of, model_name, short_number
+from analysis.outcomes import final_loss, finished, n_parameters
+from analysis.report import evaluations, logged, median
+from bench import FAMILY, RESULTS, markdown_table
+from common.files import ROOT, UserError, friendly_errors, read_json, write_file
+from common.runs import make_config, read_log, read_run, saved_config
+from common.scoring import perplexity
+from common.settings import load_settings, read_config_file
+
+PAPERS = Path(__file__).parent / 'papers'
+FIRST = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number}  # column: how a number is written
+LAST = {'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format, 'GPU-hours': '{:,.1f}'.format,
+        'training FLOPs': '{:.2e}'.format}
+OWN = {'validation loss': '{:.4f}'.format, 'validation perplexity': '{:.2f}'.format,
+       'end-to-end throughput': '{:.2f}'.format, 'peak memory': '{:.2f}'.format}
+MEANS = {'corpus NLL': ' nats_per_word', 'task accuracy, %': ', %'}  # column: the ending of those it is a mean of
+INFERENCE = {'end-to-end throughput': 'throughput, end to end', 'peak memory': 'memory, held'}  # as its file says
+DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_input'}  # settings that it depends on
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without ending; None: tables beside the runs
+    paper: str = 'sps'  # whose columns and rows: a file of analysis/papers
+    inference: str = str(RESULTS / 'inference_gpu.json')  # file of bench.inference; if there is none: no such columns
+
+    def __post_init__(self):
+        known = sorted(path.stem for path in PAPERS.glob('*.csv'))
+        if self.paper not in known:
+            raise UserError(f'paper is {self.paper!r}: expected {" or ".join(known)}')
+
+
+# ---- a paper's rows ----
+
+def read_paper(paper: str) -> list[dict[str, str]]:
+    with open(PAPERS / f'{paper}.csv', newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
+    """The paper's row of a run, or None."""
+    record = read_run(run)
+    own = record['settings'] | dataclasses.asdict(saved_config(record, run)) | {'model': model_name(record)}
+    for row in rows:
+        settings = {key: value for key, value in row.items() if value and key != 'name' and ' ' not in key}
+        if all(str(own.get(key)) == value for key, value in settings.items()):
+            return row
+    return None
+
+
+# ---- our own ----
+
+def read_inference(path: str) -> dict[tuple, float]:
+    """{(what, n_layer, n_head, n_embd, method of FAMILY): ratio to Standard's} of a file of bench.inference.
+
+    Empty if there is none and none was asked for.
+    """
+    if not Path(path).exists():
+        if path != Settings.inference:
+            raise UserError(f'there is no file {path}: python -m bench.inference makes one')
+        return {}
+    found = {}
+    for row in read_json(path, 'make it again with python -m bench.inference', check_inference)['rows']:
+        shape = read_config_file(str(ROOT / f'config/standard_{row["scale"]}.py'))
+        ratios = {name: row[name] for name in FAMILY if name in row} | {'standard': 1.0}
+        found |= {(row['what'], shape['n_layer'], shape['n_head'], shape['n_embd'], name): ratio
+                  for name, ratio in ratios.items()}
+    return found
+
+
+def check_inference(record: dict) -> None:
+    if any('scale' not in row for row in record.get('rows', [{}])):
+        raise ValueError('its rows have no scale, as those of older code')
+
+
+def bench_name(run: str) -> tuple | None:
+    """(n_layer, n_head, n_embd, method of FAMILY) of a run, or None if bench.inference measures no such model."""
+    record = read_run(run)
+    own = dataclasses.asdict(saved_config(record, run))
+    for name, (model, values) in FAMILY.items():
+        as_measured = dataclasses.asdict(make_config(model, values))
+        if record['model'] == model and all(own[key] == as_measured[key] for key in DECODING & own.keys()):
+            return own['n_layer'], own['n_head'], own['n_embd'], name
+    return None
+
+
+def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, float]:
+    """{column: number} of runs that differ only in the seed, means over them; without what they do not have.
+
+    Runs whose training is not at its end are left out. columns: the paper's. measured: as of `read_inference`.
+    """
+    is_logged = any(map(read_log, runs))  # an imported run has no log
+    if is_logged:
+        runs = finished(runs)
+    row = {'seeds': len(runs), 'parameters': n_parameters(runs[0])}
+    if is_logged:
+        end, logs = curve(runs)[-1], [read_log(run) for run in runs]
+        row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(map(final_loss, runs)),
+                'training tokens/s': mean_of(median(log, 'tokens_per_s') for log in logs),
+                'training GiB': mean_of(max(logged(log, 'memory_gib'), default=None) for log in logs),
+                'GPU-hours': end['gpu_hours'], 'training FLOPs': end['flops']}
+        row['validation perplexity'] = perplexity(row['validation loss'])
+    results = [evaluations(Path(run) / 'eval.jsonl') for run in runs]
+    if not is_logged and not all(results):
+        raise UserError(f'{" ".join(runs)}: nothing was logged, and nothing evaluated: python eval.py RUN '
+                        '--paper=PAPER')
+    for column in columns:
+        key = column.removesuffix(', %')
+        value = mean_of(found.get(key) for found in results)
+        if value is not None:
+            row[column] = value if key == column else 100 * value
+    for column, ending in MEANS.items():
+        row[column] = mean_of(row.get(name) for name in columns if name.endswith(ending) and name not in MEANS)
+    if name := bench_name(runs[0]):
+        row |= {column: measured.get((what, *name)) for column, what in INFERENCE.items()}
+    return {column: value for column, value in row.items() if value is not None}
+
+
+def mean_of(values) -> float | None:
+    """The mean; None if there are no values, or one is None."""
+    values = list(values)
+    return statistics.mean(values) if values and None not in values else None
+
+
+# ---- the table ----
+
+def as_text(column: str, value: float) -> str:
+    formats = FIRST | LAST | OWN
+    if column in formats:
+        return formats[column](value)
+    return f'{value:.1f}' if column.endswith(', %') else f'{value:.3f}'
+
+
+def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
+    """The rows of the table, of {label: (its own {column: number}, the paper's row of it or None)}.
+
+    columns: the paper's. Columns in which nobody has anything are left out.
+    """
+    rows = []
+    for label, (own, of_paper) in groups.items():
+        rows.append({'run': label} | own)
+        if of_paper:
+            numbers = {column: of_paper[column] for column in columns if of_paper[column]}
+            rows.append({'run': f'paper: {of_paper["name"]}'} | numbers)
+    order = dict.fromkeys(['run', *FIRST, *columns, *LAST])
+    shown = [column for column in order if any(column in row for row in rows)]
+    return [{column: row.get(column, '') for column in shown} for row in rows]
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if not runs:
+            raise UserError('which runs? python -m analysis.tables RUN RUN ... --out=NAME')
+        paper, measured = read_paper(s.paper), read_inference(s.inference)
+        columns = [column for column in paper[0] if ' ' in column]
+        groups = curves_of(runs, lambda folders: (own_row(folders, columns, measured),
+                                                  row_of_paper(folders[0], paper)))
+        rows = rows_of(groups, columns)
+        texts = [{column: value if isinstance(value, str) else as_text(column, value) for column, value in row.items()}
+                 for row in rows]
+        out = output_path(s.out, runs, 'tables')
+        write_csv(f'{out}.csv', rows)
+        write_file(f'{out}.md', f'{markdown_table(texts)}\n'.encode(errors='replace'))
+        print(markdown_table(texts))
+        print(f'written to {out}.md and {out}.csv')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,357 @@
+"""Figures and tables of how runs end: runs made by hand, against textbook formulas and numbers counted by hand."""
+import csv
+import dataclasses
+import json
+import math
+
+import pytest
+from conftest import ROOT, assert_sentence, run
+from scipy.integrate import quad
+from scipy.optimize import brentq
+from test_analysis import write_run
+
+import train
+from analysis import loss_curves, outcomes, scaling, seeds, tables, tokens_to_match
+from common.files import UserError
+from common.settings import read_config_file
+
+SMALL = dict(n_layer=1, n_head=1, n_embd=32)
+LOSSES = {'standard': (3.10, 3.13, 3.11), 'sps': (3.06, 3.07, 3.068), 'two_x_memory': (3.085, 3.083, 3.081),
+          'delayed_state': (3.080, 3.082, 3.086)}
+
+
+def family_run(folder, method, losses, **kwargs):
+    """A run of one of the SPS paper's methods, one layer of 32 unless given otherwise."""
+    own = {'standard': {}, 'two_x_memory': {'method': 'two_x_memory', 'window': None}}.get(method, {'method': method})
+    model = 'standard' if method == 'standard' else 'sps'
+    settings = {'max_tokens': 100} | kwargs.pop('settings', {})
+    return write_run(folder, losses, model, settings=settings, **{**SMALL, **own, **kwargs})
+
+
+def rows_of(path):
+    with open(path, newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def write_results(folder, results, **settings):
+    with open(f'{folder}/eval.jsonl', 'a') as file:
+        file.write(json.dumps({'settings': settings, 'results': results}) + '\n')
+
+
+# ---- what they share ----
+
+def test_a_final_loss_is_the_last_one_of_a_whole_run(tmp_path, capsys):
+    whole = write_run(tmp_path / 'whole', [4.0, 3.0, 2.5], settings={'max_tokens': 200})
+    assert outcomes.final_loss(whole) == 2.5
+    cut = write_run(tmp_path / 'cut', [4.0, 3.0], seed=1, settings={'max_tokens': 200})
+    with pytest.raises(UserError, match='cut was last evaluated at 100 of its 200 tokens'):
+        outcomes.final_loss(cut)
+    again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
+    assert outcomes.final_losses([whole, cut, again]) == [2.5]
+    told = capsys.readouterr().err
+    assert 'left out' in told and 'cut was last evaluated' in told and 'not even in the seed (0)' in told
+    with pytest.raises(UserError, match='cut was last evaluated'):
+        outcomes.final_losses([cut])
+
+
+def test_runs_are_of_one_size_within_a_tenth(tmp_path):
+    # parameters of these shapes at vocabulary 50304: 1.62M, 1.64M, 3.3M
+    runs = [write_run(tmp_path / name, [4.0], **SMALL | values)
+            for name, values in (('large', {'n_embd': 64}), ('small', {}), ('deeper', {'n_layer': 2}))]
+    sizes = outcomes.by_size([*runs, tmp_path / 'none'])
+    assert list(sizes.values()) == [[runs[1], runs[2]], [runs[0]]]
+    assert list(sizes) == [loss_curves.short_number(outcomes.n_parameters(run)) for run in (runs[1], runs[0])]
+
+
+def test_a_name_means_one_label():
+    labels = ['standard', 'sps, window=64', 'sps, window=0', 'gpn, lr=1']
+    assert outcomes.named(labels, 'standard') == 'standard' and outcomes.named(labels, 'gpn') == 'gpn, lr=1'
+    assert outcomes.named(labels, 'window=0, sps') == 'sps, window=0'
+    for name in ('sps', 'nextlat', ''):
+        with pytest.raises(UserError, match='is to name one of standard; sps, window=64'):
+            outcomes.named(labels, name)
+
+
+# ---- seeds ----
+
+def t_below(t, degrees):
+    """The share of Student's distribution below t, by integrating its density."""
+    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    inner, _ = quad(lambda x: scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2), 0, t, epsabs=1e-13, epsrel=1e-13)
+    return 0.5 + inner
+
+
+def welch(a, b, shift=0.0):
+    """(t, degrees of freedom) of mean(a) - mean(b) - shift, by the formulas of Welch and Satterthwaite."""
+    def mean(x):
+        return sum(x) / len(x)
+
+    def squared_error(x):
+        return sum((value - mean(x)) ** 2 for value in x) / (len(x) - 1) / len(x)
+    u, v = squared_error(a), squared_error(b)
+    degrees = (u + v) ** 2 / (u ** 2 / (len(a) - 1) + v ** 2 / (len(b) - 1))
+    return (mean(a) - mean(b) - shift) / math.sqrt(u + v), degrees
+
+
+@pytest.mark.parametrize('a, b', [('sps', 'standard'), ('delayed_state', 'two_x_memory'), ('standard', 'sps')])
+def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
+    a, b = LOSSES[a], (*LOSSES[b], 3.09)  # of another length
+    found, (t, degrees) = seeds.lower_test(a, b), welch(a, b)
+    assert abs(found['t'] - t) < 1e-9 and abs(found['degrees'] - degrees) < 1e-9
+    assert abs(found['p'] - t_below(t, degrees)) < 1e-9 and abs(found['gap'] - (sum(a) / 3 - sum(b) / 4)) < 1e-12
+    found = seeds.equivalence_test(a, b, 0.01)
+    above, below = (welch(a, b, shift)[0] for shift in (-0.01, 0.01))  # above -0.01, below 0.01
+    p = {above: 1 - t_below(above, degrees), below: t_below(below, degrees)}
+    worse = max(p, key=p.get)
+    assert abs(found['p'] - p[worse]) < 1e-9 and abs(found['t'] - worse) < 1e-9
+    assert abs(found['degrees'] - degrees) < 1e-9
+    times = brentq(lambda x: t_below(x, 2) - 0.975, 1, 10, xtol=1e-12)
+    assert round(times, 3) == 4.303
+    mean = sum(a) / 3
+    half = times * math.sqrt(sum((x - mean) ** 2 for x in a) / 2 / 3)
+    assert max(abs(x - y) for x, y in zip(seeds.interval(a), (mean - half, mean + half))) < 1e-9
+
+
+def test_seeds_are_tested_where_there_are_several(tmp_path):
+    runs = [family_run(tmp_path / f'{method}_{seed}', method, [9.0, loss], seed=seed)
+            for method, losses in LOSSES.items() for seed, loss in enumerate(losses)]
+    alone = family_run(tmp_path / 'alone', 'reverse_sps', [9.0, 3.0])
+    found = run('-m', 'analysis.seeds', *runs, alone, f'--out={tmp_path}/figure')
+    assert found.returncode == 0, found.stderr
+    assert 'reverse_sps: one seed has no variance, so it is in no test' in found.stderr
+    groups = {row['label']: row for row in rows_of(tmp_path / 'figure.csv')}
+    assert groups['sps']['seeds'] == '3' and groups['reverse_sps']['low'] == ''
+    tests = rows_of(tmp_path / 'figure_tests.csv')
+    assert [(row['a'], row['b']) for row in tests] == [
+        ('sps', 'standard'), ('sps', 'two_x_memory'), ('sps', 'delayed_state'), ('delayed_state', 'two_x_memory')]
+    assert float(tests[0]['p']) == seeds.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
+    assert float(tests[3]['p']) == seeds.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
+    assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+    found = run('-m', 'analysis.seeds', *runs[:3], f'--out={tmp_path}/one')  # without the defaults' groups
+    assert 'standard: 3.1133' in found.stdout and 'no test' in found.stdout
+    assert not (tmp_path / 'one_tests.csv').exists()
+    assert_sentence(run('-m', 'analysis.seeds', *runs, '--better=gpn'), "'gpn' is to name one of standard; sps")
+    assert_sentence(run('-m', 'analysis.seeds', *runs, '--alike=sps'), 'expected two labels')
+
+
+# ---- tokens to match ----
+
+def length_run(folder, method, losses, max_tokens, every=100, **kwargs):
+    """A run that was evaluated each `every` tokens, its batches of 100, its decay the last tenth."""
+    settings = {'block_size': 10, 'batch_size': 10, 'max_tokens': max_tokens, 'warmup_tokens': 100,
+                'decay_fraction': 0.1, **kwargs}
+    folder = family_run(folder, method, [], settings=settings)
+    records = [{'step': i * every // 100, 'tokens': i * every, 'seconds': 1.0, 'val': loss}
+               for i, loss in enumerate(losses)]
+    with open(f'{folder}/log.jsonl', 'w') as file:
+        file.writelines(json.dumps(record) + '\n' for record in records)
+    return folder
+
+
+def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
+    # Standard: 2,000 tokens, decay from 1,800; then a run of 10,000, decay from 9,000, whose start counts for nothing
+    short = length_run(tmp_path / 'short', 'standard', [1.0] + [5.0 - 0.1 * i for i in range(1, 19)] + [1.0, 1.0], 2000)
+    long = length_run(tmp_path / 'long', 'standard', [1.0] * 10 + [4.0 - 0.05 * i for i in range(10, 46)] + [0.5] * 5,
+                      10_000, every=200, extend=short)
+    sps = length_run(tmp_path / 'sps', 'sps', [1.0] + [4.5 - 0.1 * i for i in range(1, 19)] + [0.1, 0.1], 2000)
+    found = run('-m', 'analysis.tokens_to_match', short, sps, long, f'--out={tmp_path}/figure')
+    assert found.returncode == 0, found.stderr
+    first, second = rows_of(tmp_path / 'figure.csv')
+    # SPS is at 2.7 at 1,800 tokens. Standard is at 3.2 there, then at 4 - tokens / 4000: 2.7 at 5,200
+    assert (first['loss_of'], first['by'], float(first['tokens'])) == ('sps', 'standard', 5200)
+    assert float(first['tokens_ratio']) == pytest.approx(5200 / 1800, abs=1e-12)
+    assert float(first['loss']) == pytest.approx(2.7) and float(first['budget']) == 1800
+    # the other way round: SPS is first at or below 3.2 at 1,300
+    assert (second['loss_of'], second['by'], float(second['tokens'])) == ('standard', 'sps', 1300)
+    assert float(second['tokens_ratio']) == pytest.approx(1300 / 1800, abs=1e-12)
+    of_sps, of_standard = (loss_curves.flops_per_token(folder) for folder in (sps, short))
+    assert float(second['flops_ratio']) == pytest.approx(1300 / 1800 * of_sps / of_standard, rel=1e-12)
+    assert '2.889 times the tokens' in found.stdout and (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+    # without the long run Standard never gets there
+    found = run('-m', 'analysis.tokens_to_match', short, sps, f'--out={tmp_path}/short_only')
+    assert 'standard has not in 1800 tokens' in found.stdout
+    assert rows_of(tmp_path / 'short_only.csv')[0]['tokens_ratio'] == ''
+
+
+def test_the_last_evaluation_before_a_decay_may_come_before_it(tmp_path):
+    # each 700 tokens: the last at the constant rate is at 1,400 of 1,800, and the ratio is over 1,800
+    runs = [length_run(tmp_path / method, method, losses, 2000, every=700)
+            for method, losses in (('standard', [9.0, 4.0, 3.0]), ('sps', [9.0, 3.5, 2.5]))]
+    curves = {'standard': tokens_to_match.constant_rate(runs[:1]), 'sps': tokens_to_match.constant_rate(runs[1:])}
+    row = tokens_to_match.match('standard', 'sps', curves)
+    assert (row['evaluated_at'], row['tokens'], row['tokens_ratio']) == (1400, 1400, 1400 / 1800)
+
+
+def test_runs_without_a_constant_rate_are_a_sentence(tmp_path):
+    cosine = length_run(tmp_path / 'cosine', 'standard', [3.0, 2.0], 2000, schedule='cosine')
+    with pytest.raises(UserError, match='no constant learning rate'):
+        tokens_to_match.constant_rate([cosine])
+    early = length_run(tmp_path / 'early', 'standard', [3.0, 2.0], 2000, warmup_tokens=1000)
+    with pytest.raises(UserError, match='no evaluation between its warm-up and its decay'):
+        tokens_to_match.constant_rate([early])
+    constant = length_run(tmp_path / 'constant', 'standard', [3.0, 2.0, 1.0], 200, schedule='constant')
+    assert [p['mean'] for p in tokens_to_match.constant_rate([constant]).points] == [2.0, 1.0]
+    only = [length_run(tmp_path / name, 'standard', [3.0, 2.0], 1000, learning_rate=rate)
+            for name, rate in (('slow', 0.1), ('fast', 0.2))]
+    assert_sentence(run('-m', 'analysis.tokens_to_match', *only[:1]), 'all runs are standard')
+    assert_sentence(run('-m', 'analysis.tokens_to_match', *only), "'standard' is to name one of")
+
+
+# ---- window sweep ----
+
+def test_a_window_sweep_has_a_line_for_what_differs_in_the_window_alone(tmp_path):
+    values = {('sps', 0): (3.2, 3.4), ('sps', 64): (3.0, 3.1), ('sps', None): (3.15, 3.05),
+              ('reverse_sps', 64): (3.3,), ('reverse_sps', 0): (4.0,)}
+    runs = [family_run(tmp_path / f'{method}_{window}_{seed}', method, [9.0, loss], window=window, seed=seed)
+            for (method, window), losses in values.items() for seed, loss in enumerate(losses)]
+    runs.append(family_run(tmp_path / 'standard', 'standard', [9.0, 3.25]))
+    found = run('-m', 'analysis.window_sweep', *runs, f'--out={tmp_path}/figure')
+    assert found.returncode == 0, found.stderr
+    rows = [(row['label'], row['window'], round(float(row['mean']), 9), row['seeds'])
+            for row in rows_of(tmp_path / 'figure.csv')]
+    assert rows == [('sps', '0', 3.3, '2'), ('sps', '64', 3.05, '2'), ('sps', 'all', 3.1, '2'),
+                    ('reverse_sps', '0', 4.0, '1'), ('reverse_sps', '64', 3.3, '1'), ('standard', 'all', 3.25, '1')]
+    assert 'best at w = 64, by 0.2500' in found.stdout and (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+
+
+# ---- scaling ----
+
+TASKS = {'arc_easy': 'acc_norm', 'hellaswag': 'acc_norm', 'piqa': 'acc_norm', 'sciq': 'acc_norm',
+         'lambada_openai': 'acc'}
+
+
+def evaluated(folder, *scores, **settings):
+    """Writes the accuracies of the paper's tasks to eval.jsonl, in two evaluations."""
+    results = {task: {metric: score, 'other': 0.9} for (task, metric), score in zip(TASKS.items(), scores)}
+    write_results(folder, {task: results[task] for task in list(results)[:2]}, **settings)
+    write_results(folder, {task: results[task] for task in list(results)[2:]}, **settings)
+    return folder
+
+
+def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
+    runs = []
+    for width, losses in ((32, (3.0, 2.9)), (64, (2.5, 2.45))):
+        for method, loss, scores in zip(('standard', 'sps'), losses, ((.5, .4, .3, .2, .1), (.52, .4, .36, .2, .2))):
+            folder = family_run(tmp_path / f'{method}_{width}', method, [9.0, loss], n_embd=width)
+            runs.append(evaluated(folder, *(score * width / 64 for score in scores)))
+    other_seed = family_run(tmp_path / 'seed', 'sps', [9.0, 2.8], n_embd=32, seed=1)
+    runs += [evaluated(other_seed, .1, .2, .3, .4, .5), family_run(tmp_path / 'lonely', 'sps', [9.0, 2.0], n_embd=128)]
+    found = run('-m', 'analysis.scaling', *runs, f'--out={tmp_path}/figure')
+    assert found.returncode == 0, found.stderr
+    small, large = rows_of(tmp_path / 'figure.csv')
+    mean_of_seeds = ((.52 + .4 + .36 + .2 + .2) / 5 / 2 + .3) / 2
+    assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
+    assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
+    assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
+    assert "left out: 6.6" in found.stderr and 'none is called so' in found.stderr  # of `lonely`
+    assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_accuracy_on_other_texts_than_the_tasks_own_does_not_count(tmp_path):
+    runs = [family_run(tmp_path / method, method, [9.0, 3.0]) for method in ('standard', 'sps')]
+    evaluated(runs[0], .5, .4, .3, .2, .1)
+    evaluated(runs[1], .5, .4, .3, .2, .1, limit=10, bos=None)
+    evaluated(runs[1], .5, .4, .3, .2, .1, limit=None, bos=False)  # they start otherwise than in training
+    assert scaling.outcome(runs[1:], 'sps')['accuracy'] is None
+    found = run('-m', 'analysis.scaling', *runs, f'--out={tmp_path}/figure')
+    assert found.returncode == 0 and 'python eval.py RUN --paper=sps' in found.stdout, found.stderr
+    assert_sentence(run('-m', 'analysis.scaling', *runs, '--paper=sp'), "paper is 'sp': expected sps")
+
+
+# ---- tables ----
+
+def paper_run(folder, method='sps', **values):
+    """A run by the recipe of the SPS paper, S."""
+    losses = [9.0, 2.75]
+    settings = {'max_tokens': 20_000_000_000, 'batch_size': 96, 'block_size': 4096, **values.pop('settings', {})}
+    folder = family_run(folder, method, losses, settings=settings, **dict(n_layer=12, n_head=12, n_embd=768) | values)
+    record = {'step': 50863, 'tokens': 20_000_145_408, 'seconds': 7200.0, 'val': 2.75, 'tokens_per_s': 2e6,
+              'memory_gib': 70.5}
+    with open(f'{folder}/log.jsonl', 'w') as file:
+        file.write(json.dumps(record) + '\n')
+    config = json.loads(open(f'{folder}/config.json').read())
+    config['data'] |= {'n_ids': 50257, 'eos_id': 50256}
+    config['versions'] = {'device': 'cuda:0', 'processes': 8}
+    with open(f'{folder}/config.json', 'w') as file:
+        json.dump(config, file)
+    return folder
+
+
+def test_the_paper_s_rows_agree_with_themselves():
+    rows = tables.read_paper('sps')
+    assert len(rows) == 20
+    for row in rows:
+        for mean, ending in tables.MEANS.items():
+            names = [name for name in row if name.endswith(ending) and name not in tables.MEANS]
+            parts = [float(row[name]) for name in names if row[name]]
+            if row[mean] and parts:
+                assert len(parts) == (5 if '%' in mean else 4)
+                assert abs(sum(parts) / len(parts) - float(row[mean])) < (0.06 if '%' in mean else 0.0011), row['name']
+    names = {row['name']: row for row in rows}
+    assert names['SPS XL']['validation loss'] == '2.390' and names['Standard S']['validation loss'] == ''
+
+
+@pytest.mark.parametrize('paper, config, name', [
+    ('sps', 'standard_xl', 'Standard XL'), ('sps', 'two_x_memory_m', '2x Memory M'),
+    ('sps', 'delayed_state_xs', 'Delayed State XS'), ('gpn', 'gpn_130m', 'GPN+M, 1 layer'),
+    ('gpn', 'gpn_2l', 'GPN+M, 2 layers'), ('gpn', 'gpn_nomem', 'GPN, no memory'),
+    ('gpn', 'gpn_transformer', 'Transformer++')])
+def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
+    values = read_config_file(f'{ROOT}/config/{config}.py')
+    own = {field.name for field in dataclasses.fields(train.Settings)}
+    settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
+    folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings,
+                       **{key: values[key] for key in values.keys() - own}, eos_id=None)
+    assert tables.row_of_paper(folder, tables.read_paper(paper))['name'] == name
+
+
+def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
+    whole = paper_run(tmp_path / 'sps')
+    other = [paper_run(tmp_path / name, **values) for name, values in (
+        ('longer', {'settings': {'max_tokens': 20_000_100_000}}), ('token', {'predict_input': 'token'}),
+        ('window', {'window': 0}))]
+    rows = tables.read_paper('sps')
+    assert tables.row_of_paper(whole, rows)['name'] == 'SPS S'
+    assert [tables.row_of_paper(folder, rows) for folder in other] == [None] * 3
+    assert [tables.bench_name(folder) for folder in other] == [(12, 12, 768, 'sps'), None,
+                                                               (12, 12, 768, 'sps_window_0')]
+    write_results(whole, {'wikitext': {'nats_per_word': 3.25}, 'c4': {'nats_per_word': 4.25}}, data_dir='files')
+    write_results(whole, {name: {'nats_per_word': 4.5} for name in ('books3', 'govreport')})
+    write_results(whole, {'sciq': {'acc_norm': 0.5}, 'piqa': {'acc_norm': 0.25}}, limit=7)
+    write_results(whole, {'piqa': {'acc_norm': 0.625}})
+    rates = [{'scale': 's', 'what': what, 'sps': ratio, 'sps_window_0': 9.0}
+             for what, ratio in (('throughput, end to end', 0.94), ('memory, held', 1.01), ('memory, peak', 5.0))]
+    (tmp_path / 'inference.json').write_text(json.dumps({'rows': rates}))
+    found = run('-m', 'analysis.tables', whole, f'--inference={tmp_path}/inference.json', f'--out={tmp_path}/table')
+    assert found.returncode == 0, found.stderr
+    ours, paper = rows_of(tmp_path / 'table.csv')
+    assert paper['run'] == 'paper: SPS S' and paper['corpus NLL'] == '3.913' and ours['validation loss'] == '2.75'
+    assert float(ours['corpus NLL']) == pytest.approx((3.25 + 4.25 + 4.5 + 4.5) / 4)
+    assert ours['task accuracy, %'] == '' and float(ours['piqa acc_norm, %']) == 62.5 and ours['sciq acc_norm, %'] == ''
+    assert (ours['end-to-end throughput'], ours['peak memory']) == ('0.94', '1.01')
+    assert float(ours['GPU-hours']) == 16 and float(ours['training GiB']) == 70.5
+    flops = loss_curves.flops_per_token(whole)
+    assert float(ours['training FLOPs']) == pytest.approx(20_000_145_408 * flops)
+    lines = (tmp_path / 'table.md').read_text().splitlines()
+    assert lines[0].startswith('| run | seeds | parameters | tokens | validation loss | corpus NLL |')
+    assert len({line.count('|') for line in lines}) == 1 and '| 2.810 | 3.913 | 51.8 |' in lines[3]
+
+
+def test_a_table_takes_runs_of_any_model(tmp_path):
+    runs = [write_run(tmp_path / 'gpn', [4.0, 3.0], 'gpn', settings={'max_tokens': 100}, n_embd=16, n_head=1, d_k=4,
+                      d_v=4, d_emb=8),
+            family_run(tmp_path / 'standard', 'standard', [4.0, 3.5])]
+    imported = family_run(tmp_path / 'imported', 'standard', [], n_embd=48)
+    (tmp_path / 'imported/log.jsonl').unlink()
+    write_results(imported, {'piqa': {'acc_norm': 0.5}})
+    found = run('-m', 'analysis.tables', *runs, imported, f'--out={tmp_path}/table')
+    assert found.returncode == 0, found.stderr
+    by_run = {row['run']: row for row in rows_of(tmp_path / 'table.csv')}
+    assert by_run['gpn']['validation loss'] == '3.0' and len(by_run) == 3
+    assert 'end-to-end throughput' not in by_run['gpn']  # nobody has it
+    assert run('-m', 'analysis.tables', *runs, '--paper=gpn', f'--out={tmp_path}/table').returncode == 0
+    assert float(rows_of(tmp_path / 'table.csv')[0]['validation perplexity']) == pytest.approx(math.exp(3))
+    (tmp_path / 'old.json').write_text(json.dumps({'rows': [{'what': 'peak memory', 'sps': 1.0}]}))
+    assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/old.json'), 'its rows have no scale')
+    assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/no.json'), 'there is no file')
+    assert_sentence(run('-m', 'analysis.tables', *runs, '--paper=bst'), "paper is 'bst': expected")

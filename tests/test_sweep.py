@@ -1,0 +1,87 @@
+"""Comparisons that train their own runs: learning rates bracketed, nothing trained twice, equal FLOPs."""
+import json
+import math
+import statistics
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from analysis import forks, sweep
+from common.files import UserError
+from common.runs import blank_model, make_config
+
+
+def write_run(folder, model, tokens, loss, **values):
+    config = make_config(model, dict(n_layer=2, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values)
+    folder.mkdir(exist_ok=True)
+    (folder / 'config.json').write_text(json.dumps({
+        'model': model, 'settings': {'block_size': 8, 'max_tokens': tokens, 'learning_rate': 1e-3},
+        'model_config': asdict(config), 'versions': {},
+        'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'sha256': ''}}))
+    (folder / 'log.jsonl').write_text(json.dumps({'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss}) + '\n')
+    return folder, blank_model(model, config).flops_per_token(8)
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands of `train_all`; a run with --dies is killed the first time."""
+    seen = []
+
+    def train(command, **kwargs):
+        seen.append(command)
+        folder = Path(command[-3].removeprefix('--out_dir='))
+        write_run(folder, 'standard', 100, 2.0)
+        (folder / 'ckpt' / 'step_00000001').mkdir(parents=True, exist_ok=True)
+        if '--dies' in command and '--resume' not in command:
+            (folder / 'log.jsonl').write_text('')
+        return SimpleNamespace(stderr='killed')
+    monkeypatch.setattr(subprocess, 'run', train)
+    return seen
+
+
+def test_runs_are_trained_once_and_interrupted_ones_go_on(tmp_path, commands):
+    cells = {tmp_path / 'a': [], tmp_path / 'b': ['--dies']}
+    with pytest.raises(UserError, match='b did not come to its end: killed'):
+        sweep.train_all(cells, jobs=1)
+    for _ in range(2):
+        sweep.train_all(cells, jobs=1)
+    assert [(command[-3][-1], command[-1]) for command in commands] == [
+        ('a', '--overwrite'), ('b', '--overwrite'), ('b', '--resume')]
+
+
+def test_best_rates_have_a_worse_one_on_both_sides(monkeypatch, tmp_path):
+    best = {'a': 1e-3, 'b': 4e-3}
+    trained = []
+    monkeypatch.setattr(sweep, 'train_all', lambda cells, jobs: trained.extend(cells))
+    monkeypatch.setattr(sweep, 'final_loss', lambda folder: abs(math.log(folder[1] / best[folder[0]])))
+    rates = sweep.best_rates({'a': [], 'b': []}, {'a': 1e-3, 'b': 1e-3}, lambda name, rate: (name, rate), jobs=1)
+    assert rates == pytest.approx({'a': 1e-3, 'b': 1e-3 * 1.5 ** 3})
+    assert len(trained) == len(set(trained)) == 3 + 6
+
+
+def test_separated_models_are_compared_with_standard_at_equal_flops(tmp_path):
+    standard = {1000: (2.0, 2.1, 2.3), 2000: (1.8, 1.85, 1.9)}
+    runs, cost = {}, {}
+    for tokens, losses in standard.items():
+        for i, loss in enumerate(losses):
+            run, cost['standard'] = write_run(tmp_path / f'{tokens}_{i}', 'standard', tokens, loss)
+            runs.setdefault(f'Standard, {tokens // 1000} x tokens', []).append(run)
+    for i, loss in enumerate((1.9, 1.8, 2.0)):
+        run, cost['fork'] = write_run(tmp_path / f'fork_{i}', 'sps', 1000, loss, predict_input='state',
+                                      predict_layers=1)
+        runs.setdefault('fork', []).append(run)
+    *_, row = forks.table(runs)
+    share = math.log(cost['fork'] / cost['standard']) / math.log(2)
+    assert 0 < share < 1
+    beside = [a + share * (b - a) for a, b in zip(*standard.values())]
+    assert row['standard'] == pytest.approx(statistics.mean(beside))
+    assert row['difference'] == pytest.approx(1.9 - statistics.mean(beside))
+    assert row['low'] < row['difference'] < row['high']
+    assert row['high'] - row['difference'] == pytest.approx(row['difference'] - row['low'])
+    assert forks.at_flops([(1, 2.0), (2, 1.0)], 3) is None
+    assert forks.markdown([row]).splitlines()[-1].startswith('| fork | 1.')
+    forks.plot(forks.table(runs), tmp_path / 'forks.png')
+    assert (tmp_path / 'forks.png').stat().st_size > 5000

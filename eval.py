@@ -12,9 +12,13 @@
 Several runs are shown side by side. Each run folder gets a line in eval.jsonl. With --data_dir, tasks and corpora are
 read from the benchmarks' own files there (common/benchmarks.py lists them) and nothing is downloaded.
 
-Rolling likelihood, of which corpora are made, starts each document after eos, as lm-eval does. A model trained with
-documents on has never been trained to predict from eos (training leaves those positions out): the first token of a
-document is then scored by an untrained position. The SPS paper's figures are made so, and these are too.
+Where the documents of a run's training start with bos (prepare_fineweb.py --bos), so do the texts of tasks and corpora;
+--bos=False leaves it out.
+
+Rolling likelihood, of which corpora are made, starts each document after bos, or without one after eos, as lm-eval
+does. A model trained with documents on has never been trained to predict from eos (training leaves those positions
+out): the first token of a document is then scored by an untrained position. The SPS paper's figures are made so, and
+these are too.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -76,6 +80,7 @@ class Settings:
     tasks: str = ''  # lm-eval tasks, separated by commas
     paper: str = ''  # sps, nextlat or gpn: that paper's tasks and corpora
     data_dir: str | None = None  # folder with the benchmarks' own files; None: from the Hugging Face hub
+    bos: bool | None = None  # start the texts of tasks and corpora with bos; None: as the run's training data
     limit: int | None = None  # documents of each task or corpus; None: all
     speculative: bool = False  # speculative decoding over draft lengths, on prompts from validation data
     draft: str | None = None  # with --speculative: run folder of a model that drafts; None: the model itself
@@ -130,11 +135,17 @@ def lm_eval_class() -> type:
         def eot_token_id(self):
             return self.encoding.eos_id
 
+        @property
+        def prefix_token_id(self):
+            return self.encoding.start[0] if self.encoding.start else self.eot_token_id
+
         def tok_encode(self, string, add_special_tokens=None, **kwargs):
             return self.encoding.encode(string)
 
         def _loglikelihood_tokens(self, requests, **kwargs):
-            pairs = [(context, continuation) for _, context, continuation in requests]
+            start, empty = [*self.encoding.start], [self.prefix_token_id]  # what lm-eval makes of an empty context
+            pairs = [(context if context == empty else start + context, continuation)
+                     for _, context, continuation in requests]
             return [(nats, is_greedy) for nats, is_greedy, _ in self.scorer.score(pairs)]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -154,7 +165,8 @@ def lm_eval_class() -> type:
             for i, request in enumerate(requests):
                 groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
             for options, members in groups.items():
-                prompts = {i: self.encoding.encode(requests[i].args[0]) or [self.prefix_token_id] for i in members}
+                prompts = {i: [*self.encoding.start, *self.encoding.encode(requests[i].args[0])]
+                           or [self.prefix_token_id] for i in members}
                 members.sort(key=lambda i: len(prompts[i]))
                 size = 16 if self.scorer.batch_size == inf else self.scorer.batch_size
                 for start in range(0, len(members), size):
@@ -237,7 +249,8 @@ def task_metrics(found: dict) -> dict[str, dict[str, float]]:
 def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> dict[str, float]:
     """LAMBADA as the GPN paper counts it, by the sub-words of the last word.
 
-    acc: is the first of them the likeliest; perplexity: of all of them.
+    acc: is the first of them the likeliest. The paper's perplexity is exp of a mean over them, which may be
+    perplexity_of_examples: each example's mean counts alike; or perplexity_pooled: each sub-word does.
     """
     if s.data_dir is None:
         import datasets
@@ -248,11 +261,14 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
     for record in records[:s.limit]:
         context, word = record['text'].rsplit(' ', 1)
         context = tokenizer.encode(context)
-        requests.append((context, tokenizer.encode(record['text'])[len(context):] or tokenizer.encode(' ' + word)))
+        continuation = tokenizer.encode(record['text'])[len(context):] or tokenizer.encode(' ' + word)
+        requests.append(([*tokenizer.start, *context], continuation))
     scores = scorer.score(requests)
-    means = [nats / len(continuation) for (nats, *_), (_, continuation) in zip(scores, requests)]
+    nats, lengths = [nats for nats, *_ in scores], [len(continuation) for _, continuation in requests]
+    mean = statistics.fmean(n / length for n, length in zip(nats, lengths))
     n_right = sum(is_first_greedy for *_, is_first_greedy in scores)
-    return {'acc': n_right / len(scores), 'perplexity': perplexity(-sum(means) / len(means))}
+    return {'acc': n_right / len(scores), 'perplexity_of_examples': perplexity(-mean),
+            'perplexity_pooled': perplexity(-sum(nats) / sum(lengths))}
 
 
 # ---- validation loss ----
@@ -429,7 +445,8 @@ def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
         device = f'cuda:{torchrun_ranks()[2]}'
     model, record = load_run(folder, device, dtype, s.scan)
     scorer = Scorer(pack_weights(model), s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
-    return scorer, load_tokenizer(record['data']['tokenizer']), record
+    bos = record['data']['bos'] if s.bos is None else s.bos
+    return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
 
 
 def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> tuple[dict, list[dict]]:

@@ -91,9 +91,9 @@ class Config:
             if getattr(self, name) not in expected:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: expected one of {", ".join(expected)}')
         of_K = [n for n in (self.k_min, self.last_unrolls) if n is not None]
-        if not 1 <= self.K <= 1000 or not all(1 <= n <= self.K for n in of_K):
+        if not 1 <= self.K <= 1000 or not all(n >= 1 and (n <= self.K or self.K == 1) for n in of_K):
             raise ValueError(f'K = {self.K}, k_min = {self.k_min}, last_unrolls = {self.last_unrolls}: '
-                             'expected K from 1 to 1000, the others from 1 to K, or None for K')
+                             'expected K from 1 to 1000, the others from 1 to K (with K = 1 any), or None for K')
         if self.variant == 'extra_ffn' and self.K > 1:
             raise ValueError(f'variant = extra_ffn and K = {self.K}: Roformer-hFFN has nothing to unroll, use K = 1')
         if self.bptt and self.K == 1:
@@ -129,6 +129,11 @@ class Config:
         if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
             raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
         self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
+
+    @property
+    def depths(self):
+        """The unrolls that a training step may draw."""
+        return range(min(self.k_min or self.K, self.K), self.K + 1)
 
 
 class FFN(nn.Module):
@@ -376,7 +381,7 @@ class Model(nn.Module):
 
     def begin_step(self, rng):
         """Draws the unrolls of the next training step (section 3.2). rng: a random.Random, equal on all processes."""
-        self.unrolls = rng.randint(self.config.k_min or self.config.K, self.config.K)
+        self.unrolls = rng.choice(self.config.depths)
 
     def unrolled(self, idx):
         """Of whole windows idx (B, T), without end: (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ..."""
@@ -599,7 +604,7 @@ class Model(nn.Module):
 
         def mean(values):
             return sum(values) / len(values)
-        depths = [1] if c.bptt else range(c.k_min or c.K, c.K + 1)
+        depths = [1] if c.bptt else c.depths
         with_backward = [min(K, c.last_unrolls or K) for K in depths]
         blocks = n_weights(self.blocks) + 2 * c.n_layer * c.n_head * c.head_size * keys
         if c.variant == 'extra_ffn':

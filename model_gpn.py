@@ -35,16 +35,16 @@ class Config:
     n_layer: int = 1  # layers a token passes, L; they share one state and one memory
     n_head: int = 15  # memory heads, H; 0: no memory (the paper's GPN; with one it is GPN+M)
     n_embd: int = 2496  # width of the state, C
-    d_emb: int = 768  # width of the token embedding, which is the output head too, E (official code)
+    d_emb: int = 768  # width of the token embedding, the output head too, E (inferred: table 1 has 130M with it)
     d_k: int = 128  # size of a memory head's keys, K
     d_v: int = 256  # size of a memory head's values, D
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd in whole 128s (official code)
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd in whole 128s (inferred from 6656 at 2496)
     bptt_len: int | None = None  # the gradient goes back through so many steps at most, cut at multiples; None: all
     segment_len: int = 32  # steps that the backward recomputes at once: fewer or more only change memory and time
     scan: str = 'auto'  # loop: the equations as they read; fast: scans/gpn.py; auto: fast where both are shown to agree
     decoder_bias: bool = False  # a learned bias of the decoded vector (section 7.2)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
-    init_std: float = 0.02  # standard deviation of the initial embedding and memory output; others: 1 / sqrt(inputs)
+    init_std: float = 0.02  # standard deviation of the initial embedding and memory output; others: `init_linear`
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
     eos_id: int | None = None  # the id that ends a document: state and memory start anew; None: never, as in the paper
@@ -67,6 +67,15 @@ class Config:
         if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
             raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
         self.n_ffn = self.n_ffn or max(1, round(8 / 3 * self.n_embd / 128)) * 128
+
+
+def init_linear(weight):
+    """JAX's lecun_normal, for weight (outputs, inputs): a normal cut at two of its standard deviations.
+
+    It is as much wider as the cut makes it narrower, so that the weights' standard deviation is 1 / sqrt(inputs).
+    """
+    std = weight.shape[1] ** -0.5 / 0.87962566103423978  # a standard normal's, cut at 2
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -163,9 +172,10 @@ class Model(nn.Module):
         for name, p in self.named_parameters():  # as the official code
             if name.endswith(('.bias', 'ground_gate.weight', '.gate.weight', 'ffn_out.weight')):
                 nn.init.zeros_(p)
+            elif name.startswith('embed.') or name.endswith('read_out.weight'):
+                nn.init.normal_(p, std=c.init_std)
             elif p.dim() == 2:
-                small = name.startswith('embed') or name.endswith('read_out.weight')
-                nn.init.normal_(p, std=c.init_std if small else p.shape[1] ** -0.5)
+                init_linear(p)
 
     # ---- the paper's equations ----
 

@@ -44,6 +44,7 @@ class Config:
     rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
+    init: str = 'normal'  # normal: every matrix, by init_std; torch: the embedding alone, linear layers as nn.Linear
     tied_head: bool = True  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # keep only each block's input for the backward: less memory, a third more compute
     vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
@@ -57,6 +58,8 @@ class Config:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
         if self.n_layer > 1000:
             raise ValueError(f'n_layer = {self.n_layer}: expected at most 1000')
+        if self.init not in ('normal', 'torch'):
+            raise ValueError(f"init = {self.init!r}: expected 'normal' or 'torch'")
         if self.window is not None and self.window < 0:
             raise ValueError(f'window = {self.window}: expected 0 or more positions, or None for all')
         if self.n_ffn is not None and self.n_ffn < 1:
@@ -127,6 +130,8 @@ class Model(nn.Module):
         if config.tied_head:
             self.head.weight = self.embed.weight
         for name, p in self.named_parameters():
+            if config.init == 'torch' and not name.startswith('embed.'):
+                continue  # nn.Linear has initialised it
             if p.dim() >= 2:  # as the official SPS code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=config.init_std * scale)

@@ -82,6 +82,7 @@ class Settings:
     id_field: str | None = 'id'  # field whose hash decides between train and val; None, and for .txt: the text itself
     split_lines: bool = False  # a document is a line of a .txt file, not the whole file
     tokenizer: str = 'gpt2'  # gpt2, byte, or the path of a tokenizer.json or a SentencePiece .model
+    bos: bool = False  # start each document with the tokenizer's bos; its eos ends it in any case
     vocab_dir: str | None = None  # folder with GPT-2's encoder.json and vocab.bpe, where they cannot be downloaded
     max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
     val_share: float = 0.001  # of the documents, validation data; raised where too few. FineWeb-Edu: 0.0005
@@ -93,11 +94,11 @@ class Settings:
 
 # ---- encoding in worker processes ----
 
-def start_worker(tokenizer_name: str) -> None:
+def start_worker(tokenizer_name: str, bos: bool) -> None:
     global tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=end_with_parent, daemon=True).start()
-    tokenizer = load_tokenizer(tokenizer_name)
+    tokenizer = load_tokenizer(tokenizer_name, bos)
 
 
 def end_with_parent() -> None:
@@ -107,7 +108,7 @@ def end_with_parent() -> None:
 
 
 def encode(batch: list[tuple]) -> list[tuple]:
-    """[(split, text)] -> [(split, ids with eos, bytes of the text)]."""
+    """[(split, text)] -> [(split, ids with eos, and bos if asked for, bytes of the text)]."""
     return [(split, document_ids(tokenizer, text), len(text.encode())) for split, text in batch]
 
 
@@ -118,7 +119,7 @@ def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecuto
     A fork spares the workers the imports.
     """
     method = 'fork' if sys.platform == 'linux' else 'spawn'
-    pool = ProcessPoolExecutor(s.workers, multiprocessing.get_context(method), start_worker, (tokenizer_name,))
+    pool = ProcessPoolExecutor(s.workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
     try:
         pool.submit(os.getpid)
         yield pool
@@ -266,7 +267,7 @@ def prepare(name: str, s: Settings) -> None:
     plain = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_')
     folder = Path(s.out_dir) if s.out_dir else BUILT / (plain or 'files')
     check_folder(folder)  # before anything is written there, the lock included
-    tokenizer = load_tokenizer(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer)
+    tokenizer = load_tokenizer(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer, s.bos)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder, is_new), worker_pool(s, tokenizer.name) as pool:

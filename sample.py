@@ -8,7 +8,8 @@
     python sample.py out/big "Return the" --draft=out/small --draft_len=4     or another run does
     python sample.py out/big "Return the" --draft=out/small --compare         and how much faster that is than plain
 
-An empty prompt, "", is the start of a document: the text goes on from eos, if the run's tokenizer has one.
+An empty prompt, "", is the start of a document: the text goes on from eos. Where the documents that the run was trained
+on start with bos (prepare_fineweb.py --bos), every prompt does too, and an empty one is bos alone.
 `generate` and `speculative_generate` are the functions to import: prompts of different lengths in one batch, texts of
 the same distribution. A model without `extend` is read anew for every token, by its `logits`.
 """
@@ -98,7 +99,8 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
     block_size, eos_id = record['settings']['block_size'], record['data']['eos_id']
     if not all(texts) and eos_id is None:
         raise UserError('a prompt is empty, and the tokenizer of the run has no eos to start from: give text')
-    prompts = [tokenizer.encode(text) if text else [eos_id] for text in texts]
+    prompts = [[*tokenizer.start, *tokenizer.encode(text)] if text else [*tokenizer.start] or [eos_id]
+               for text in texts]
     if not all(prompts):
         raise UserError('a prompt has no tokens: give text that the tokenizer of the run knows')
     n_new = s.max_new_tokens
@@ -230,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
         texts = None if is_typed else read_prompts(s, given)
         device = pick_device(s.device)
         model, record = load_run(run, device, pick_dtype(s.dtype, device), s.scan)
-        tokenizer = load_tokenizer(record['data']['tokenizer'])
+        tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
         drafting = speculation(s, model, record, device)
         pack_weights(model)
         if not is_typed:

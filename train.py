@@ -223,7 +223,7 @@ def assumed_data(s, given_model, record):
           f'enough text. To make it:\n  python prepare_fineweb.py --out_dir={shlex.quote(s.data)}{kind} '
           f'--max_tokens={n_tokens}')
     return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
-                           sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
+                           bos=False, sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
                            n_windows=lambda split, T: 1)
 
 
@@ -705,7 +705,7 @@ def start_folder(s, c, data, machine):
         'settings': {**asdict(s), **for_one_start, 'dtype': str(machine.dtype)[6:]},
         'model_config': asdict(c),
         'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id,
-                 'sha256': data.sha256},
+                 'bos': data.bos, 'sha256': data.sha256},
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device),
                      'processes': machine.world}})
 

@@ -5,7 +5,7 @@ A13.
 
 'bptt': a training step by the equations as they read (`loop`, which computes segments again in the backward) and by
 the fast form in scans/, same weights and tokens, fp32: the pointer-chasing shape of appendix B (C 256, 4 heads,
-window 38, batch 64, T 317) and smaller ones. peak_mb: what the step takes beside weights and gradients, each measured
+window 38, batch 64, T 338) and smaller ones. peak_mb: what the step takes beside weights and gradients, each measured
 in a process of its own.
 
 'generation': one sequence, random weights at the table's shapes; eager, on a GPU also as a CUDA graph. Ratios are to
@@ -25,8 +25,8 @@ from train import Settings, start_processes
 GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if GPU else 'cpu'
 SHAPES = [  # of 'bptt': C, batch, T, window
-    (256, 64, 317, 38),
-    (128, 64, 317, 38),
+    (256, 64, 338, 38),
+    (128, 64, 338, 38),
     (64, 64, 65, 22),
 ]
 TOY_SHAPES = [(16, 2, 13, 5)]

@@ -228,6 +228,7 @@ def read_run(folder) -> dict:
         for name, kind in types_of.items():
             record[part][name] = typed(name, record[part][name], kind, f'in {path}')
     data, eval_seed = record['data'], record['settings']['eval_seed'] or 0
+    data['bos'] = typed('bos', data.get('bos', False), bool, f'in {path}')  # older runs have no such data
     if not (record['settings']['block_size'] >= 1 and eval_seed >= 0 and 0 <= data['eos_id'] < data['n_ids']):
         raise UserError(f'{path} is damaged (block_size, eval_seed, n_ids or eos_id out of range): {remedy}')
     if 'tokenizer_digest' in data:  # older runs have the path of a file elsewhere

@@ -2,4 +2,3 @@
 from config.context_ready_finetune import *
 
 K = 1
-k_min = None

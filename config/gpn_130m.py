@@ -1,7 +1,9 @@
-# GPN+M, one layer (129.2M): GPN paper, sections 4 and 5. FineWeb-Edu in LLaMA-2 tokens, by
-# prepare_fineweb.py --tokenizer=tokenizer.model
+# GPN+M, one layer (129.2M): GPN paper, sections 4 and 5. FineWeb-Edu-10B in LLaMA-2 tokens, bos and eos around each
+# document as in the official code.
 model = 'gpn'
-data = 'data/built/fineweb_edu_llama2'  # --out_dir of prepare_fineweb.py
+# python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos
+#     --out_dir=data/built/fineweb_edu_llama2 --max_tokens=2.8e9
+data = 'data/built/fineweb_edu_llama2'
 documents = False  # the state goes on over document boundaries
 vocab_size = 32000
 n_ids = 32000

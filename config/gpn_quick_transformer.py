@@ -16,3 +16,4 @@ model = 'standard'
 n_layer = 4
 n_head = 4
 n_embd = 136
+init = 'torch'  # as gpn_transformer

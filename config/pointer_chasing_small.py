@@ -4,9 +4,9 @@ from config.context_ready.pointer_d1 import *
 
 data = 'pointer_chasing:hops=3,keys=5,values=10,val_rows=256'
 n_embd = 64
-block_size = 107
-max_tokens = 1500 * 64 * 107
+block_size = 114
+max_tokens = 1500 * 64 * 114
 learning_rate = 1e-3
-warmup_tokens = 100 * 64 * 107
+warmup_tokens = 100 * 64 * 114
 eval_interval = 50
-eval_tokens = 27_000
+eval_tokens = 29_000

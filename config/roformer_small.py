@@ -2,4 +2,3 @@
 from config.context_ready_small import *
 
 K = 1
-k_min = None

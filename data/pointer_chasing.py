@@ -1,7 +1,7 @@
 """Pointer chasing: a chain of tables, each to be looked up in the one before.
 
     python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10     a row, its tables, queries and targets
-    python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=317 ...       the options are Task's fields
+    python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=338 ...       the options are Task's fields
 
 The task of "Context-Ready Transformer", section 5.6 and appendix B.
 
@@ -12,10 +12,9 @@ takes l look-ups from table to table, then one in the base table. Everything is 
     table    v3 = A        what a key stands for is left of it, where causal attention finds it
     query    Q A v3        the target of A is v3; no other position counts
 
-and nothing is between table and queries (`||` in the paper's example is layout). Keys are in a fixed order and each
-level has its own; the base table's values are all different. The last level ends with one query, for its first key,
-whose answer is only a target. So T = 6 M H + 3 M + 2. With few keys and hops, fresh rows will now and then repeat a
-held-out one.
+and `||` follows each table and each table's queries. Keys are in a fixed order and each level has its own; the base
+table's values are all different. The last level ends with one query, for its first key, whose answer is only a target.
+So T = (6 M + 2) H + 3 M + 3. With few keys and hops, fresh rows will now and then repeat a held-out one.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -32,7 +31,7 @@ from common.settings import check_ranges, load_settings
 from data.tasks import greedy_tokens
 
 SOLVED = 0.99  # accuracy from which on a level counts as solved
-EQUALS, QUERY, FIRST_VALUE = 0, 1, 2  # ids; after the values come the keys, level by level
+EQUALS, QUERY, FIRST_VALUE = 0, 1, 2  # ids; after the values come the keys, level by level, then `||`
 
 
 @dataclass
@@ -52,9 +51,9 @@ class Task:
         M, n_keys = self.keys, self.keys * (self.hops + 1)
         letters = string.ascii_uppercase.replace('Q', '')  # as in the paper, while they last
         names = letters[:n_keys] if n_keys <= len(letters) else [f'K{i // M}_{i % M}' for i in range(n_keys)]
-        self.symbols = ['=', 'Q', *(f'v{i}' for i in range(self.values)), *names]
-        self.first_key = FIRST_VALUE + self.values
-        self.row_tokens = 6 * M * self.hops + 3 * M + 3
+        self.symbols = ['=', 'Q', *(f'v{i}' for i in range(self.values)), *names, '||']
+        self.first_key, self.separator = FIRST_VALUE + self.values, len(self.symbols) - 1
+        self.row_tokens = (6 * M + 2) * self.hops + 3 * M + 4
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
         """A row of random tables: ids (T + 1,)."""
@@ -70,7 +69,8 @@ class Task:
         answers = [np.asarray(base)]
         for table in maps:
             answers.append(answers[-1][table])
-        triplets = np.empty((H + 1, 2, M, 3), np.int64)  # level, table or queries, key, place
+        parts = np.full((H + 1, 2, 3 * M + 1), self.separator)  # level, table or queries, place
+        triplets = np.empty((H + 1, 2, M, 3), np.int64)  # level, table or queries, key, place in its triplet
         triplets[0, 0, :, 0] = FIRST_VALUE + answers[0]
         triplets[1:, 0, :, 0] = key[:-1, :1] + maps
         triplets[:, 0, :, 1] = EQUALS
@@ -78,7 +78,8 @@ class Task:
         triplets[:, 1, :, 0] = QUERY
         triplets[:, 1, :, 1] = key
         triplets[:, 1, :, 2] = FIRST_VALUE + np.stack(answers)
-        return triplets.ravel()[:self.row_tokens]  # of the last level's queries only the first
+        parts[..., :-1] = triplets.reshape(H + 1, 2, 3 * M)
+        return parts.ravel()[:self.row_tokens]  # of the last level's queries only the first
 
     def counted(self, idx):
         """idx (B, T) -> (B, T) bool: a key directly after Q."""
@@ -101,7 +102,7 @@ def show(task: Task, row) -> str:
         return f'  {title:8}' + ' '.join(f'{name:{width}}' for name in names).rstrip()
     inputs = [task.symbols[i] for i in row[:-1]]
     targets = [task.symbols[row[t + 1]] if t and row[t - 1] == QUERY else '_' for t in range(len(inputs))]
-    lines, part_tokens = [], 3 * task.keys  # of a table, and of its queries
+    lines, part_tokens = [], 3 * task.keys + 1  # of a table, and of its queries
     for start in range(0, len(inputs), part_tokens):
         level, is_queries = divmod(start // part_tokens, 2)
         if not is_queries:

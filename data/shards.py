@@ -2,11 +2,12 @@
 
 A data folder holds shards of token ids, little-endian and nothing else, and meta.json, which says all about them:
 
-     {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "dtype": "uint16", "splits": {"train": {"tokens": ...,
-     "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}, "crc32": of the rest}
+     {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "bos": false, "dtype": "uint16", "splits": {"train": {"tokens":
+     ..., "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}, "crc32": of the rest}
 
-Every document is followed by one eos. Beside each shard, as train_00000.bin, a file train_00000.crc32 has the crc32 of
-every MiB of it, and at its end that of these numbers: uint32, little-endian. A MiB is checked when it is first read.
+Every document is followed by one eos; with "bos" each starts with the tokenizer's bos, too. Beside each shard, as
+train_00000.bin, a file train_00000.crc32 has the crc32 of every MiB of it, and at its end that of these numbers:
+uint32, little-endian. A MiB is checked when it is first read.
 """
 import bisect
 import functools
@@ -112,7 +113,7 @@ class ShardWriter:
         write_json(self.folder / 'meta.json', checked_json({
             'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name),
             'n_ids': self.tokenizer.n_ids, 'eos_id': self.tokenizer.eos_id,
-            'dtype': self.dtype_name, 'splits': self.splits}))
+            'bos': bool(self.tokenizer.start), 'dtype': self.dtype_name, 'splits': self.splits}))
 
 
 def keep_tokenizer(folder, name: str) -> str:
@@ -162,10 +163,10 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
 
 
 def document_ids(tokenizer, text: str) -> np.ndarray:
-    """The ids of a document, eos included."""
+    """The ids of a document, eos included, and bos where the tokenizer was loaded with it."""
     dtype = np.uint16 if tokenizer.n_ids <= 2 ** 16 else np.uint32
     encode = tokenizer.encode_array or tokenizer.encode
-    return np.append(np.asarray(encode(text), dtype), dtype(tokenizer.eos_id))
+    return np.concatenate([np.asarray(ids, dtype) for ids in (tokenizer.start, encode(text), [tokenizer.eos_id])])
 
 
 def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
@@ -193,6 +194,7 @@ def check_meta(meta: dict) -> None:
     expect(is_plain_name(tokenizer) or is_path, 'tokenizer', tokenizer)
     expect(is_count(n_ids) and n_ids <= 2 ** 32, 'n_ids', n_ids)
     expect(is_count(eos_id, least=0) and eos_id < n_ids, 'eos_id', eos_id)
+    expect(type(meta.get('bos', False)) is bool, 'bos', meta.get('bos'))  # older code did not write it
     expect(meta.get('dtype') in [*DTYPES], 'dtype', meta.get('dtype'))
     for name in ('train', 'val'):
         split = splits.get(name) if isinstance(splits, dict) else None
@@ -313,6 +315,7 @@ class Data:
             raise UserError(f'no data at {folder}: expected a folder with meta.json')
         meta = read_json(path, 'copy or build the data again', check_meta)
         self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
+        self.bos = meta.get('bos', False)  # whether documents start with bos
         if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder beside meta.json
             self.tokenizer = str((self.folder / self.tokenizer).resolve())
         self.splits, dtype = meta['splits'], DTYPES[meta['dtype']]

@@ -72,7 +72,7 @@ class Generated:
         of_symbols = [option for key, option in options.items() if not key.endswith('_rows')]  # not of how many rows
         self.folder = f'{kind}:{",".join(options.values())}'
         self.tokenizer = f'{kind}:{",".join(of_symbols)}'
-        self.n_ids, self.eos_id = len(self.task.symbols) + 1, len(self.task.symbols)
+        self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from data.tasks import make_task, task_class
 GPT2_SHA256 = {
     'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783',
     'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5'}
+BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]')
 EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
 
 
@@ -41,15 +42,27 @@ class Tokenizer:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], bytes]
     encode_array: Callable | None = None  # encode as a numpy array, where that is faster; no half surrogate pairs
+    bos_id: int | None = None  # the token that starts a document, if it has one
+    start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
 
 
-def load_tokenizer(name) -> Tokenizer:
+def load_tokenizer(name, bos: bool = False) -> Tokenizer:
     """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (tiktoken downloads it once), or a path.
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
-    vocab.bpe. The name of a synthetic task, with its options, is that of its symbols' tokenizer. Raises UserError if it
-    is not there, is damaged, or names no end of a document.
+    vocab.bpe. The name of a synthetic task, with its options, is that of its symbols' tokenizer. With bos, documents
+    and prompts start with that token. Raises UserError if the tokenizer is not there, is damaged, or names no end of a
+    document; with bos, if it names no start.
     """
+    tokenizer = open_tokenizer(name)
+    if bos and tokenizer.bos_id is None:
+        raise UserError(f'the tokenizer {name} has no token that starts a document: leave out --bos; in a '
+                        f'tokenizer.json it is one of {", ".join(BOS_NAMES)}')
+    return replace(tokenizer, start=(tokenizer.bos_id,)) if bos else tokenizer
+
+
+def open_tokenizer(name) -> Tokenizer:
+    """`load_tokenizer` without bos."""
     name, path = str(name), Path(name)
     if name == 'byte':
         return byte_tokenizer()
@@ -91,14 +104,14 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
-    """A token for each symbol: a word or a single other character.
+    """A token for each symbol: a word, `||`, or a single other character.
 
     Blanks and commas only separate; decoding puts a blank before each symbol.
     """
     id_of = {symbol: i for i, symbol in enumerate(symbols)}
 
     def encode(text):
-        found = re.findall(r'\w+|[^\w\s,]', text)
+        found = re.findall(r'\w+|\|\||[^\w\s,]', text)
         for symbol in found:
             if symbol not in id_of:
                 near = difflib.get_close_matches(symbol, symbols, 3, 0.4) or [symbols[0], '...', symbols[-1]]
@@ -145,7 +158,8 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
         fast = Fast.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f'{path} is not a tokenizer.json: {error}')
-    eos = next((fast.token_to_id(token) for token in EOS_NAMES if fast.token_to_id(token) is not None), None)
+    bos, eos = (next((i for i in map(fast.token_to_id, names) if i is not None), None)
+                for names in (BOS_NAMES, EOS_NAMES))
     if eos is None:
         raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
     fast.no_truncation()
@@ -156,8 +170,8 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
         return fast.encode(text, add_special_tokens=False).ids
 
     def decode(ids):
-        return b''.join(piece_bytes(fast.id_to_token(i) or '', byte_of) for i in ids if i != eos)
-    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode)
+        return b''.join(piece_bytes(fast.id_to_token(i) or '', byte_of) for i in ids if i not in (bos, eos))
+    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, bos_id=bos)
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
@@ -182,7 +196,8 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
 
     def decode(ids):
         return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
-    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode)
+    bos = model.bos_id() if model.bos_id() >= 0 else None
+    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos)
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:

@@ -1,7 +1,9 @@
 """Context-Ready against its paper: eq. 1 to 5 written out, Lemma 1, backpropagation through time, conversion."""
 import copy
 import csv
+import importlib
 import random
+import statistics
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ import torch.nn.functional as F
 from conftest import assert_sentence, run, train_tiny
 
 import analysis.context_ready
+import attn_kernels
 import model_context_ready
 from common import files, runs
+from config.context_ready import wiki_d6_c446
+from data import open_data
 from model_context_ready import FFN, Block, Config, Model, fast
 
 needs_scan = pytest.mark.skipif(fast is None, reason='there is no folder scans/')
@@ -352,7 +357,7 @@ def test_without_the_folder_of_scans_training_is_the_same(values, monkeypatch):
         model = make(bptt=True, **values, **settings).to(dtype).train()
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
         for step in range(steps):
-            idx = torch.randint(0, 60, (2, 107 if steps == 1 else 45), generator=torch.Generator().manual_seed(step))
+            idx = torch.randint(0, 60, (2, 114 if steps == 1 else 45), generator=torch.Generator().manual_seed(step))
             loss = model(idx, idx.roll(-1, 1))['loss']
             losses.append(loss.item())
             grads = gradients(model, loss)
@@ -672,6 +677,32 @@ def test_bad_settings_are_sentences(values, sentence):
         Config(**(SMALL | values))
 
 
+@pytest.mark.parametrize('values', [dict(), dict(eos_id=EOS, window=3)])
+def test_a_head_wider_than_the_kernels_takes_pytorchs_attention_in_training_and_decoding(values, monkeypatch):
+    monkeypatch.setattr(attn_kernels, 'triton', True)  # as on a GPU
+    monkeypatch.setattr(attn_kernels, 'KERNELS_ON_CPU', True)
+    torch.manual_seed(0)
+    c = Config(n_layer=1, n_head=1, n_embd=446, vocab_size=64, n_ids=60, prefill='sequential', **values)
+    model, idx = Model(c).eval(), tokens()
+    with torch.no_grad():
+        found = model.extend(idx, model.new_cache(*idx.shape), all_positions=True)
+        want = model.double().logits(idx)
+    assert torch.allclose(found.double(), want, atol=1e-4)
+    assert model.train().float()(idx, idx)['loss'].isfinite()
+
+
+def test_K_1_is_the_roformer_whatever_k_min_says():
+    model, roformer, idx = make(K=1, k_min=2, last_unrolls=3).train(), make(K=1).train(), tokens()
+    for m in (model, roformer):
+        m.begin_step(random.Random(0))
+    assert torch.equal(model(idx, idx)['loss'], roformer(idx, idx)['loss'])
+    assert model.flops_per_token(8) == roformer.flops_per_token(8)
+    found = [run('train.py', *args, '--dry_run', '--device=cpu').stdout for args in (
+        ['config/context_ready_small.py', '--K=1'], ['config/roformer_small.py'])]
+    parameters = [[line for line in text.splitlines() if 'parameters' in line] for text in found]
+    assert parameters[0] and parameters[0] == parameters[1]
+
+
 def test_flops_count_the_unrolls():
     flops = lambda **values: make(**values).flops_per_token(8)
     C, V, pairs = 16, 64, 4.5
@@ -686,7 +717,46 @@ def test_flops_count_the_unrolls():
     assert flops(bptt=True) == 6 * (blocks + network + head)
 
 
+def test_the_contraction_estimates_are_those_of_the_formula():
+    model, idx = make(K=4), tokens(5, 12)
+    moves = [analysis.context_ready.measure(model, part, part)[1] for part in (idx[:2], idx[2:])]
+    found = analysis.context_ready.contraction(torch.cat(moves, 1))
+    with torch.no_grad():
+        second, third, fourth = [c for _, (_, c) in zip(range(4), model.unrolled(idx))][1:]
+    pooled, single = [], []
+    for t in range(2, 12):  # the second unroll's corrections are exact up to position 1
+        after = [float((fourth[b, t] - third[b, t]).norm()) for b in range(5)]
+        before = [float((third[b, t] - second[b, t]).norm()) for b in range(5)]
+        single += [a / b for a, b in zip(after, before)]
+        pooled.append(sum(a * a for a in after) ** 0.5 / sum(b * b for b in before) ** 0.5)
+    percentiles = statistics.quantiles(single, n=100, method='inclusive')
+    want = [max(pooled), max(single), statistics.median(single), percentiles[89], percentiles[98]]
+    assert [*found.values()] == pytest.approx(want, abs=6e-4) and len(set(found.values())) == 5
+    assert set(analysis.context_ready.contraction(torch.zeros(3, 2, 4)).values()) == {''}
+
+
 # ---- through train.py ----
+
+@pytest.mark.parametrize('name, steps, batch_size, T, warmup', [
+    ('pointer_d1', 50_000, 64, 338, 100), ('pointer_wave', 23_000, 64, 338, 100),
+    ('pointer_20_hops', 10_000, 64, 658, 100), ('owt_d1_c2048_t512', 200_000, 64, 512, 1000),
+    ('owt_n6_c1088_t512', 200_000, 64, 512, 1000), ('owt_d1_c2048_t1024', 200_000, 16, 1024, 1000)])
+def test_a_config_has_the_papers_steps(name, steps, batch_size, T, warmup):
+    config = importlib.import_module(f'config.context_ready.{name}')
+    assert (config.batch_size, config.block_size) == (batch_size, T)
+    assert (config.max_tokens, config.warmup_tokens) == (steps * batch_size * T, warmup * batch_size * T)
+    if name.startswith('pointer'):
+        assert open_data(config.data).n_windows('val', T) == 256  # raises where a row is longer or shorter
+
+
+def test_six_blocks_of_446_take_the_15_9_million_multiply_adds_of_table_A12():
+    assert (wiki_d6_c446.n_embd, wiki_d6_c446.n_head, wiki_d6_c446.n_layer) == (446, 1, 6)
+    c = Config(n_layer=6, n_head=1, n_embd=446, vocab_size=64, n_ids=64)
+    with torch.device('meta'):
+        model = Model(c)
+    assert round(sum(p.numel() for p in [*model.blocks.parameters(), *model.correction.parameters()]
+                     if p.dim() == 2) / 1e6, 1) == 15.9
+
 
 CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
 
@@ -705,8 +775,10 @@ def test_losses_do_not_depend_on_micro_batches_and_processes(more, tiny_data, tm
 
 @pytest.mark.slow
 def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
-    result = train_tiny(tiny_data, tmp_path / 'roformer', '--model=context_ready', '--K=1', steps=6)
-    assert result.returncode == 0, result.stderr
+    for resume in ([], ['--resume']):
+        result = train_tiny(tiny_data, tmp_path / 'roformer', '--model=context_ready', '--K=1', '--k_min=2', *resume,
+                            steps=6)
+        assert result.returncode == 0, result.stderr
     finetune = [*CONTEXT_READY, f'--init_from={tmp_path / "roformer"}']
     result = train_tiny(tiny_data, tmp_path / 'converted', *finetune, steps=6)
     assert result.returncode == 0 and 'at step 0' in result.stdout, result.stderr
@@ -723,7 +795,8 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert (tmp_path / 'depths.png').exists()
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))
     assert plain['K=1'] == plain['sequential'] and plain['K=2'] == '' and plain['variant'] == 'roformer'
-    assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01 and float(ready['L']) > 0
+    assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01
+    assert 0 < float(ready['L_pooled']) < 10 and plain['L_pooled'] == ''
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
     result = train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3')
     assert_sentence(result, 'cannot become this model', 'window')

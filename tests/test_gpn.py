@@ -1,5 +1,7 @@
 """The Grounded Prediction Network: the equations against the paper, both forms against the equations, decoding, bad
 input."""
+import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 import attn_kernels
 import model_gpn as G
+import model_standard as S
 from common import settings
 from common.decoding import generate
 from common.speculative import speculative_generate
+from config import gpn_transformer
 
 scan = attn_kernels.import_scan('gpn')
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
@@ -47,6 +51,40 @@ def form(request, monkeypatch):
     if request.param == 'in C' and not scan.StepsInC.serves(torch.device('cpu'), torch.float64):
         pytest.skip('no C compiler here')
     return 'fast'
+
+
+def test_initial_weights_are_those_of_the_official_code():
+    torch.manual_seed(0)
+    model = G.Model(G.Config(n_head=2, n_embd=256, d_emb=128, d_k=32, d_v=64, n_ffn=384))
+    # of a normal of 1, cut at 2
+    std_of_cut = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
+    by_law = {'zero': set(), 'normal': set(), 'cut': set()}
+    for name, p in model.named_parameters():
+        if p.dim() < 2 and not name.endswith('.bias'):
+            continue
+        if not p.any():
+            by_law['zero'].add(name)
+            continue
+        is_cut = p.abs().max() < 2.5 * p.std()
+        by_law['cut' if is_cut else 'normal'].add(name)
+        std = p.shape[1] ** -0.5 if is_cut else 0.02
+        assert abs(p.std() / std - 1) < 5 * (2 * p.numel()) ** -0.5
+        if is_cut:
+            bound = 2 * std / std_of_cut
+            assert 0.97 * bound < p.abs().max() <= bound * (1 + 1e-6)
+    assert by_law['normal'] == {'embed.weight', 'layers.0.read_out.weight'}
+    assert by_law['zero'] == {'ground_gate.weight', 'ground_gate.bias', 'write.key.bias', 'layers.0.gate.weight',
+                              'layers.0.gate.bias', 'layers.0.ffn_out.weight', 'layers.0.query.bias'}
+    assert by_law['cut'] == {'fuse.weight', 'decode.weight', *(f'write.{name}.weight' for name in (
+        'key', 'value', 'beta', 'decay')), *(f'layers.0.{name}.weight' for name in ('gate_up', 'query', 'read_gate'))}
+
+
+def test_the_papers_transformer_has_130_8_million_parameters_and_a_tied_head():
+    values = {f.name: getattr(gpn_transformer, f.name) for f in fields(S.Config) if hasattr(gpn_transformer, f.name)}
+    with torch.device('meta'):
+        model = S.Model(S.Config(**values, eos_id=None))
+    assert sum(p.numel() for p in model.parameters()) == 130_763_520
+    assert model.head.weight is model.embed.weight and model.config.init == 'torch'
 
 
 def by_the_paper(model, idx):

@@ -74,6 +74,21 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize('tied_head', [True, False])
+def test_init_torch_leaves_linear_layers_as_torch_makes_them(tied_head):
+    torch.manual_seed(0)
+    values = dict(n_layer=1, n_head=2, n_embd=128, vocab_size=512, n_ids=512, eos_id=None, qkv_bias=True)
+    model = model_standard.Model(model_standard.Config(init='torch', tied_head=tied_head, **values))
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not (name == 'head' and tied_head):
+            bound = module.in_features ** -0.5  # nn.Linear's default is uniform between these
+            for p in module.parameters():
+                assert 0.95 * bound < p.abs().max() <= bound and abs(p.std() * 3 ** 0.5 / bound - 1) < 0.05
+    embed = model.embed.weight
+    assert abs(embed.std() / 0.02 - 1) < 0.02 and embed.abs().max() > 0.07  # normal
+    assert (model.head.weight is embed) == tied_head
+
+
 def make(variant, device='cpu'):
     name, values = VARIANTS[variant]
     torch.manual_seed(0)

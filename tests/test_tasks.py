@@ -17,7 +17,7 @@ CHASE, STAR = 'pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,len
 TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=256',
          '--learning_rate=1e-2', '--eval_interval=4',
          '--log_interval=1', '--save_interval=4', '--threads=1', '--device=cpu', '--dtype=float32',
-         f'--data={CHASE},val_rows=50', '--block_size=47']
+         f'--data={CHASE},val_rows=50', '--block_size=52']
 
 
 def words(d, ids):
@@ -31,23 +31,31 @@ def labelled(d, idx, targets):
 
 # ---- pointer chasing ----
 
+PAPER = '''
+Input: v3 = A v0 = B v8 = C || Target: _ _ _ _ _ _ _ _ _ _ Input: Q A v3 Q B v0 Q C v8 || Target: _ v3 _ _ v0 _ _ v8 _ _
+Input: A = D B = E C = F || Target: _ _ _ _ _ _ _ _ _ _ Input: Q D v3 Q E v0 Q F v8 || Target: _ v3 _ _ v0 _ _ v8 _ _
+Input: D = G E = H F = I || Q G Target: _ _ _ _ _ _ _ _ _ _ _ v3'''  # appendix B
+
+
 def test_the_papers_worked_example_is_reproduced_token_by_token():
     d = open_data(CHASE)
     row = torch.tensor(d.task.encode([3, 0, 8], [[0, 1, 2], [0, 1, 2]]))[None]
     idx = row[:, :-1]
-    want = '''v3 = A v0 = B v8 = C    Q A v3 Q B v0 Q C v8
-              A = D B = E C = F       Q D v3 Q E v0 Q F v8
-              D = G E = H F = I       Q G'''.split()
-    assert words(d, idx[0]) == want and len(want) == d.T == 6 * 3 * 2 + 3 * 3 + 2
+    parts = [part.split('Target:') for part in PAPER.split('Input:')[1:]]
+    want, want_targets = (' '.join(column).split() for column in zip(*parts))
+    assert words(d, idx[0]) == want and len(want) == d.T
     (_, counted), = labelled(d, idx, row[:, 1:].where(d.task.counted(idx), -1))
-    assert [(want[t], target) for t, target in counted] == [*zip('ABCDEFG', ['v3', 'v0', 'v8'] * 2 + ['v3'])]
+    assert counted == [(t, target) for t, target in enumerate(want_targets) if target != '_']
 
 
 def chase(tokens):
     """{position: value} of the queries of a row, by following its tables backwards from each key; reads the tokens
     alone."""
-    left_of, found = {}, {}
-    for at in range(0, len(tokens), 3):
+    left_of, found, at = {}, {}, 0
+    while at < len(tokens):
+        if tokens[at] == '||':
+            at += 1
+            continue
         if tokens[at] == 'Q':
             key = tokens[at + 1]
             while key in left_of:
@@ -57,6 +65,7 @@ def chase(tokens):
             value, equals, key = tokens[at:at + 3]
             assert equals == '=' and key not in left_of and value not in left_of.values()
             left_of[key] = value
+        at += 3
     return found
 
 
@@ -67,9 +76,10 @@ def test_every_target_is_what_the_tables_say(options):
     H, M = d.task.hops, d.task.keys
     idx, targets = d.train_batch(3, 40, d.T, seed=1)
     for tokens, counted in labelled(d, idx, targets):
-        assert len(tokens) == 6 * M * H + 3 * M + 2
+        assert len(tokens) == {(10, 5): 338, (20, 5): 658}.get((H, M), (6 * M + 2) * H + 3 * M + 3)
+        assert tokens[3 * M::3 * M + 1] == ['||'] * (2 * H + 1)
         assert dict(counted) == chase(tokens) and len(counted) == M * H + 1
-    keys = idx[:, 2::6 * M] if H else idx[:, 2:3]
+    keys = idx[:, 2::6 * M + 2] if H else idx[:, 2:3]
     assert (keys == keys[0]).all()  # each level's first key, in the same place in every row
     assert M == 1 or len(set(targets[:, -1].tolist())) > M  # the answers are not
 
@@ -175,8 +185,8 @@ def test_bad_options_are_sentences(name, sentence):
 
 
 def test_another_block_size_is_a_sentence_that_says_which():
-    with pytest.raises(UserError, match='block_size is 46, .* 47 inputs and their targets: set block_size to 47'):
-        open_data(CHASE).n_windows('val', 46)
+    with pytest.raises(UserError, match='block_size is 51, .* 52 inputs and their targets: set block_size to 52'):
+        open_data(CHASE).n_windows('val', 51)
 
 
 # ---- scores ----
@@ -200,8 +210,8 @@ def test_scores_count_levels_and_whole_paths():
     wrong = d.val_batch(range(20), d.T)[1] < 0  # what does not count
     perfect = {'accuracy_0': 1, 'accuracy_1': 1, 'accuracy_2': 1, 'levels_solved': 3}
     assert d.score(Oracle(d, wrong), 'cpu', batch_size=7) == perfect
-    wrong[:5, 18 + 10] = True  # the first query of level 1
-    wrong[:, 46] = True  # the last query
+    wrong[:5, 20 + 11] = True  # the first query of level 1
+    wrong[:, 51] = True  # the last query
     assert d.score(Oracle(d, wrong), 'cpu', 20) == pytest.approx({'accuracy_0': 1, 'accuracy_1': 1 - 5 / 60,
                                                                   'accuracy_2': 0, 'levels_solved': 1})
     d = open_data(STAR + ',val_rows=20')
@@ -234,7 +244,7 @@ def test_the_path_score_is_that_of_greedy_decoding():
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'chase'
-    result = run(*TRAIN, f'--max_tokens={8 * 8 * 47}', f'--out_dir={out}')
+    result = run(*TRAIN, f'--max_tokens={8 * 8 * 52}', f'--out_dir={out}')
     assert result.returncode == 0, result.stderr
     assert all(part in result.stdout for part in ('fresh training rows without end', 'levels_solved', 'Q G|'))
     return out
@@ -253,8 +263,8 @@ def test_scores_are_logged_and_eval_and_sample_know_the_task(trained):
     assert judged.returncode == 0, judged.stderr
     assert f'val nats_per_token {log[8]["val"]:20,.4f}' in judged.stdout
     assert f'val accuracy_0     {log[8]["accuracy_0"]:20,.4f}' in judged.stdout and 'bits_per_byte' not in judged.stdout
-    sampled = run('sample.py', trained, 'v3 = A v0 = B v8 = C Q A', '--max_new_tokens=1', '--dtype=float32')
-    assert sampled.returncode == 0 and sampled.stdout.startswith('v3 = A v0 = B v8 = C Q A '), sampled.stderr
+    sampled = run('sample.py', trained, 'v3 = A v0 = B v8 = C || Q A', '--max_new_tokens=1', '--dtype=float32')
+    assert sampled.returncode == 0 and sampled.stdout.startswith('v3 = A v0 = B v8 = C || Q A '), sampled.stderr
     assert_sentence(run('sample.py', trained, 'v3 = Z', '--max_new_tokens=1'),
                     "'Z' is no symbol of pointer_chasing:hops=2,keys=3,values=10")
 
@@ -266,7 +276,7 @@ def test_a_task_resumes_on_the_same_rows_and_does_not_depend_on_processes(traine
     resumed = run('train.py', f'--out_dir={out}', '--resume')
     assert resumed.returncode == 0 and 'from step 7' in resumed.stdout, resumed.stderr
     assert values(out) == want
-    result = run(*TRAIN, f'--max_tokens={8 * 8 * 47}', f'--out_dir={tmp_path / "two"}', '--micro_batch_size=3',
+    result = run(*TRAIN, f'--max_tokens={8 * 8 * 52}', f'--out_dir={tmp_path / "two"}', '--micro_batch_size=3',
                  processes=2)
     assert result.returncode == 0, result.stderr
     got = values(tmp_path / 'two')

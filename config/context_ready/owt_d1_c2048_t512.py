@@ -1,6 +1,7 @@
-# D = 1, C = 2048, windows of 512: tables A9, 6 and A7. Its batch is a guess: as many tokens.
+# D = 1, C = 2048, windows of 512: tables A9, 6 and A7. The batch of 64 is inferred: 100,000 of these steps (A7)
+# come near 200,000 with windows of 256 (A9), so a step has twice the tokens.
 from config.context_ready.owt_d1_c2048 import *
 
 block_size = 512
-batch_size = 32
-micro_batch_size = 32
+max_tokens = 200_000 * 64 * 512
+warmup_tokens = 1000 * 64 * 512

@@ -4,4 +4,3 @@ from config.context_ready.owt_large import *
 n_layer = 12
 n_embd = 1408
 K = 1
-k_min = None

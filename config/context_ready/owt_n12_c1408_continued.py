@@ -2,4 +2,3 @@
 from config.context_ready.owt_d12_c1408_finetune import *
 
 K = 1
-k_min = None

@@ -4,4 +4,3 @@ from config.context_ready.owt import *
 n_layer = 12
 n_embd = 768
 K = 1
-k_min = None

@@ -5,4 +5,3 @@ n_layer = 1
 n_embd = 2048
 max_tokens = 85_000 * 16 * 1024
 K = 1
-k_min = None

@@ -2,4 +2,3 @@
 from config.context_ready.owt_d24_c1024_finetune import *
 
 K = 1
-k_min = None

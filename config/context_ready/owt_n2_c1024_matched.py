@@ -2,4 +2,3 @@
 from config.context_ready.owt_d2_c1024_matched import *
 
 K = 1
-k_min = None

@@ -4,4 +4,3 @@ from config.context_ready.owt import *
 n_layer = 2
 n_embd = 1888
 K = 1
-k_min = None

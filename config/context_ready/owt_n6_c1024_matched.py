@@ -2,4 +2,3 @@
 from config.context_ready.owt_d6_c1024_matched import *
 
 K = 1
-k_min = None

@@ -4,4 +4,3 @@ from config.context_ready.owt import *
 n_layer = 6
 n_embd = 1088
 K = 1
-k_min = None

@@ -4,4 +4,3 @@ from config.context_ready.owt_large import *
 n_layer = 6
 n_embd = 2176
 K = 1
-k_min = None

@@ -3,6 +3,6 @@ from config.context_ready.pointer_d1 import *
 
 data = 'pointer_chasing:hops=20,keys=5,values=10,val_rows=256'
 n_embd = 512
-block_size = 617
-max_tokens = 10_000 * 64 * 617
-warmup_tokens = 100 * 64 * 617
+block_size = 658
+max_tokens = 10_000 * 64 * 658
+warmup_tokens = 100 * 64 * 658

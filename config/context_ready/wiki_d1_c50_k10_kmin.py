@@ -3,5 +3,4 @@ from config.context_ready.wiki import *
 
 n_layer = 1
 n_embd = 50
-n_head = 1
 K = 10

@@ -3,4 +3,3 @@ from config.context_ready.wiki import *
 
 n_layer = 3
 n_embd = 74
-n_head = 1

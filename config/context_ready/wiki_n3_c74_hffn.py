@@ -3,7 +3,5 @@ from config.context_ready.wiki import *
 
 n_layer = 3
 n_embd = 74
-n_head = 1
 variant = 'extra_ffn'
 K = 1
-k_min = None

@@ -5,4 +5,3 @@ n_layer = 6
 n_embd = 768
 n_head = 16
 K = 1
-k_min = None

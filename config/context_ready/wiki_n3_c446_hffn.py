@@ -1,7 +1,6 @@
-# Roformer-hFFN N = 6: table A12.
+# Roformer-hFFN N = 3: table A2.
 from config.context_ready.wiki import *
 
-n_layer = 6
+n_layer = 3
 variant = 'extra_ffn'
 K = 1
-k_min = None

@@ -1,7 +1,6 @@
-# Roformer-hFFN N = 3: table A2.
+# Roformer-hFFN N = 6: table A12.
 from config.context_ready.wiki import *
 
-n_layer = 3
+n_layer = 6
 variant = 'extra_ffn'
 K = 1
-k_min = None

@@ -3,4 +3,3 @@ from config.context_ready.wiki import *
 
 n_layer = 4
 K = 1
-k_min = None

@@ -67,6 +67,8 @@ VARIANTS = {
     'jtp, documents': ('nextlat', dict(eos_id=59, objective='jtp', horizon=2)),
     'nextlat, grouped queries': ('nextlat', GROUPED | dict(eos_id=59)),
     'jtp, grouped queries': ('nextlat', GROUPED | dict(eos_id=None, objective='jtp', horizon=2, n_kv_head=1)),
+    'bst': ('bst', dict(eos_id=None)),
+    'bst, documents, half of the pairs': ('bst', dict(eos_id=59, pair_share=0.5, min_k=2)),
     'gpn': ('gpn', GPN | dict(eos_id=None)),
     'gpn, one layer, documents': ('gpn', GPN | dict(eos_id=59, n_layer=1)),
     'gpn, no memory': ('gpn', GPN | dict(eos_id=None, n_head=0, n_layer=1)),
@@ -206,7 +208,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
 
 
 ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps',
-               'nextlat, documents, tied', 'mtp, documents', 'jtp, documents']
+               'nextlat, documents, tied', 'mtp, documents', 'jtp, documents', 'bst']
 
 
 @pytest.mark.parametrize('variant', [*ONE_OF_EACH, 'context_ready, documents, window', 'roformer',

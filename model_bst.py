@@ -165,7 +165,10 @@ class Model(nn.Module):
         return self._text_state(self.text_f(f), self.text_b(self.no_suffix))
 
     def state(self, idx, which='head'):
-        """States of whole windows for analyses. idx (B, T) -> (B, T, C): what the head multiplies, or 'trunk': f."""
+        """States of whole windows for analyses. idx (B, T) -> (B, T, C): what the head multiplies, or 'trunk', f.
+
+        Raises ValueError for another word.
+        """
         if which not in ('head', 'trunk'):
             raise ValueError(f"which = {which!r}: expected 'head' or 'trunk'")
         f = self._encode(self.forward_encoder, idx, document_starts(idx, self.config.eos_id))

@@ -75,7 +75,7 @@ TASK_FILES = Path(__file__).resolve().parent / 'config/lm_eval'  # tasks that lm
 class Settings:
     val: bool = False  # validation loss on the run's own data, or on `data`
     data: str | None = None  # data folder for --val; None: the run's
-    val_tokens: int | None = None  # tokens of --val; None: all
+    val_tokens: int | None = None  # tokens of --val, in the windows that training takes of so many; None: all
     corpus: str = ''  # corpora, separated by commas
     tasks: str = ''  # lm-eval tasks, separated by commas
     paper: str = ''  # sps, nextlat or gpn: that paper's tasks and corpora
@@ -285,14 +285,14 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
     """Nats a token, perplexity and bits a byte, or a task's scores, on validation data: the run's own or --data."""
     data = data_for(record, s)
     T, device = min(record['settings']['block_size'], s.max_length or inf), next(model.parameters()).device
-    n_windows = data.n_windows('val', T)
-    if s.val_tokens is not None:
-        n_windows = min(n_windows, max(1, s.val_tokens // T))
-    if n_windows < 1:
+    if data.n_windows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     batch_size = s.batch_size or max(1, s.batch_tokens // T)
-    nats, n_counted = validation_loss(model, data, T, n_windows, batch_size, device)
+    seed = record['settings']['eval_seed']
+    parts, n_counted = validation_loss(model, data, T, s.val_tokens, seed, batch_size, device)
+    nats = parts['nll']
     values = {'nats_per_token': nats, 'perplexity': perplexity(nats)}
+    values |= {name: mean for name, mean in parts.items() if name not in ('loss', 'nll')}
     if hasattr(data, 'score'):  # a synthetic task: exact, on all its held-out rows
         values |= data.score(model, device, batch_size)
     else:

@@ -61,7 +61,7 @@ class Config:
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (section 4)
     rope_theta: float = 10000.0  # base of the rotary wavelengths
     rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
-    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = True  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # keep only each block's input for the backward: less memory, a third more compute

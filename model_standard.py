@@ -42,7 +42,7 @@ class Config:
     window: int | None = None  # positions of the past that a query sees besides its own; None: all
     rope_theta: float = 10000.0  # base of the rotary wavelengths
     rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
-    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
     init: str = 'normal'  # normal: every matrix, by init_std; torch: the embedding alone, linear layers as nn.Linear
     tied_head: bool = True  # the output head shares the embedding's weights

@@ -1,6 +1,6 @@
 """Tokenizes a Hugging Face dataset, or local files, into the shards that train.py reads.
 
-    python prepare_fineweb.py                                       FineWeb-Edu, sample-100BT, with the GPT-2 tokenizer
+    python prepare_fineweb.py --max_tokens=41e9                     FineWeb-Edu in GPT-2 tokens, as the SPS paper has it
     python prepare_fineweb.py --max_tokens=2e9 --out_dir=data/built/fw2b
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
@@ -10,6 +10,10 @@ document a file, or with --split_lines a line), given by path, pattern, or as a 
 understands, or one that `save_to_disk` wrote (data/sources.py). The shards depend on the source and the settings alone,
 not on the number of workers or on interruptions: started again, it checks what it has written, and that the source is
 the same, and goes on after its last whole shard. A start that fails before its first whole shard leaves nothing.
+
+FineWeb-Edu has defaults of its own, the official SPS code's (OF_FINEWEB): sample-350BT; a document is validation data
+where the first 8 bytes of the md5 of "42:" and its id, a little-endian integer, are below 0.0005 of 2^64; files and
+documents are shuffled. --shuffle=N holds N documents in memory, 1 GiB at 200,000.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -64,6 +68,7 @@ from data.shards import (
 from data.sources import FINEWEB, START, batches, fitting_share, open_source
 from data.tokenizers import Tokenizer, load_tokenizer
 
+OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
 MAX_TOKENS, MAX_SHARD_TOKENS = 10 ** 15, 10 ** 10  # a shard is in memory before it is written
 AHEAD = 100  # batches read ahead, so that workers are busy while a shard is written
 
@@ -71,7 +76,7 @@ AHEAD = 100  # batches read ahead, so that workers are busy while a shard is wri
 @dataclass
 class Settings:
     out_dir: str = ''  # data folder to write; '': data/built/ and the source's name
-    config: str | None = None  # the dataset's configuration; None: sample-100BT for FineWeb-Edu, else its only one
+    config: str | None = None  # the dataset's configuration; None: its only one. FineWeb-Edu: sample-350BT
     split: str = 'train'  # split of the dataset that is read; train and val are both made from it
     text_field: str = 'text'  # field of a record that holds the document
     id_field: str | None = 'id'  # field whose hash decides between train and val; None, and for .txt: the text itself
@@ -80,7 +85,9 @@ class Settings:
     bos: bool = False  # start each document with the tokenizer's bos; its eos ends it in any case
     vocab_dir: str | None = None  # folder with GPT-2's encoder.json and vocab.bpe, where they cannot be downloaded
     max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
-    val_share: float = 0.001  # share of the documents that become validation data; larger where that would be too few
+    val_share: float = 0.001  # of the documents, validation data; raised where too few. FineWeb-Edu: 0.0005
+    val_hash: str = 'sha256'  # of the id, by which documents are chosen for that: sha256 or md5. FineWeb-Edu: md5
+    shuffle: int = 0  # documents shuffled at a time, and the files' order; 0: as in the source. FineWeb-Edu: 200,000
     shard_tokens: int = 100_000_000  # tokens of a shard; the document that fills it is its last
     workers: int | None = None  # processes that encode; None: one per core
 
@@ -264,6 +271,8 @@ def prepare(name: str, s: Settings) -> None:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder, is_new), worker_pool(s, tokenizer.name) as pool:
+        if s.shuffle:
+            print(f'shuffling {s.shuffle:,} documents at a time: each block is read before it is written', flush=True)
         read, source_checksum, n_records = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': tokenizer_checksum(tokenizer.name)}
@@ -341,18 +350,24 @@ def fill(writer: ShardWriter, encoded_batches, position: dict, save: Callable, m
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, positional, given = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if len(positional) > 1:
             raise UserError(f'one source is expected, got {len(positional)}: {" ".join(positional)}; '
                             "quote a pattern: 'texts/*.jsonl'")
-        check_ranges(s, max_tokens=(1, MAX_TOKENS), shard_tokens=(1, MAX_SHARD_TOKENS), workers=(1, 1024))
+        name = positional[0] if positional else FINEWEB
+        if name == FINEWEB:
+            s = dataclasses.replace(s, **{key: value for key, value in OF_FINEWEB.items() if key not in given})
+        check_ranges(s, max_tokens=(1, MAX_TOKENS), shard_tokens=(1, MAX_SHARD_TOKENS), workers=(1, 1024),
+                     shuffle=(0, 10 ** 8))
+        if s.val_hash not in ('md5', 'sha256'):
+            raise UserError(f'val_hash is {s.val_hash!r}: expected md5 or sha256')
         if not 0 < s.val_share < 1:
             raise UserError(f'val_share is {s.val_share}: expected more than 0 and less than 1, as train.py needs '
                             'documents to train on and to validate on')
         if positional == ['']:
             raise UserError('the source is empty: expected a file, a pattern, a folder or a dataset of the hub')
         no_bars_in_logs()
-        prepare(positional[0] if positional else FINEWEB, s)
+        prepare(name, s)
 
 
 if __name__ == '__main__':

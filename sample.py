@@ -73,6 +73,8 @@ def read_prompts(s: Settings, texts: list[str]) -> list[str]:
             raise UserError(f'there is no prompt file {s.file}')
         with open(s.file, encoding='utf-8', errors='replace') as file:
             texts = texts + [line.rstrip('\n') for line in file if line.strip()]
+        if not texts:
+            raise UserError(f'{s.file} has no prompts: expected one a line')
     elif not texts:
         texts = [sys.stdin.buffer.read().decode(errors='replace')]
         if not texts[0]:

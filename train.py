@@ -65,7 +65,7 @@ class Settings:
     resume: bool = False  # go on with the run in out_dir, on the same batches
     overwrite: bool = False  # replace the run in out_dir
     extend: str | None = None  # run folder to go on from into a new out_dir, with more max_tokens; it stays as it is
-    init_from: str | None = None  # run whose weights to start from; settings of the model not given are that run's
+    init_from: str | None = None  # run whose weights to start from; model and its settings not given are its
     eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
     dry_run: bool = False  # check everything, print sizes, costs and memory, and stop; works without the data
     memory: float | None = None  # with --dry_run: GiB of a GPU that a step is to fit
@@ -90,8 +90,9 @@ class Settings:
     weight_decay: float = 0.1  # on tensors of two and more dimensions, the embedding included
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     # evaluation and records, in steps
-    eval_interval: int = 1000  # steps between validation losses
-    eval_tokens: int = 4_000_000  # tokens of the fixed validation set, from its start
+    eval_interval: int = 102  # steps between validation losses: 40M tokens (official SPS code)
+    eval_tokens: int = 10_000_000  # tokens of a validation loss; all of the validation data, in order, if it has fewer
+    eval_seed: int | None = 42  # of its windows' random offsets, each time the same; None: in order, from the start
     acceptance_prompts: int = 0  # validation prompts on which each evaluation also drafts, 5 tokens at a time
     log_interval: int = 10  # steps between lines of log.jsonl
     save_interval: int = 1000  # steps between checkpoints
@@ -110,9 +111,9 @@ class Settings:
             self, seed=(0, 2 ** 31), batch_size=(1, 2 ** 20), micro_batch_size=at_least_1, block_size=at_least_1,
             max_tokens=at_least_1, learning_rate=at_least_0, min_lr=at_least_0, warmup_tokens=at_least_0,
             decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=at_least_0,
-            grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, acceptance_prompts=at_least_0,
-            log_interval=at_least_1, save_interval=at_least_1, keep_checkpoints=(2, math.inf),
-            sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0)
+            grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, eval_seed=(0, 2 ** 31),
+            acceptance_prompts=at_least_0, log_interval=at_least_1, save_interval=at_least_1,
+            keep_checkpoints=(2, math.inf), sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0)
 
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
@@ -182,12 +183,12 @@ def extended_settings(s, given) -> tuple[Settings, dict]:
 
 
 def with_model_of_run(argv):
-    """argv; with the model of the run it goes on with, if it names neither a model nor a config file."""
+    """argv; with the model of the run it goes on with or starts from, if it names neither a model nor a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
-    source = options.get('extend')
-    if options.keys() & {'resume', 'eval_only'} and 'init_from' not in options:
+    source = options.get('extend') or options.get('init_from')
+    if 'resume' in options or 'eval_only' in options and 'init_from' not in options:
         source = options.get('out_dir')
-    if source and 'model' not in options and all(arg.startswith('-') for arg in argv):
+    if source and source != 'None' and 'model' not in options and all(arg.startswith('-') for arg in argv):
         return [*argv, f'--model={runs.read_run(source)["model"]}']
     return argv
 
@@ -202,8 +203,8 @@ def check_unchanged(folder, saved, given):
 
 
 def has_data(name: str) -> bool:
-    """Whether there is data of this name, or such as is built when asked for."""
-    return bool(task_class(name)) or name in builtin_data() or not name or Path(name).exists()
+    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make."""
+    return bool(task_class(name)) or name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
 
 
 def assumed_data(s, given_model, record):
@@ -214,7 +215,8 @@ def assumed_data(s, given_model, record):
         like = record['data']
     elif 'n_ids' in given_model:
         like |= {'tokenizer': 'unknown', 'n_ids': given_model['n_ids'], 'eos_id': given_model['n_ids'] - 1}
-    kind = '' if like['tokenizer'] == 'gpt2' else ' --tokenizer=FILE'
+    of_option = 'FILE' if like['tokenizer'] == 'unknown' else shlex.quote(like['tokenizer'])
+    kind = '' if of_option == 'gpt2' else f' --tokenizer={of_option}'
     n_tokens = f'{s.max_tokens:.2g}'.replace('e+', 'e')
     print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
           f'enough text. To make it:\n  python prepare_fineweb.py --out_dir={shlex.quote(s.data)}{kind} '
@@ -415,14 +417,18 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW:
 
 # ---- evaluation ----
 
-def evaluate(model, data, s, machine) -> float:
-    """Validation loss in nats per token: the same tokens for any number of processes."""
-    n_windows = min(data.n_windows('val', s.block_size), max(1, s.eval_tokens // s.block_size))
+def evaluate(model, data, s, machine) -> dict[str, float]:
+    """'val', the validation loss in nats per token, and for each further part of the loss 'val_<its name>'.
+
+    The same tokens each time, and for any number of processes.
+    """
     model.eval()
     with machine.autocast():
-        nats, _ = validation_loss(model, data, s.block_size, n_windows, s.micro_batch_size, machine.device)
+        parts, _ = validation_loss(model, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
+                                   machine.device)
     model.train()
-    return nats
+    further = {f'val_{name}': mean for name, mean in parts.items() if name not in ('loss', 'nll')}
+    return {'val': parts['nll'], **further}
 
 
 @torch.no_grad()
@@ -570,11 +576,11 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | '
                  f'ETA {left // 60:.0f}m{left % 60:02.0f}s')
         if eval_due:
-            line['val'] = evaluate(compiled, data, s, machine)
-            found = scores(model, data, s, machine) if log else {}
+            found = evaluate(compiled, data, s, machine) | (scores(model, data, s, machine) if log else {})
             line |= found
+            further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
             say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token'
-                + ''.join(f', {name} {value:.3g}' for name, value in found.items()))
+                + further)
         line = {name: value for name, value in line.items() if math.isfinite(value)}  # JSON has no other numbers
         if log:
             log.write(runs.log_line(line))
@@ -644,7 +650,7 @@ def run(s, c, data, record, machine, argv):
     scan = choose_scan(model, machine)
     compiled = torch.compile(model) if is_compiled else model
     if s.eval_only:
-        val = evaluate(compiled, data, s, machine)
+        val = evaluate(compiled, data, s, machine)['val']
         print(f'validation loss {val:.4f} nats per token at step {source_step} of {source}')
         return
     ddp = compiled

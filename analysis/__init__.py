@@ -5,6 +5,8 @@
     python -m analysis.tokens_to_match out/std_* out/sps_* its figures 1 and 2: tokens until one has another's loss
     python -m analysis.scaling out/std_* out/sps_*         its figure 3: gains by size
     python -m analysis.window_sweep out/sps_w*             its figure 4: loss over the window
+    python -m analysis.gradient_flow out/std out/sps       its figure 5a: where the gradient of later losses lands
+    python -m analysis.restricted_state out/sps out/ds     its figure 5b: nats lost without the far state
     python -m analysis.seeds out/std_* out/sps_*           its appendix C: intervals and tests over seeds
     python -m analysis.tables out/std_* out/sps_*          its tables 2 and 3, the paper's rows below ours
     python -m analysis.context_ready out/cr_*              Context-Ready paper, tables 6, A7, A8: unrolls
@@ -12,5 +14,6 @@
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
 
 They write beside the runs, here to out/, or to where --out says.
-figures.py and outcomes.py are what they share: how figures look, how runs ended and what they are compared with.
+figures.py, outcomes.py and documents.py are what they share: how figures look, how runs ended and what they are
+compared with, and the long documents of their data.
 """

@@ -67,3 +67,10 @@ def save_figure(figure, path) -> None:
 def is_number(value) -> bool:
     """Whether a logged value can be drawn: logs may be damaged, or be of older code."""
     return isinstance(value, (int, float)) and abs(value) < inf
+
+
+def smoothed(values, length: int):
+    """The trend of values (n,): a Savitzky-Golay filter of order 2 over `length` points, or all if fewer. (n,)."""
+    from scipy.signal import savgol_filter
+    length = min(length, len(values))
+    return savgol_filter(values, length, 2) if length > 2 else values

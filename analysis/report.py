@@ -114,12 +114,16 @@ def evaluations(path: Path) -> dict[str, float]:
     return found
 
 
-def decoding(path: Path) -> dict[str, str] | None:
-    """speculative.csv's row of the draft length that decoded fastest, or None."""
+def decoding(path: Path) -> dict | None:
+    """'draft_len', 'speedup', 'tokens_per_s' and 'plain', tokens/s without drafts, of the draft length in
+    speculative.csv that decoded fastest; or None."""
     if not path.exists():
         return None
     with open(path, newline='') as file:
-        return max(csv.DictReader(file), key=lambda row: float(row['speedup']), default=None)
+        rows = [{'draft_len': row['draft_len'], 'speedup': float(row['speedup']),
+                 'tokens_per_s': float(row['tokens_per_s'])} for row in csv.DictReader(file)]
+    best = max(rows, key=lambda row: row['speedup'], default=None)
+    return best and {**best, 'plain': best['tokens_per_s'] / best['speedup']}
 
 
 def sample(run: str, s: Settings) -> tuple[str, str]:
@@ -132,10 +136,12 @@ def sample(run: str, s: Settings) -> tuple[str, str]:
 
 
 def task_scores(log: list[dict]) -> dict[str, float]:
-    """A synthetic task's scores in the last evaluation: what only lines with a validation loss have."""
+    """A synthetic task's scores in the last evaluation: what only lines with a validation loss have, but for parts of
+    that loss (val_...)."""
     evaluated = [record for record in log if 'val' in record]
     parts = {key for record in log if 'val' not in record for key in record} | ALWAYS_LOGGED
-    return {key: value for key, value in (evaluated or [{}])[-1].items() if key not in parts and is_number(value)}
+    return {key: value for key, value in (evaluated or [{}])[-1].items()
+            if key not in parts and not key.startswith('val_') and is_number(value)}
 
 
 def curves(log: list[dict]) -> dict[str, dict]:
@@ -219,10 +225,10 @@ def run_table(found: list[dict], folder: Path) -> str:
                'MFU': number(median(log, 'mfu'), '{:.1%}'.format),
                'memory, GiB': number(max(logged(log, 'memory_gib'), default=None), '{:.2f}'.format)}
         if about['decoding']:
-            best, speedup = about['decoding'], float(about['decoding']['speedup'])
-            row['decoding, tokens/s'] = number(float(best['tokens_per_s']) / speedup, '{:,.0f}'.format)
-            row['with drafts'] = (f'{float(best["tokens_per_s"]):,.0f} ({speedup:.2f} times, length '
-                                  f'{html.escape(best["draft_len"])})', best['tokens_per_s'])
+            best = about['decoding']
+            row['decoding, tokens/s'] = number(best['plain'], '{:,.0f}'.format)
+            row['with drafts'] = (f'{best["tokens_per_s"]:,.0f} ({best["speedup"]:.2f} times, length '
+                                  f'{html.escape(best["draft_len"])})', repr(best['tokens_per_s']))
         rows.append(row)
     notes = [html.escape(f'{about["name"]}: {note}') for about in found for note in about['notes']]
     return table(rows) + '<ul class="notes">' + ''.join(f'<li>{note}</li>' for note in notes) + '</ul>'

@@ -1,94 +1,131 @@
 """Prefill and decoding of the SPS family by the paper's protocol (table 2): speed and memory as ratios to Standard's.
 
-    python -m bench.inference [--toy]
+    python -m bench.inference                    on a GPU: five scales, 16 sequences, 1024 tokens read, 3072 decoded
+    python -m bench.inference --scales=xs,s --methods=sps,sps_window_0 --batch=4 --prompt=256 --new=128
+    python -m bench.inference --toy
 
-On a GPU 16 sequences, prefill 1024, 3072 decode steps at S, every method as a CUDA graph; on CPU 4 sequences, 256 + 128
-at XS. Speed: one process, the methods in turn. Memory: a process for each, its peak and what it holds at the end, over
-what it held before there was a model. Both through decoding.generate.
+Weights are random and in bf16; on a GPU each method decodes as a CUDA graph. Speed: one process per scale, the methods
+in turn, once to warm up, then the median of `rounds`. Memory: a process for each method, over what it held before there
+was a model. 'held' is what the paper calls its peak: weights and cache, measured after decoding. 'peak' is the true
+one, the most that was held at any moment. Both through decoding.generate.
 """
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
 
 from bench import FAMILY, alternate, make_model, over_standard, resident, write_results
 from common.decoding import generate, pack_weights, roomy_cache
+from common.files import ROOT, UserError, friendly_errors
+from common.settings import check_ranges, load_settings, read_config_file
 
 GPU = torch.cuda.is_available()
+TOY = dict(n_layer=1, n_head=2, n_embd=32)
 
 
 @dataclass
-class Sizes:
-    batch: int
-    prefill: int
-    new: int
-    shape: dict
+class Settings:
+    """Defaults on a GPU are the paper's protocol, on a CPU something that ends."""
 
-    def prompts(self) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, 50256, (self.batch, self.prefill), generator=generator).tolist()
+    scales: str = 'xs,s,m,l,xl' if GPU else 'xs'  # sizes, as config/standard_<scale>.py has them
+    methods: str = 'two_x_memory,delayed_state,sps'  # beside Standard; also reverse_sps and sps_window_0
+    batch: int = 16 if GPU else 4  # sequences
+    prompt: int = 1024 if GPU else 256  # tokens of each that are read
+    new: int = 3072 if GPU else 128  # tokens of each that are decoded
+    rounds: int = 2  # timed, after one to warm up
+    memory_of: str | None = None  # print the bytes that this method takes at the first of the scales, and stop
+    toy: bool = False  # a few seconds, at sizes that tell nothing; writes nothing
 
-
-FULL = Sizes(4, 256, 128, dict(n_layer=8, n_head=8, n_embd=512))
-if GPU:
-    FULL = Sizes(16, 1024, 3072, dict(n_layer=12, n_head=12, n_embd=768))
-TOY = Sizes(2, 8, 4, dict(n_layer=1, n_head=2, n_embd=32))
-
-
-def ready_model(name: str, sizes: Sizes):
-    return pack_weights(make_model(name, **sizes.shape).eval().to(torch.bfloat16))
+    def __post_init__(self):
+        at_least_1 = (1, inf)
+        check_ranges(self, batch=at_least_1, prompt=at_least_1, new=at_least_1, rounds=at_least_1)
 
 
-def memory(name: str, sizes: Sizes) -> dict[str, int]:
-    """Bytes {'peak', 'held', 'cache'} of generating once with this method; to be called in a fresh process."""
+def shape_of(scale: str) -> dict[str, int]:
+    if scale == 'toy':
+        return TOY
+    values = read_config_file(f'{ROOT}/config/standard_{scale}.py')
+    return {name: values[name] for name in ('n_layer', 'n_head', 'n_embd')}
+
+
+def method_names(s: Settings) -> list[str]:
+    """Standard and the methods beside it; UserError for an unknown one."""
+    names = s.methods.split(',')
+    for name in names:
+        if name not in FAMILY:
+            raise UserError(f'methods has {name!r}: expected {", ".join(FAMILY)}')
+    return list(dict.fromkeys(['standard', *names]))
+
+
+def prompts_of(s: Settings) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 50256, (s.batch, s.prompt), generator=generator).tolist()
+
+
+def ready_model(name: str, scale: str):
+    return pack_weights(make_model(name, **shape_of(scale)).eval().to(torch.bfloat16))
+
+
+def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
+    """Bytes {'held', 'peak', 'cache'} of generating once with this method; to be called in a fresh process."""
     torch.zeros(1, device='cuda' if GPU else 'cpu')
     before = resident()['held']
-    model, prompts = ready_model(name, sizes), sizes.prompts()
-    cache = roomy_cache(model, prompts, sizes.new)
+    model, prompts = ready_model(name, scale), prompts_of(s)
+    cache = roomy_cache(model, prompts, s.new)
     if GPU:  # the peak starts again, at what is held
         torch.cuda.reset_peak_memory_stats()
     else:
         Path('/proc/self/clear_refs').write_text('5')
-    generate(model, prompts, sizes.new, temperature=0, cache=cache)
+    generate(model, prompts, s.new, temperature=0, cache=cache)
     return {what: n - before for what, n in resident().items()} | {'cache': cache.nbytes}
 
 
-def memory_apart(name: str, _) -> dict[str, int]:
-    """`memory` in a process of its own, at full size."""
-    command = [sys.executable, '-m', 'bench.inference', name]
+def memory_apart(name: str, scale: str, s: Settings) -> dict[str, int]:
+    """`memory` in a process of its own."""
+    options = asdict(replace(s, memory_of=name, scales=scale))
+    command = [sys.executable, '-m', 'bench.inference', *(f'--{key}={value}' for key, value in options.items())]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return json.loads(out.splitlines()[-1])
 
 
-def speed(sizes: Sizes) -> Iterator[dict]:
-    models, prompts = {name: ready_model(name, sizes) for name in FAMILY}, sizes.prompts()
-    for what, n_new, rounds in (('end-to-end tokens/s', sizes.new, 3), ('prefill tokens/s', 1, 7)):
+def speed(scale: str, s: Settings) -> Iterator[dict]:
+    models, prompts = {name: ready_model(name, scale) for name in method_names(s)}, prompts_of(s)
+    for what, n_new in (('end to end', s.new), ('prefill', 1)):
         sides = {name: lambda model=model, n_new=n_new: generate(model, prompts, n_new, temperature=0)
                  for name, model in models.items()}
-        ratios = over_standard(alternate(sides, rounds, warmup=1))
-        yield {'what': what} | {name: round(1 / ratio, 3) for name, ratio in ratios.items()}
+        seconds = alternate(sides, s.rounds, warmup=1)
+        n_tokens = s.batch * (n_new if what == 'end to end' else s.prompt)
+        yield {'scale': scale, 'what': f'throughput, {what}',
+               'standard tokens/s': round(n_tokens / seconds['standard'], 1),
+               **{name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}}
 
 
-def figures(sizes: Sizes, measure_memory) -> Iterator[dict]:
-    yield from speed(sizes)
-    used = {name: measure_memory(name, sizes) for name in FAMILY}
-    for what in ('peak', 'held', 'cache'):
-        of_standard = max(1, used['standard'][what])  # at toy size it may be nothing
-        yield {'what': f'{what} memory'} | over_standard({**{name: u[what] for name, u in used.items()},
-                                                          'standard': of_standard})
+def figures(s: Settings) -> Iterator[dict]:
+    for scale in s.scales.split(','):
+        yield from speed(scale, s)
+        measure = memory if s.toy else memory_apart
+        used = {name: measure(name, scale, s) for name in method_names(s)}
+        for what in ('held', 'peak', 'cache'):
+            n_bytes = {name: of_method[what] for name, of_method in used.items()}
+            n_bytes['standard'] = max(1, n_bytes['standard'])  # at toy size it may be nothing
+            yield {'scale': scale, 'what': f'memory, {what}',
+                   'standard MiB': round(n_bytes['standard'] / 2 ** 20, 1), **over_standard(n_bytes)}
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in FAMILY:
-        print(json.dumps(memory(argv[0], FULL)))
-        return
-    toy = '--toy' in argv
-    write_results('inference', figures(TOY, memory) if toy else figures(FULL, memory_apart), toy=toy)
+    with friendly_errors():
+        s, *_ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if s.memory_of:
+            print(json.dumps(memory(s.memory_of, s.scales.split(',')[0], s)))
+            return
+        if s.toy:
+            s = replace(s, scales='toy', batch=2, prompt=8, new=4)
+        write_results('inference', figures(s), toy=s.toy)
 
 
 if __name__ == '__main__':

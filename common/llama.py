@@ -53,8 +53,11 @@ def tables_of(c) -> dict[str, str]:
 
 # ---- to Hugging Face ----
 
-def llama_config(c, n_rows: int, max_tokens: int):
-    """The LlamaConfig of a model_standard.Config. Documents are left out: Llama does not know them."""
+def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
+    """The LlamaConfig of a model_standard.Config. Documents are left out: Llama does not know them.
+
+    eos_id ends a text in generation. No id is padding: where one is, `generate` hides it in prompts.
+    """
     from transformers import LlamaConfig
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
     if c.rope_scaling:
@@ -64,8 +67,8 @@ def llama_config(c, n_rows: int, max_tokens: int):
     return LlamaConfig(
         vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
-        rope_parameters=rope, tie_word_embeddings=c.tied_head, bos_token_id=None, eos_token_id=c.eos_id, pad_token_id=0,
-        max_position_embeddings=max_tokens)
+        rope_parameters=rope, tie_word_embeddings=c.tied_head, max_position_embeddings=max_tokens,
+        bos_token_id=None, eos_token_id=eos_id, pad_token_id=None)
 
 
 def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
@@ -84,7 +87,7 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
     """
     from transformers import LlamaForCausalLM
     c = model.config
-    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192))
+    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192, c.eos_id))
     tensors = llama_tensors(c, dict(model.named_parameters()), c.n_ids)
     if c.tied_head:
         tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
@@ -94,7 +97,8 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
 
 def export_llama(run, folder) -> None:
     """Writes a Standard run as a Hugging Face Llama folder, in its checkpoint's dtype, with its tokenizer's file."""
-    if Path(folder).exists():
+    folder = Path(folder)
+    if folder.exists():
         raise UserError(f'{folder} exists: give --to_llama the name of a folder that is not there yet')
     record = runs.read_run(run)
     c = runs.saved_config(record, run)
@@ -105,9 +109,9 @@ def export_llama(run, folder) -> None:
             raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which a Llama has not')
     tensors = runs.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
     n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
-    config = llama_config(c, n_rows, block_size)
+    config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
     config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
-    temporary = Path(f'{folder}.writing')
+    temporary = folder.with_name(f'{folder.name}.writing')
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     config.save_pretrained(temporary)
@@ -216,7 +220,7 @@ def rope_scaling_of(rope: dict, folder) -> str | None:
         return f'{rope["factor"]},1e9,2e9,1'
     if rope['rope_type'] == 'llama3':
         names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
-        return ','.join(f'{rope[name]:g}' for name in names)
+        return ','.join(f'{rope[name]:.15g}' for name in names)
     raise UserError(f'{folder} scales its positions by {rope["rope_type"]!r}: expected default, linear or llama3')
 
 
@@ -252,6 +256,11 @@ def read_tensors(folder: Path, c, n_rows: int, shapes: dict) -> dict:
         return tensor
     tensors = {}
     try:
+        if tied & file_of.keys():
+            rows = (n_rows, c.n_embd)
+            if not torch.equal(read('lm_head.weight', rows), read('model.embed_tokens.weight', rows)):
+                raise UserError(f'{folder} has tie_word_embeddings = true in config.json, and a lm_head.weight that is '
+                                'not its model.embed_tokens.weight: set it to false there, if the weights are right')
         for ours, of_ours in parts.items():
             of_theirs = [read(name, (rows, *shapes[ours][1:])) for name, rows in of_ours]
             padding = of_theirs[0].new_zeros(shapes[ours][0] - sum(map(len, of_theirs)), *shapes[ours][1:])

@@ -53,6 +53,7 @@ REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is r
 LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
                   *(f'.{name}.writing' for name in ('config.json', *TOKENIZER_FILES))}
 RENAMED: dict[str, str] = {}  # settings of older runs: {name in an old config.json: name now}
+UNSTATED = {'eval_seed': None}  # what older code did without a setting for it, where the default is another now
 
 
 # ---- models ----
@@ -212,20 +213,22 @@ def read_run(folder) -> dict:
         raise UserError(f'{folder} is a Hugging Face folder: make it a run with python eval.py {folder} '
                         f'--from_llama={name}, and use {name}')
     typed('model', record['model'], str, f'in {path}')
-    needed = {'settings': {'block_size': int}, 'model_config': {}, 'versions': {},
+    needed = {'settings': {'block_size': int, 'eval_seed': int | None}, 'model_config': {}, 'versions': {},
               'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'sha256': str}}
     for part, types_of in needed.items():
         if not isinstance(record.get(part), dict):
             raise UserError(f'{path} is damaged ({part} is missing, or no object): {remedy}')
         record[part] = {RENAMED.get(name, name): value for name, value in record[part].items()}
+        if part == 'settings':
+            record[part] = {**UNSTATED, **record[part]}
         if missing := types_of.keys() - record[part].keys():
             raise UserError(f'{path} is damaged ({part} has no {", ".join(sorted(missing))}): {remedy}')
         for name, kind in types_of.items():
             record[part][name] = typed(name, record[part][name], kind, f'in {path}')
-    data = record['data']
+    data, eval_seed = record['data'], record['settings']['eval_seed'] or 0
     data['bos'] = typed('bos', data.get('bos', False), bool, f'in {path}')  # older runs have no such data
-    if not (record['settings']['block_size'] >= 1 and 0 <= data['eos_id'] < data['n_ids']):
-        raise UserError(f'{path} is damaged (block_size, n_ids or eos_id out of range): {remedy}')
+    if not (record['settings']['block_size'] >= 1 and eval_seed >= 0 and 0 <= data['eos_id'] < data['n_ids']):
+        raise UserError(f'{path} is damaged (block_size, eval_seed, n_ids or eos_id out of range): {remedy}')
     if 'tokenizer_digest' in data:  # older runs have the path of a file elsewhere
         if data['tokenizer'] in TOKENIZER_FILES:
             data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())

@@ -33,21 +33,35 @@ def counted(idx, targets, eos_id: int | None) -> int:
 
 
 @torch.no_grad()
-def validation_loss(model, data, T: int, n_windows: int, batch_size: int, device) -> tuple[float, int]:
-    """(nats per token, tokens that count) of the first validation windows of T tokens, summed in float64.
+def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None, batch_size: int,
+                    device) -> tuple[dict[str, float], int]:
+    """({part of the loss: mean over the tokens that count}, how many count) on validation windows of T tokens.
 
-    The tokens are the same for any number of processes.
+    n_tokens: of so many tokens, whose windows lie at random offsets by `seed`, or with seed None one after the other
+    from the start. Where the split has no more than n_tokens, or n_tokens is None: all of it, in order. The windows are
+    the same for any number of processes. 'nll' is in nats per token; a part that counts other positions than the nll is
+    a mean of the batches' means. Summed in float64.
     """
-    totals = torch.zeros(2, dtype=torch.float64)
+    n_windows = data.n_windows('val', T)
+    if n_tokens is None or n_tokens // T >= n_windows:
+        seed = None
+    else:
+        n_windows = max(1, n_tokens // T)
+    totals, n_counted = {}, 0
     mine = range(rank(), n_windows, world())
     for start in range(0, len(mine), batch_size):
-        idx, targets = data.val_batch(mine[start:start + batch_size], T)
+        idx, targets = data.val_batch(mine[start:start + batch_size], T, seed)
         count = counted(idx, targets, model.config.eos_id)
-        nll = model(idx.to(device), targets.to(device))['nll'].item()
-        totals += torch.tensor([nll * count, count], dtype=torch.float64)
+        for name, mean in model(idx.to(device), targets.to(device)).items():
+            totals[name] = totals.get(name, 0.0) + mean.item() * count
+        n_counted += count
+    shares = [(totals, n_counted)]
     if world() > 1:
-        dist.all_reduce(totals)
-    return (totals[0] / totals[1]).item(), int(totals[1])
+        shares = [None] * world()
+        dist.all_gather_object(shares, (totals, n_counted))
+    n_counted = sum(count for _, count in shares)
+    names = dict.fromkeys(name for totals, _ in shares for name in totals)
+    return {name: sum(totals.get(name, 0.0) for totals, _ in shares) / n_counted for name in names}, n_counted
 
 
 def perplexity(nats: float) -> float:

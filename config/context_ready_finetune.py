@@ -5,6 +5,7 @@ from config.context_ready_small import (
     block_size,
     data,
     eval_interval,
+    eval_seed,
     eval_tokens,
     learning_rate,
     micro_batch_size,

@@ -17,4 +17,5 @@ schedule = 'constant'
 warmup_tokens = 100_000
 eval_interval = 250
 eval_tokens = 90_000
+eval_seed = None
 save_interval = 1000

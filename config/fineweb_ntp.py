@@ -10,3 +10,4 @@ batch_size = 512  # 0.5M tokens; the paper's text says 500M, its table and its n
 max_tokens = 100_000_000_000
 learning_rate = 4e-4
 warmup_tokens = 1_000_000_000  # and the last 10B decay
+eval_interval = 1000

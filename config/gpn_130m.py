@@ -13,3 +13,4 @@ max_tokens = 10_000 * 128 * 2048  # 10k steps, 2.6B tokens
 learning_rate = 6e-4
 schedule = 'cosine'  # to a tenth
 warmup_tokens = 100 * 128 * 2048
+eval_interval = 1000

@@ -3,3 +3,4 @@ from config.standard_xl import *
 
 model = 'sps'
 method = 'reverse_sps'
+micro_batch_size = 1  # a step fits 80 GiB by --dry_run

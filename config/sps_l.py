@@ -2,3 +2,4 @@
 from config.standard_l import *
 
 model = 'sps'
+micro_batch_size = 3  # a step fits 80 GiB by --dry_run

@@ -3,3 +3,4 @@ n_layer = 24
 n_head = 16
 n_embd = 1024
 warmup_tokens = 100_000_000  # M and up
+micro_batch_size = 6  # a step fits 80 GiB by --dry_run

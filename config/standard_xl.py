@@ -4,3 +4,4 @@ from config.standard_m import *
 n_layer = 48
 n_head = 25
 n_embd = 1600
+micro_batch_size = 2  # a step fits 80 GiB by --dry_run, with the buckets of several GPUs too

@@ -4,3 +4,4 @@ from config.standard_xl import *
 model = 'sps'
 method = 'two_x_memory'
 window = None  # both streams persist
+micro_batch_size = 1  # a step fits 80 GiB by --dry_run

@@ -17,7 +17,7 @@ if sys.argv[0] == '-m':  # as in python -m data.pointer_chasing, which runs this
 
 from common.files import UserError
 from data.shards import BUILT, VAL_SHARE, Data, write_data
-from data.sources import START, batches, file_batches, fitting_share, text_files
+from data.sources import START, batches, file_batches, fitting_share, is_for_datasets, text_files
 from data.tasks import Generated, builtin_data, task_class
 
 
@@ -53,12 +53,15 @@ def text_data(path: Path, files: list[str]) -> tuple:
     of_older_code = built_folder(path, [identity, 10_000, VAL_SHARE])  # in documents of 10,000 bytes; runs may go on
     if of_older_code.exists():
         return of_older_code, None
-    s = SimpleNamespace(text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE)
+    s = SimpleNamespace(text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE, val_hash='sha256')
 
     def read(position):
         return file_batches(files, s, position['state'])
 
     def build(built):
+        if path.is_dir() and is_for_datasets(path):
+            raise UserError(f'{path} has records beside {len(files)} .txt: make a data folder of the records with '
+                            f'python prepare_fineweb.py {path}, or give a folder of texts alone')
         from data.tokenizers import load_tokenizer  # here, as that file is a program too
         s.val_share = fitting_share(read, s)
         write_data(built, load_tokenizer('byte'), (found for _, batch in batches(read, s, START) for found in batch))

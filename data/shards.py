@@ -168,13 +168,18 @@ def document_ids(tokenizer, text: str) -> np.ndarray:
     return np.concatenate([np.asarray(ids, dtype) for ids in (tokenizer.start, encode(text), [tokenizer.eos_id])])
 
 
-def split_of(text: str, val_share: float = VAL_SHARE) -> str:
+def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
     """'train' or 'val' by a hash of a document's text or id, so that equal documents are never in both."""
-    return 'val' if hash_share(text) < val_share else 'train'
+    return 'val' if hash_share(text, val_hash) < val_share else 'train'
 
 
-def hash_share(text: str) -> float:
-    """A number in [0, 1] by a hash of a text."""
+def hash_share(text: str, val_hash: str = 'sha256') -> float:
+    """A number in [0, 1] by a hash of a text: its first 8 bytes as an integer, over 2^64.
+
+    sha256: of the text, big-endian. md5: of '42:' and the text, little-endian, as in the official SPS code.
+    """
+    if val_hash == 'md5':
+        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
 
 
@@ -369,9 +374,17 @@ class Data:
         windows = torch.from_numpy(np.stack(windows))
         return windows[:, :-1], windows[:, 1:]
 
-    def val_batch(self, windows, T: int) -> tuple:
-        """idx, targets (len(windows), T) int64 of these validation windows, cut one after the other from the start."""
-        windows = torch.from_numpy(np.stack([self.tokens('val', w * T, T + 1) for w in windows]))
+    def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
+        """idx, targets (len(windows), T) int64 of the validation windows with these numbers.
+
+        They are cut one after the other from the start. With a seed, window i is at a random offset, a function of seed
+        and i alone: drawn with replacement, windows may overlap.
+        """
+        starts = [w * T for w in windows]
+        if seed is not None:
+            n_starts = self.starts['val'][-1] - T
+            starts = [int(np.random.default_rng([seed, w]).integers(n_starts)) for w in windows]
+        windows = torch.from_numpy(np.stack([self.tokens('val', start, T + 1) for start in starts]))
         return windows[:, :-1], windows[:, 1:]
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,6 +26,7 @@ BATCH = 256  # records that are read, and then encoded, at a time
 TAIL = 0.1  # share of the only text that becomes validation data, as nanoGPT has it
 ENOUGH = 10  # validation documents; of fewer than 200 documents 5% are
 START = {'state': None, 'skip': 0, 'documents': 0}  # the position of a source's first document
+SHUFFLE_SEED = 2357  # official SPS code
 
 # ---- which files ----
 
@@ -36,14 +38,18 @@ def text_files(name: str) -> list[str]:
     return [str(file) for file in sorted(path.rglob('*.txt')) if file.is_file()]
 
 
+def is_for_datasets(folder) -> bool:
+    """Whether a folder holds files of records: its .txt files, a licence perhaps, are then not the texts."""
+    return any(file.name.endswith(OF_DATASETS) for file in Path(folder).rglob('*'))
+
+
 def local_files(name: str) -> list[str]:
     """The files that a path or a pattern names, all of one kind.
 
     None if it names a dataset of the hub, or a folder that is for `datasets` to read: one of more than texts.
     """
     if os.path.isdir(name):
-        is_dataset = any(file.name.endswith(OF_DATASETS) for file in Path(name).rglob('*'))
-        return [] if is_dataset else text_files(name)
+        return [] if is_for_datasets(name) else text_files(name)
     files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
     if not files and (glob.has_magic(name) or name.endswith(KINDS)):
         raise UserError(f'no file matches {name}')
@@ -61,32 +67,41 @@ def local_files(name: str) -> list[str]:
 # ---- reading them ----
 
 def open_source(name: str, s) -> tuple[Callable, str, int | None]:
-    """(read, a checksum of what the source is, its number of records where that is known).
+    """(read, a checksum of what the source is, its number of records where that is known). With s.shuffle, shuffled.
 
     read(position) yields batches (state, [(place, record, split)]): where in the source the batch begins, and for each
     record, a dict, what is said of its place in an error, and its split where its hash does not decide that. The
     checksum is of the names, sizes and times of local files, and of the revision of a dataset on the hub.
     s: as prepare_fineweb.Settings.
     """
+    read, checksum, n_records = source_in_order(name, s)
+    return (shuffled_read(read, s.shuffle) if s.shuffle else read), checksum, n_records
+
+
+def source_in_order(name: str, s) -> tuple[Callable, str, int | None]:
+    """`open_source` of the documents in their order; with s.shuffle the files are in another."""
     files = local_files(name)
     if files and not files[0].endswith('.parquet'):
-        return lambda position: file_batches(files, s, position['state']), checksum_of_files(files), None
+        checksum = checksum_of_files(files)
+        shuffle_files(files, s)
+        return lambda position: file_batches(files, s, position['state']), checksum, None
     if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):
         return saved_source(name, s)
     import datasets
-    config = s.config or ('sample-100BT' if name == FINEWEB else None)
+    config = s.config or ('sample-100BT' if name == FINEWEB else None)  # of a preparation that older code began
     try:
         if files:
             builder = datasets.load_dataset_builder('parquet', data_files=[glob.escape(file) for file in files])
         else:
             builder = datasets.load_dataset_builder(name, config)
+        identity = [builder.hash]
+        for split, of_split in (builder.config.data_files or {}).items():
+            for file, origin in zip(of_split, of_split.origin_metadata):  # the origin: revision on the hub, or time
+                identity.append((str(split), file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
+            shuffle_files(of_split, s)
         stream = builder.as_streaming_dataset(split='train' if files else s.split)
     except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
-    identity = [builder.hash]
-    for split, of_split in (builder.config.data_files or {}).items():
-        for file, origin in zip(of_split, of_split.origin_metadata):  # the origin: revision on the hub, or time
-            identity.append((str(split), file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
     info = stream.info.splits and stream.info.splits.get(s.split)
     return (lambda position: stream_batches(name, stream.with_format('arrow'), s, position), checksum_of(identity),
             info and info.num_examples)
@@ -106,6 +121,45 @@ def saved_source(name: str, s) -> tuple[Callable, str, int]:
     stream = saved.to_iterable_dataset().with_format('arrow')
     files = sorted(str(path) for path in Path(name).rglob('*') if path.is_file())
     return lambda position: stream_batches(name, stream, s, position), checksum_of_files(files), len(saved)
+
+
+def shuffle_files(files: list, s) -> None:
+    """With s.shuffle, puts a source's files in another order, always the same one."""
+    if s.shuffle:
+        random.Random(SHUFFLE_SEED).shuffle(files)
+
+
+def shuffled_read(read: Callable, n: int) -> Callable:
+    """A `read` that yields the records of another one shuffled, in blocks of n.
+
+    A block is read whole and shuffled by its number. So a place in it is the place in the source where the block begins
+    and how many of its records have been yielded: reading goes on from there exactly, and no buffer need be saved. (The
+    official SPS code has a buffer of n that slides, one for each of its processes.)
+    """
+    def read_blocks(position):
+        begin = position['state'] or {'source': None, 'skip': 0, 'block': 0, 'yielded': 0}
+        counts = [begin.get(name) for name in ('skip', 'block', 'yielded')]
+        if not all(is_count(count, 0) for count in counts) or not isinstance(begin.get('source'), dict | None):
+            raise no_such_place(begin)
+        skip, block, yielded = counts
+        source = read({'state': begin['source'], 'skip': skip, 'documents': block * n})
+        records = ((state, i, record) for state, batch in source for i, record in enumerate(batch))
+        records = islice(records, skip, None)
+        while found := list(islice(records, n)):
+            state, skip, _ = found[0]
+            random.Random(f'{SHUFFLE_SEED} {block}').shuffle(found)
+            for start in range(yielded, len(found), BATCH):
+                batch = [(f'{place} in the shuffled order', *rest)
+                         for *_, (place, *rest) in found[start:start + BATCH]]
+                yield {'source': state, 'skip': skip, 'block': block, 'yielded': start}, batch
+            block, yielded = block + 1, 0
+            found.clear()  # so that no two blocks are in memory
+    return read_blocks
+
+
+def no_such_place(state) -> UserError:
+    return UserError(f'progress.json is damaged: {state!r:.100} is no place in the source; remove its folder and start '
+                     'again')
 
 
 def checksum_of_files(files: list[str]) -> str:
@@ -141,8 +195,7 @@ def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
     """`read` of json and txt files."""
     state = state or {'file': 0, 'line': 0}
     if not (is_count(state.get('file'), 0) and state['file'] < len(files) and is_count(state.get('line'), 0)):
-        raise UserError(f'progress.json is damaged: {state!r:.100} is no place in the source; remove its folder '
-                        'and start again')
+        raise no_such_place(state)
     records = file_records(files, s, state)
     while batch := list(islice(records, BATCH)):
         yield batch[0][0], [record for _, *record in batch]
@@ -214,7 +267,7 @@ def json_records(file: str, first: int) -> Iterator[tuple]:
 def batches(read: Callable, s, position: dict) -> Iterator[tuple]:
     """Yields (position of the first record, [(split, text)]) in the order of the source."""
     for begin, found in documents(read, s, position):
-        yield begin, [(split or split_of(key, s.val_share), text) for split, key, text in found]
+        yield begin, [(split or split_of(key, s.val_share, s.val_hash), text) for split, key, text in found]
 
 
 def documents(read: Callable, s, position: dict) -> Iterator[tuple]:
@@ -243,7 +296,7 @@ def fitting_share(read: Callable, s, max_tokens: int | None = None) -> float:
         if split:
             print(f'one text: its last {TAIL:.0%} are the validation data', flush=True)
             return s.val_share
-        share = hash_share(key)
+        share = hash_share(key, s.val_hash)
         n_val += share < s.val_share and share not in hashes
         hashes.add(share)
         n_bytes += len(text.encode()) + 1

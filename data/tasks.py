@@ -113,8 +113,8 @@ class Generated:
             numbers = [shuffled(i, n, seed)[0] for i in numbers]
         return self._batch(self.rows('train', numbers, seed))
 
-    def val_batch(self, windows, T: int) -> tuple:
-        """idx, targets (len(windows), T) int64 of the held-out rows with these numbers."""
+    def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
+        """idx, targets (len(windows), T) int64 of the held-out rows with these numbers, whatever the seed."""
         return self._batch(self.rows('val', windows, 0))
 
     def _batch(self, rows):

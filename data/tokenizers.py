@@ -259,8 +259,8 @@ def main(argv: list[str] | None = None) -> None:
         if not paths:
             raise UserError("which texts? python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json")
         for path in paths:
-            if not path.is_file():
-                raise UserError(f'{path} is no file: expected .txt or .jsonl files, or a pattern of them')
+            if not path.is_file() or path.suffix not in ('.txt', '.jsonl'):
+                raise UserError(f'{path} is no text file: expected .txt or .jsonl files, or a pattern of them')
         if Path(s.out).exists():
             raise UserError(f'{s.out} exists: write to another --out')
         if not Path(s.out).parent.is_dir():

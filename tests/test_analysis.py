@@ -24,8 +24,8 @@ def write_run(folder, losses, model='standard', seed=0, settings=None, **values)
 
 
 def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
-    runs = [write_run(tmp_path / 'a', [4.0, None, 2.0]),
-            write_run(tmp_path / 'b', [4.0, 9.0, 3.0], seed=1, settings={'threads': 4}),
+    runs = [write_run(tmp_path / 'a', [4.0, None, 2.0], settings={'extend': None}),
+            write_run(tmp_path / 'b', [4.0, 9.0, 3.0], seed=1, settings={'threads': 4, 'extend': 'out/short_b'}),
             write_run(tmp_path / 'c', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='sps', window=64),
             write_run(tmp_path / 'd', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='two_x_memory',
                       window=None)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, run
 
 import train
 from common import runs
@@ -94,7 +95,8 @@ def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
     path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nfrom math import sqrt\n'
                  'n_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
     settings, _, given = load_settings(with_warmup(), [path, '--count=5'], config_of=model_config_class)
-    assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'count': 5}
+    assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'micro_batch_size': 6,
+                     'count': 5}
     assert settings.count == 5
 
 
@@ -102,6 +104,7 @@ def with_warmup():
     @dataclass
     class Settings(Example):
         warmup_tokens: int = 0  # warm-up
+        micro_batch_size: int = 1  # sequences
     return Settings
 
 
@@ -134,6 +137,26 @@ def test_every_config_file_is_a_model_and_settings(path):
     names = {f.name for f in dataclasses.fields(runs.model_file(given.get('model', 'standard')).Config)}
     of_data = {'eos_id': None}  # with the vocabulary of the data
     runs.make_config(given.get('model', 'standard'), of_data | {k: v for k, v in given.items() if k in names})
+
+
+def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_does():
+    s40, s100 = (train.read_settings(args)[0] for args in (['config/standard_s.py', '--max_tokens=40e9'],
+                                                           ['config/standard_xl_100b.py']))
+    for s, decay in ((s40, 36e9), (s100, 90e9)):
+        tokens_per_step = s.batch_size * s.block_size
+        assert 0 <= decay - train.last_before_decay(s) * tokens_per_step < tokens_per_step
+        assert train.learning_rate(s, decay) == pytest.approx(6e-4) and train.learning_rate(s, 1.01 * decay) < 5.8e-4
+        assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
+        assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)
+    assert 'config/${m}_s.py --max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'docs/sps.md').read_text()  # 20M tokens
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
+@pytest.mark.parametrize('method', ['standard', 'sps', 'two_x_memory', 'delayed_state', 'reverse_sps'])
+def test_a_step_of_every_sps_config_fits_80_gib_by_the_estimate(method, scale):
+    result = run('train.py', f'config/{method}_{scale}.py', '--dry_run', '--memory=80')
+    assert 'a step fits 80 GiB' in result.stdout, result.stdout + result.stderr
 
 
 def test_missing_config_file_names_the_nearest():

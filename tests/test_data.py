@@ -5,6 +5,7 @@ import random
 import shutil
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import assert_sentence, run
 
 import data
 from common.files import UserError
+from common.scoring import validation_loss
 from data import python_docs, shards
 from data.shards import Data, permute
 from data.tokenizers import load_tokenizer, padded_vocab
@@ -71,6 +73,42 @@ def test_batches_depend_on_seed_and_step_only(tiny_data):
     parts = [d.train_batch(7, 8, 32, 1, slice(a, b))[0] for a, b in ((0, 3), (3, 8))]
     assert torch.equal(torch.cat(parts), idx)
     assert not torch.equal(d.train_batch(7, 8, 32, seed=2)[0], idx)
+
+
+# ---- validation ----
+
+def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_data):
+    d, T, n = Data(tiny_data), 32, 200
+    whole = stream(tiny_data, 'val').astype(np.int64)
+    idx, targets = d.val_batch(range(n), T, seed=42)
+    assert torch.equal(idx[:, 1:], targets[:, :-1])
+    starts = {whole[i:i + T + 1].tobytes(): i for i in range(len(whole) - T)}
+    found = [starts[row.tobytes()] for row in torch.cat([idx, targets[:, -1:]], 1).numpy()]
+    assert len({i % T for i in found}) > T // 2 and len(set(found)) < n  # with replacement
+    assert max(found) - min(found) > 0.9 * (len(whole) - T)
+    assert torch.equal(d.val_batch([7, 3], T, seed=42)[0], idx[[7, 3]])  # whoever reads them
+    assert not torch.equal(d.val_batch(range(n), T, seed=43)[0], idx)
+    in_order = d.val_batch(range(3), T)[0]
+    assert in_order.flatten().tolist() == whole[:3 * T].tolist()
+
+
+@pytest.mark.parametrize('n_tokens, seed, want', [
+    (320, 42, 'random'), (320, None, 'first'), (10 ** 7, 42, 'all'), (None, 42, 'all'), (0, None, 'one')])
+def test_a_validation_loss_is_of_so_many_tokens_and_of_all_in_order_where_there_are_fewer(tiny_data, n_tokens, seed,
+                                                                                          want):
+    d, T, seen = Data(tiny_data), 32, []
+
+    def model(idx, targets):
+        seen.extend(idx.tolist())
+        mean = idx.double().mean()
+        return {'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean}
+    model.config = SimpleNamespace(eos_id=None)
+    parts, n_counted = validation_loss(model, d, T, n_tokens, seed, 3, 'cpu')
+    n = {'all': d.n_windows('val', T), 'one': 1}.get(want, 10)
+    assert seen == d.val_batch(range(n), T, 42 if want == 'random' else None)[0].tolist()
+    assert n_counted == n * T
+    mean = np.mean(seen)
+    assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
 
 
 @pytest.mark.slow
@@ -293,5 +331,9 @@ def test_a_tokenizer_is_trained_to_a_size_and_gives_texts_back(tmp_path):
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
     again = run('-m', 'data.tokenizers', tmp_path / 'a.jsonl', f'--out={tmp_path / "bpe.json"}')
     assert_sentence(again, 'exists: write to another --out')
+    (tmp_path / 'a.jsonl.gz').write_bytes(b'compressed')
+    for name in ('a.jsonl.gz', '.', 'none.txt'):
+        result = run('-m', 'data.tokenizers', tmp_path / name, f'--out={tmp_path / "c.json"}')
+        assert_sentence(result, 'is no text file')
     (tmp_path / 'b.jsonl').write_text('{"text": "a"}\n{"words": "b"}\n')
     assert_sentence(run('-m', 'data.tokenizers', tmp_path / 'b.jsonl', f'--out={tmp_path / "c.json"}'), 'line 2')

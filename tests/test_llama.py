@@ -93,6 +93,12 @@ def test_shards_are_read(tmp_path):
         assert torch.equal(a, b)
 
 
+def test_positions_beyond_a_million_come_back():
+    rope = LLAMA3 | {'original_max_position_embeddings': 2 ** 20, 'factor': 8.123456789}
+    c = runs.make_config('standard', {'rope_scaling': llama.rope_scaling_of(rope, 'folder'), 'rope_theta': 5e5})
+    assert llama.llama_config(c, 257, 2 ** 23, None).rope_parameters == rope
+
+
 def edit_weights(folder, change):
     tensors = load_file(folder / 'model.safetensors')
     change(tensors)
@@ -106,7 +112,8 @@ NAME = 'model.layers.1.self_attn.k_proj.weight'
     (lambda tensors: tensors.pop(NAME), f'lacks the tensor {NAME}'),
     (lambda tensors: tensors.update({'model.layers.1.self_attn.o_proj.bias': torch.zeros(48)}),
      'has a tensor model.layers.1.self_attn.o_proj.bias, for which model_standard has no place'),
-    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says')])
+    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says'),
+    (lambda tensors: tensors.update({'lm_head.weight': torch.zeros(257, 48)}), 'has tie_word_embeddings = true')])
 def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
     edit_weights(tmp_path / 'folder', change)
@@ -179,3 +186,16 @@ def test_context_ready_says_which_blocks_a_llama_needs(tiny_data, tmp_path):
     result = run('train.py', *NO_SIZES, '--model=context_ready', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
                  f'--init_from={tmp_path / "source"}')
     assert_sentence(result, "set block = 'llama'")
+
+
+def test_generation_by_hugging_face_from_an_export_is_ours(tmp_path):
+    """With every id in a prompt: none is padding, which Hugging Face would hide. Its end is that of the tokenizer."""
+    from transformers import AutoModelForCausalLM
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    model, record = import_run(tmp_path / 'folder', tmp_path / 'run')
+    llama.export_llama(tmp_path / 'run', tmp_path / 'back')
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'back')
+    assert theirs.config.eos_token_id == record['data']['eos_id'] == 256
+    idx = torch.tensor([[0, 5, 0, 9, 0]])
+    found = theirs.generate(idx, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    assert (found.logits[0] - model.logits(idx)[:, -1, :257]).abs().max() < 1e-5

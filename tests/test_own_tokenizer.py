@@ -48,6 +48,12 @@ def test_a_copied_run_samples_without_its_data_and_resumes_where_the_data_were_m
         assert run('train.py', f'--out_dir={copy}', '--resume', f'--data={name}').returncode == 0
 
 
+def test_a_dry_run_without_the_data_names_the_tokenizer_of_its_source(trained, tmp_path):
+    result = train_tiny(tmp_path / 'gone', tmp_path / 'new', f'--init_from={trained}', '--dry_run')
+    assert f' --tokenizer={trained}/tokenizer.json ' in result.stdout, result.stderr
+    assert_sentence(train_tiny(tmp_path / 'typo.txt', tmp_path / 'new', '--dry_run'), 'typo.txt')
+
+
 def test_what_needs_one_tokenizer_compares_its_content(trained, tokenizers, tmp_path):
     record = runs.read_run(trained)
     other = Data(tokenizers / 'other')

@@ -10,7 +10,7 @@ from test_analysis import write_run
 
 from analysis import report
 from common.files import UserError
-from common.runs import load_run
+from common.runs import load_run, read_log
 
 CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
 
@@ -31,7 +31,8 @@ def two_runs(tmp_path):
             write_run(tmp_path / 'b<!--<script>', [4.0, 3.5], 'sps', method='sps')]
     (tmp_path / 'a/log.jsonl').write_text('\n'.join(json.dumps(
         {'step': i, 'tokens': 100 * i, 'seconds': 60.0 * i, 'nll': 3.0, 'tokens_per_s': 10.0 * i, 'mfu': 0.25,
-         'memory_gib': 1.5} | ({'val': 2.125, 'accuracy': 0.75} if i == 3 else {})) for i in range(1, 4)))
+         'memory_gib': 1.5} | ({'val': 2.125, 'val_kl': 0.5, 'accuracy': 0.75} if i == 3 else {}))
+        for i in range(1, 4)))
     results = [{'results': {'piqa': {'acc': acc}, 'speculative': {'speedup 1': 2.0}}, 'settings': {'limit': 7}}
                for acc in (0.1, 0.625)]
     (tmp_path / 'a/eval.jsonl').write_text('\n'.join(map(json.dumps, results)) + '\n{"results": {"cut')
@@ -48,6 +49,7 @@ def test_the_page_has_what_the_runs_have(two_runs, tmp_path):
     for text in ('href="a/"', 'piqa acc limit=7', '0.625', 'accuracy'):
         assert text in page, text
     assert 'speedup' not in page  # the table of the runs has it
+    assert report.task_scores(read_log(two_runs[0])) == {'accuracy': 0.75}
     assert 'max_tokens' not in page  # only one of them has that setting
     assert [d['name'] for d in data] == ['a', 'b<!--<script>']
     assert data[0]['curves']['val'] == {'step': [3], 'tokens': [300], 'minutes': [3], 'y': [2.125]}
@@ -67,6 +69,7 @@ def test_damaged_and_missing_records_are_notes(tmp_path):
     runs = [write_run(tmp_path / name, [4.0, 3.0]) for name in ('log', 'config', 'other_model', 'bad_types', 'whole')]
     (tmp_path / 'log/log.jsonl').write_bytes(b'\xff\x00{"step": 1')
     (tmp_path / 'log/speculative.csv').write_text('draft_len,speedup\n1,x\n')
+    (tmp_path / 'whole/speculative.csv').write_text('draft_len,speedup\n1,1.5\n')
     (tmp_path / 'log/eval.jsonl').write_text('[]\n{"results": 1}\n{"results": {"a": {"b": null}}}\n')
     (tmp_path / 'config/config.json').write_text('{')
     record = json.loads((tmp_path / 'log/config.json').read_text())
@@ -75,8 +78,9 @@ def test_damaged_and_missing_records_are_notes(tmp_path):
     (tmp_path / 'file.txt').write_text('no run')
     result, page, data = report_of(tmp_path, *runs, tmp_path / 'file.txt', tmp_path / 'nowhere')
     assert 'left out' in result.stderr and 'file.txt' in result.stderr and 'nowhere' in result.stderr
-    for text in ('log: nothing logged', 'log: no decoding speed', 'config: no settings', 'config.json is damaged',
-                 'other_model: size and FLOPs unknown: unknown model', 'bad_types: nothing logged'):
+    for text in ('log: nothing logged', 'log: no decoding speed', 'whole: no decoding speed', 'config: no settings',
+                 'config.json is damaged', 'other_model: size and FLOPs unknown: unknown model',
+                 'bad_types: nothing logged'):
         assert text in page, text
     assert [len(d['curves']) for d in data] == [0, 1, 1, 0, 1]
     assert_sentence(run('-m', 'analysis.report', tmp_path / 'file.txt'), 'is not a run folder')

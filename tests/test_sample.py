@@ -230,6 +230,8 @@ def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')
     assert_sentence(run('sample.py', trained, 'a', '--stop=\udcff'), "stop is '\\udcff': expected text in UTF-8")
     assert_sentence(run('sample.py', trained, 'a', f'--file={tmp_path}'), f'there is no prompt file {tmp_path}')
+    (tmp_path / 'blank.txt').write_text('\n')
+    assert_sentence(run('sample.py', trained, f'--file={tmp_path}/blank.txt'), 'blank.txt has no prompts')
     assert_sentence(run('sample.py', '', 'a'), 'an empty name is not a run folder')
     assert run('sample.py', trained, 'a\0\udcff\ud800', '--max_new_tokens=2').returncode == 0
     assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones',

@@ -1,4 +1,5 @@
 """What a .txt file means, to training and to prepare_fineweb.py; validation data from little; failed builds."""
+import hashlib
 import json
 import shlex
 
@@ -128,7 +129,9 @@ def test_an_interrupted_preparation_goes_on_with_the_share_that_it_began_with(is
     progress = json.loads((tmp_path / 'out/progress.json').read_text())
     assert progress['position']['documents'] > 100
     if is_old:
-        del progress['crc32'], progress['arguments']['fitting_share'], progress['arguments']['split_lines']
+        del progress['crc32']
+        for later in ('fitting_share', 'split_lines', 'val_hash', 'shuffle'):
+            del progress['arguments'][later]
         (tmp_path / 'out/progress.json').write_text(json.dumps(progress))
     prepared(*args)
     share = 0.02 if is_old else progress['arguments']['fitting_share']
@@ -171,5 +174,79 @@ def test_a_folder_of_texts_and_records_is_not_read_as_texts(tmp_path):
     (tmp_path / 'LICENSE.txt').write_text('do as you like')
     (tmp_path / 'a.jsonl').write_text('{"id": 1, "text": "a"}\n')
     assert sources.local_files(str(tmp_path)) == []
+    with pytest.raises(UserError, match='has records beside 1 .txt: make a data folder'):
+        data.open_data(str(tmp_path))
     with pytest.raises(UserError, match='expected files of one kind'):
         sources.local_files(f'{tmp_path}/*')
+
+
+# ---- shuffling, and the recipe of FineWeb-Edu ----
+
+@pytest.fixture(params=['jsonl', 'parquet'])
+def many_files(request, tmp_path):
+    """A pattern of 5 files with 80 records each."""
+    (tmp_path / 'files').mkdir()
+    for i in range(5):
+        records = [{'id': str(n), 'text': text} for n, text in enumerate(LINES) if n // 80 == i]
+        path = tmp_path / f'files/{i}.{request.param}'
+        if request.param == 'jsonl':
+            path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+        else:
+            datasets.Dataset.from_list(records).to_parquet(path)
+    return tmp_path / f'files/*.{request.param}'
+
+
+def test_shuffling_reorders_files_and_documents_and_loses_none(many_files):
+    s = prepare_fineweb.Settings(shuffle=100)
+    read, *_ = sources.open_source(str(many_files), s)
+    order = [LINES.index(text) for _, batch in sources.batches(read, s, sources.START) for _, text in batch]
+    assert sorted(order) == [*range(400)]
+    assert [i // 80 for i in order[:60]] != sorted(i // 80 for i in order[:60])  # a block spans two files, mixed
+    assert min(order[:100]) >= 80  # the first file is not the first any more
+    assert sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
+
+
+def test_shuffled_reading_goes_on_from_every_batch_with_the_same_documents(many_files, monkeypatch):
+    monkeypatch.setattr(sources, 'BATCH', 30)
+    s = prepare_fineweb.Settings(shuffle=100)
+    read, checksum, _ = sources.open_source(str(many_files), s)
+    assert checksum == sources.open_source(str(many_files), prepare_fineweb.Settings())[1]  # of the source alone
+    whole = list(sources.batches(read, s, sources.START))
+    for i, (position, batch) in enumerate(whole):
+        position = json.loads(json.dumps({**position, 'skip': 7, 'documents': position['documents'] + 7}))
+        rest = list(sources.batches(sources.open_source(str(many_files), s)[0], s, position))
+        assert [batch[7:], *(batch for _, batch in whole[i + 1:])] == [batch for _, batch in rest]
+
+
+def test_an_interrupted_shuffled_preparation_ends_with_the_same_bytes(many_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'BATCH', 30)
+    options = ['--shuffle=100', '--shard_tokens=1500', '--val_share=0.1', '--val_hash=md5']
+    whole = prepared(many_files, tmp_path / 'whole', *options)
+    saves = iter(range(100))
+
+    def save_and_die(*args, save=prepare_fineweb.save_progress):
+        save(*args)
+        if next(saves) == 2:
+            raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_fineweb, 'save_progress', save_and_die)
+        assert prepare(many_files, tmp_path / 'out', *options).returncode == 130
+    assert 0 < json.loads((tmp_path / 'out/progress.json').read_text())['position']['state']['yielded']
+    prepared(many_files, tmp_path / 'out', *options)
+    for path in whole.glob('[a-z]*'):
+        assert (tmp_path / 'out' / path.name).read_bytes() == path.read_bytes(), path.name
+    is_val = [int.from_bytes(hashlib.md5(f'42:{i}'.encode()).digest()[:8], 'little') < 0.1 * 2 ** 64
+              for i in range(400)]
+    assert sorted(texts_of(whole, 'val')) == sorted(text for i, text in enumerate(LINES) if is_val[i])
+
+
+def test_fineweb_edu_has_the_recipe_of_the_sps_paper_by_default_and_other_sources_have_not(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(prepare_fineweb, 'prepare', lambda name, s: chosen.append((
+        name, s.config, s.val_share, s.val_hash, s.shuffle)))
+    for args in ([], ['--config=sample-10BT', '--shuffle=0'], ['allenai/c4']):
+        prepare_fineweb.main(args)
+    assert chosen == [('HuggingFaceFW/fineweb-edu', 'sample-350BT', 0.0005, 'md5', 200_000),
+                      ('HuggingFaceFW/fineweb-edu', 'sample-10BT', 0.0005, 'md5', 0),
+                      ('allenai/c4', None, 0.001, 'sha256', 0)]
+    assert_sentence(run('prepare_fineweb.py', '--val_hash=crc'), "val_hash is 'crc': expected md5 or sha256")

@@ -183,6 +183,18 @@ def test_a_damaged_checkpoint_is_replayed_from_the_one_before(tiny_data, undistu
 
 
 @pytest.mark.slow
+def test_init_from_takes_the_model_of_its_source(tiny_data, tmp_path):
+    """SPS has the tensors of Standard, so that nothing else would tell the two apart."""
+    assert train_tiny(tiny_data, tmp_path / 'sps', '--model=sps', '--window=4', steps=2).returncode == 0
+    for model in ([], ['--model=standard']):
+        out = tmp_path / f'new{len(model)}'
+        assert train_tiny(tiny_data, out, f'--init_from={tmp_path / "sps"}', *model, steps=1).returncode == 0
+        assert config_json(out)['model'] == ('standard' if model else 'sps')
+    val = run('train.py', f'--out_dir={tmp_path / "sps"}', '--eval_only').stdout.splitlines()[-1]
+    assert val in run('train.py', *TINY, f'--data={tiny_data}', f'--init_from={tmp_path / "sps"}', '--eval_only').stdout
+
+
+@pytest.mark.slow
 def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
     val = losses(undisturbed)[20][1]
     assert f'validation loss {val:.4f}' in run('train.py', f'--out_dir={undisturbed}', '--eval_only').stdout
@@ -361,10 +373,19 @@ OLD_CONFIG = {  # config.json as a version before `scan` and `acceptance_prompts
         'tied_head': True, 'vocab_size': 320, 'n_ids': 257, 'eos_id': 256}}
 
 
+@pytest.fixture(scope='module')
+def as_of_old(tiny_data, tmp_path_factory):
+    """An undisturbed run that does what older code did."""
+    out = tmp_path_factory.mktemp('runs') / 'as_of_old'
+    result = train_tiny(tiny_data, out, '--norm_eps=1e-5', '--eval_seed=None')
+    assert result.returncode == 0, result.stderr
+    return out
+
+
 @pytest.fixture
-def old_run(undisturbed, tiny_data, tmp_path):
-    """The undisturbed run with an older config.json, its newest checkpoint lost."""
-    out = shutil.copytree(undisturbed, tmp_path / 'old')
+def old_run(as_of_old, tiny_data, tmp_path):
+    """That run with an older config.json, its newest checkpoint lost."""
+    out = shutil.copytree(as_of_old, tmp_path / 'old')
     data = json.loads((out / 'config.json').read_text())['data']
     write_old(out, settings={'data': str(tiny_data)}, data=data)
     shutil.rmtree(out / 'ckpt/step_00000020')
@@ -380,7 +401,7 @@ def write_old(out, **changes):
 
 
 @pytest.mark.slow
-def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
+def test_an_old_run_resumes_samples_and_is_evaluated(old_run, as_of_old):
     sampled = run('sample.py', old_run, 'ab', '--max_new_tokens=4', '--ignore_eos')
     assert sampled.returncode == 0 and '4 tokens' in sampled.stderr, sampled.stderr
     judged = run('eval.py', old_run, '--val')
@@ -389,7 +410,31 @@ def test_an_old_run_resumes_samples_and_is_evaluated(old_run, undisturbed):
                     'has tied_head = True')
     result = run('train.py', f'--out_dir={old_run}', '--resume')
     assert result.returncode == 0 and 'from step 18' in result.stdout, result.stderr
-    assert losses(old_run) == losses(undisturbed)
+    assert losses(old_run) == losses(as_of_old)
+
+
+def test_an_old_run_keeps_the_epsilon_that_its_config_states(old_run):
+    model, record = runs.load_run(old_run)
+    assert {module.eps for module in model.modules() if hasattr(module, 'eps')} == {1e-5}
+    assert {name: runs.model_file(name).Config().norm_eps for name in ('standard', 'sps', 'nextlat')} == {
+        'standard': 1e-6, 'sps': 1e-6, 'nextlat': 1e-5}
+
+
+@pytest.mark.slow
+def test_every_part_of_the_loss_is_logged_with_the_validation_loss_as_eval_finds_it(tiny_data, tmp_path):
+    args = ['--model=nextlat', '--horizon=2', '--micro_batch_size=20']  # the windows in one batch, here as there
+    result = train_tiny(tiny_data, tmp_path, *args, steps=2)
+    assert 'nats per token, val_kl ' in result.stderr + result.stdout
+    last = runs.read_log(tmp_path)[-1]
+    model, _ = runs.load_run(tmp_path)
+    parts = model(*open_data(tiny_data).val_batch(range(20), 32, seed=42))
+    for name in ('kl', 'next_hidden'):
+        assert last[f'val_{name}'] == pytest.approx(parts[name].item(), rel=1e-5)
+    assert last['val'] == pytest.approx(parts['nll'].item(), rel=1e-5)
+    assert run('eval.py', tmp_path, '--val', '--val_tokens=640', '--dtype=float32').returncode == 0
+    judged = json.loads((tmp_path / 'eval.jsonl').read_text())['results']['val']
+    assert judged['kl'] == pytest.approx(last['val_kl'], rel=1e-4)
+    assert judged['nats_per_token'] == pytest.approx(last['val'], rel=1e-5)
 
 
 @pytest.mark.slow

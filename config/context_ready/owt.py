@@ -17,3 +17,4 @@ max_tokens = 100_000 * 64 * 256
 learning_rate = 2e-4
 schedule = 'constant'
 warmup_tokens = 1000 * 64 * 256
+eval_interval = 1000

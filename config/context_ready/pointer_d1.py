@@ -19,3 +19,4 @@ warmup_tokens = 100 * 64 * 338
 eval_tokens = 86_000
 sample_tokens = 0
 dtype = 'float32'
+eval_interval = 1000

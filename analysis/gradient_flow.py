@@ -1,0 +1,323 @@
+"""Where the gradient of later losses lands (SPS paper, figure 5a and eq. 6).
+
+    python -m analysis.gradient_flow RUN RUN ... --out=NAME
+
+The loss at step i + k reaches position p of step i only through what later positions read of it. In units of the
+gradient that p gets from its own step's loss,
+
+    r(p, k) = ||gradient of the loss at i + k|| / ||gradient of the loss at i||,
+
+both with respect to p's own copy of the parameters: those of the blocks, and its input embedding, without the head and
+the final norm. Two streams have two positions at a step, x_i and rho_i, and a copy for each. r is averaged over 8 steps
+of each of 1,000 validation documents, read from their start.
+
+Writes NAME.png (the ratio over k, raw and smoothed) and NAME.csv. No copies are made: where a linear layer has input
+a at a position and gradient g at its output, the gradient of that position's weights is g a^T, whose norm is
+||g|| ||a||. Read `gradient_norms` for what one backward computes, and `squared_norms` for the sum over layers. The
+losses of 1,000 documents are some 850,000 forwards and backwards over 540 tokens on average.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import random
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import inf, log10
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from analysis.documents import long_documents
+from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, smoothed, write_csv
+from analysis.loss_curves import group, not_comparable
+from common.files import UserError, friendly_errors
+from common.machine import make_progress, pick_device, pick_dtype
+from common.runs import check_vocabulary, load_run, read_run, run_data
+from common.settings import check_ranges, load_settings
+
+STREAMS = 'x', 'rho'
+TREND = 21  # offsets that the smoothed line is fitted over (the paper's script)
+IN_CSV = 'positions', 'first_position', 'block_size', 'max_k', 'dtype', 'seed', 'data'  # settings beside each ratio
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without ending; None: gradient_flow beside the runs
+    data: str | None = None  # data folder; None: the runs' own
+    n_documents: int = 1000  # validation documents, the first that are long enough
+    positions: int = 8  # steps i of each document, drawn at random
+    block_size: int = 1024  # tokens that are read of a document; of runs with shorter windows, theirs
+    max_k: int | None = None  # largest k; None: half of block_size
+    first_position: int | None = None  # the earliest i; None: block_size / 16
+    batch_size: int = 8  # losses of one backward
+    dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+    device: str = 'auto'  # auto, cuda, cpu or mps
+    seed: int = 0  # of the positions
+
+    def __post_init__(self):
+        check_ranges(self, n_documents=(1, inf), positions=(1, inf), block_size=(2, inf), max_k=(1, inf),
+                     first_position=(0, inf), batch_size=(1, inf))
+
+
+# ---- the gradient of a position's own parameters ----
+
+def linear_square(layer, uses):
+    """||gradient||^2 of a linear layer's weight and bias. uses: [(input (..., n_in), output gradient (..., n_out))].
+
+    The gradient is the sum of g a^T over a position's uses of the weight, of which unrolls make several. Returns (...).
+    """
+    a, g = (torch.stack(each, -2) for each in zip(*uses))  # (..., uses, n)
+    return ((a @ a.mT + (layer.bias is not None)) * (g @ g.mT)).sum((-2, -1))
+
+
+def norm_square(norm, uses):
+    """The same of an RMSNorm or a LayerNorm: inputs and output gradients (B, S, P, ..., C) -> (B, S, P).
+
+    The axes between are heads, which share a position's copy of the weights.
+    """
+    normalize = F.rms_norm if isinstance(norm, nn.RMSNorm) else F.layer_norm
+    gradients = [sum(g * normalize(a, norm.normalized_shape, eps=norm.eps) for a, g in uses)]
+    if getattr(norm, 'bias', None) is not None:
+        gradients.append(sum(g for _, g in uses))
+    return sum(each.unsqueeze(-2).flatten(3, -2).sum(3).square().sum(-1) for each in gradients)
+
+
+SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square, nn.LayerNorm: norm_square}
+
+
+TOKEN_BY_TOKEN = 'goes token by token: expected a model that reads all positions at once, not one with bptt'
+
+
+def layers_of(model, run) -> dict:
+    """{layer: its function of SQUARES}: all layers with parameters but the embedding, the final norm and the head.
+
+    Raises UserError for a model without blocks, or with a layer of another kind.
+    """
+    layers = {}
+    if not hasattr(model, 'blocks'):
+        raise UserError(f'{run} is a {type(model).__module__}, which has no blocks: expected a run of standard, sps, '
+                        'nextlat or context_ready')
+    for name, layer in model.named_modules():
+        if name in ('embed', 'norm', 'head') or not [*layer.parameters(recurse=False)]:
+            continue
+        square = next((square for kind, square in SQUARES.items() if isinstance(layer, kind)), None)
+        if square is None:
+            raise UserError(f'{run}: {name} is a {type(layer).__name__}, whose gradient at a position is not known '
+                            'here: expected linear layers, RMSNorm and LayerNorm')
+        layers[layer] = square
+    return layers
+
+
+@contextmanager
+def recorded_uses(model, layers, T, positions, run):
+    """Yields {layer: [(input, output gradient)]}, filled by a forward of T positions and its backward.
+
+    Both are (B, S, P, ...): S is 2 for model_sps where both streams are at work, else 1. The embedding's uses are
+    under 'x' and, of <predict>, under 'rho'; they have no input.
+    """
+    two_streams, uses = hasattr(model.config, 'emits'), {}
+
+    def at_positions(x, has_streams):
+        x = x if has_streams else x.unsqueeze(1)
+        if x.dim() < 4 or x.shape[2] != T:
+            raise UserError(f'{run} {TOKEN_BY_TOKEN}')
+        return x.detach().index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
+
+    def watch(y, has_streams, key, a=None):
+        if y.requires_grad:  # not so in unrolls without gradient
+            y.register_hook(lambda g: uses.setdefault(key, []).append((a, at_positions(g, has_streams))))
+
+    def after_layer(layer, args, y):
+        watch(y, two_streams, layer, at_positions(args[0], two_streams))
+
+    def after_embedding(_, args, y):
+        watch(y.requires_grad_(), False, 'x')
+
+    def before_rho(_, args):
+        watch(args[0], True, 'rho')
+
+    hooks = [layer.register_forward_hook(after_layer) for layer in layers]
+    hooks.append(model.embed.register_forward_hook(after_embedding))
+    if two_streams:
+        hooks.append(model.blocks[model.config.first_predict_layer].register_forward_pre_hook(before_rho))
+    try:
+        yield uses
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def squared_norms(model, layers, uses):
+    """||gradient||^2 with respect to the copies of the parameters, (B, S, P), from `recorded_uses`.
+
+    A use counts where it is computed: a token's embedding is x's, also what rho makes of it; <predict> is rho's.
+    """
+    total = uses['x'][0][1].square().sum(-1)
+    if 'rho' in uses:
+        total = torch.cat([total, uses['rho'][0][1][:, 1:].square().sum(-1)], 1)
+    for layer, square in layers.items():
+        if layer not in uses:  # as the networks of NextLat's other losses
+            continue
+        part = square(layer, uses[layer])
+        # One stream of two: x below rho's first layer, and in the last layer the one that emits the logits.
+        emits_rho = total.shape[1] == 2 and model.config.emits == 'predict' and layer in {*model.blocks[-1].modules()}
+        first = total.shape[1] - part.shape[1] if emits_rho else 0
+        total[:, first:first + part.shape[1]] += part
+    return total
+
+
+def gradient_norms(model, ids, positions, steps, run='the model'):
+    """Norms of the gradients of the loss at each of `steps` (J,), ascending, with respect to the copies at `positions`.
+
+    ids (n,) int64: a document; positions (P,). Returns (J, S, P). Every loss has a row of the batch, which holds the
+    document up to the last of them, so that one backward computes them all.
+    """
+    layers = layers_of(model, run)
+    weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
+    idx = ids[:steps[-1] + 1].expand(len(steps), -1)
+    with recorded_uses(model, layers, idx.shape[1], positions, run) as uses:
+        # final_hidden of context_ready goes without gradient
+        h = model.head_input(model.states(idx)) if hasattr(model, 'head_input') else model.final_hidden(idx)
+        logits = h[torch.arange(len(steps), device=ids.device), steps] @ weight.T
+        F.cross_entropy(logits.to(weight.dtype), ids[steps + 1], reduction='sum').backward()
+    if any(layer in layers and layer not in uses for layer in model.blocks.modules()):
+        raise UserError(f'{run} {TOKEN_BY_TOKEN}')
+    return squared_norms(model, layers, uses).sqrt()
+
+
+def ratios(model, ids, positions, max_k, batch_size, run='the model'):
+    """r(p, k) of one document. ids (n,), positions (P,) ascending -> (P, S, max_k + 1) float64, k from 0.
+
+    inf or nan where the loss at p's own step does not reach p, as rho of Reverse SPS.
+    """
+    steps = torch.unique(positions[:, None] + torch.arange(max_k + 1, device=ids.device))
+    norms = None
+    for part in steps.split(batch_size):
+        reached = positions[positions <= part[-1]]
+        found = gradient_norms(model, ids, reached, part, run)  # (J, S, P)
+        if norms is None:
+            norms = torch.zeros(len(positions), found.shape[1], max_k + 1, dtype=torch.float64)
+        k = part[:, None] - reached
+        row, column = ((k >= 0) & (k <= max_k)).nonzero(as_tuple=True)
+        norms[column.cpu(), :, k[row, column].cpu()] = found[row, :, column].cpu().double()
+    return norms / norms[:, :, :1]
+
+
+# ---- over documents and runs ----
+
+def fitted(s: Settings, runs: list[str]) -> Settings:
+    """The settings with their lengths filled in; shorter ones, and a line that says so, for runs of short windows."""
+    shortest = min(read_run(run)['settings']['block_size'] for run in runs)
+    block = min(s.block_size, shortest)
+    filled = replace(s, block_size=block, max_k=s.max_k or block // 2,
+                     first_position=block // 16 if s.first_position is None else s.first_position)
+    if block < s.block_size:
+        print(f'these runs read windows of {shortest} tokens, not {s.block_size}: documents are read to {block}, '
+              f'k goes to {filled.max_k}, positions from {filled.first_position}')
+    if block < shortest_document(filled) - 1:
+        raise UserError(f'block_size is {block}: expected room for {s.positions} positions from '
+                        f'{filled.first_position} on and max_k = {filled.max_k} after them. Lower max_k, '
+                        'first_position or positions')
+    return filled
+
+
+def shortest_document(s: Settings) -> int:
+    """Tokens of a document, eos counted, that has enough positions: 585 with the paper's settings."""
+    return s.first_position + s.positions + s.max_k + 1
+
+
+def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
+    """Steps of a document of n_tokens tokens whose losses up to max_k later are all in it, ascending."""
+    return sorted(rng.sample(range(s.first_position, n_tokens - s.max_k - 1), s.positions))
+
+
+def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the model'):
+    """The mean of r(p, k) over documents (ids, (n,) each) and positions: (S, max_k + 1) float64."""
+    device, rng, total = model.embed.weight.device, random.Random(s.seed), 0
+    dtype = pick_dtype(s.dtype, device.type)
+    model.requires_grad_(False)
+    for done, document in enumerate(documents, 1):
+        positions = torch.tensor(draw_positions(len(document), s, rng), device=device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            each = ratios(model, torch.as_tensor(document, device=device), positions, s.max_k, s.batch_size, run)
+        total = total + each.mean(0)
+        show(f'{run}: {done} of {len(documents)} documents')
+    return total / len(documents)
+
+
+def measure(run: str, s: Settings):
+    """(mean r(p, k) (S, max_k + 1), documents) of a run."""
+    model, record = load_run(run, pick_device(s.device))
+    data = run_data(record, s.data)
+    check_vocabulary(record, data, run)
+    documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents)
+    return mean_ratios(model, documents, s, make_progress(), run), len(documents)
+
+
+def table(label: str, runs: list[str], s: Settings) -> list[dict]:
+    """Rows of the CSV: the mean of a label's runs, which differ in the seed, with the settings it was measured with."""
+    measured = [measure(run, s) for run in runs]
+    means = sum(mean for mean, _ in measured) / len(runs)
+    used = {name: asdict(s)[name] for name in IN_CSV}
+    rows = []
+    for stream, mean in zip(STREAMS, means[:, 1:].tolist()):
+        if not mean[0] < inf:
+            print(f'{label}: the loss of a step does not reach its own {stream}, so there is no ratio for it')
+            continue
+        trend = log_trend(mean)
+        rows += [{'label': label, 'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend[k - 1],
+                  'runs': len(runs), 'documents': measured[0][1], **used} for k, ratio in enumerate(mean, 1)]
+    return rows
+
+
+def log_trend(ratios: list[float]) -> list:
+    """The trend of the logarithms, up to where a ratio is 0 (no path leads so far back); '' from there on."""
+    end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
+    trend = smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
+    return [10 ** y for y in trend] + [''] * (len(ratios) - end)
+
+
+def plot(rows: list[dict], path) -> None:
+    figure, axes = new_figure(figsize=(7, 4.5))
+    labels = list(dict.fromkeys(row['label'] for row in rows))
+    for label, style in zip(labels, line_styles(len(labels))):
+        for stream, line in zip(STREAMS, ('-', ':')):
+            points = [row for row in rows if (row['label'], row['stream']) == (label, stream) and row['smoothed'] != '']
+            if not points:
+                continue
+            k, color = [row['k'] for row in points], style['color']
+            axes.plot(k, [row['ratio'] for row in points], color=color, linestyle=line, alpha=0.3, linewidth=0.8)
+            axes.plot(k, [row['smoothed'] for row in points], color=color, linestyle=line, linewidth=2,
+                      label=f'{label}, {stream}')
+    axes.set(xlabel='k, steps from a position to the loss', yscale='log',
+             ylabel="gradient, relative to that of the position's own loss")
+    number_log_axis(axes.yaxis, *axes.get_ylim())
+    axes.grid(alpha=0.3)
+    figure.legend(loc='outside right upper', frameon=False)
+    save_figure(figure, path)
+
+
+def main(argv=None):
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if not runs:
+            raise UserError('which runs? python -m analysis.gradient_flow RUN RUN ... --out=NAME')
+        s = fitted(s, runs)
+        if warning := not_comparable(runs):
+            print(warning, file=sys.stderr)
+        rows = [row for label, folders in group(runs).items() for row in table(label, folders, s)]
+        out = output_path(s.out, runs, 'gradient_flow')
+        write_csv(f'{out}.csv', rows)
+        plot(rows, f'{out}.png')
+        shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
+        for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
+            line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
+            print(f'{label}, {stream}: ' + ', '.join(f'k = {k} {line[k - 1]:.3g}' for k in shown))
+        print(f'written to {out}.png and {out}.csv')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,167 @@
+"""How much a model uses the far part of its persistent state (SPS paper, section 5 and figure 5b).
+
+    python -m analysis.restricted_state RUN RUN ... --out=NAME
+
+M_omega is the trained model M that sees only the last omega = 64 positions of what it keeps for all later tokens: the
+persistent stream of the SPS family (both streams of 2x Memory), all keys and values of the others. Nothing is trained
+again. At each position of a document this measures the nats that M_omega loses over M,
+
+    extra nll at i = nll of M_omega at i - nll of M at i,
+
+on the mean of 8,000 validation documents of at least 2,049 tokens, read from their start. The first omega + 1 positions
+lose nothing, and are left out. Writes NAME.png (raw and smoothed) and NAME.csv.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import inf
+
+import numpy as np
+import torch
+
+from analysis.documents import long_documents
+from analysis.figures import line_styles, new_figure, output_path, save_figure, smoothed, write_csv
+from analysis.loss_curves import group, not_comparable
+from common.files import UserError, friendly_errors
+from common.machine import make_progress, pick_device, pick_dtype
+from common.runs import check_vocabulary, load_run, read_run, run_data
+from common.scoring import judge
+from common.settings import check_ranges, load_settings
+
+TREND = 201  # positions that the smoothed line is fitted over (the paper's script)
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without ending; None: restricted_state beside the runs
+    data: str | None = None  # data folder; None: the runs' own
+    omega: int = 64  # past positions of the persistent state that M_omega sees
+    n_documents: int = 8000  # validation documents, the first that are long enough
+    block_size: int = 2048  # positions of each document; of runs with shorter windows, theirs
+    batch_size: int = 4  # documents at a time
+    dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+    device: str = 'auto'  # auto, cuda, cpu or mps
+
+    def __post_init__(self):
+        check_ranges(self, omega=(0, inf), n_documents=(1, inf), block_size=(2, inf), batch_size=(1, inf))
+
+
+@contextmanager
+def restricted(model, omega: int, run='the model'):
+    """The model as M_omega. Raises UserError where it has no such window, or sees no more anyway."""
+    config = model.config
+    name = next((name for name in ('persistent_window', 'window') if hasattr(config, name)), None)
+    if name is None:
+        raise UserError(f'{run} is a {type(model).__module__}, whose state has no window: expected a run of sps, '
+                        'standard or context_ready')
+    trained = getattr(config, name)
+    if trained is not None and trained <= omega:
+        raise UserError(f'{run} was trained with {name} = {trained}, so omega = {omega} takes nothing from it: give a '
+                        'smaller omega')
+    setattr(config, name, omega)
+    try:
+        yield
+    finally:
+        setattr(config, name, trained)
+
+
+@torch.no_grad()
+def nll_by_position(model, windows, s: Settings):
+    """Sum over windows (N, T + 1) of the nats at each position: (T,) float64, on the CPU."""
+    device = model.embed.weight.device
+    dtype = pick_dtype(s.dtype, device.type)
+    windows = torch.as_tensor(windows, device=device)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        log_probabilities, _ = judge(model.logits(windows[:, :-1]), windows[:, 1:])
+    return -log_probabilities.sum(0).cpu().double()
+
+
+def measure(run: str, s: Settings):
+    """(nll of M, nll of M_omega), each (T,) float64, means over documents; and the number of documents."""
+    model, record = load_run(run, pick_device(s.device))
+    data = run_data(record, s.data)
+    check_vocabulary(record, data, run)
+    with restricted(model, s.omega, run):  # what cannot be measured says so before documents are read
+        pass
+    documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
+    progress, whole, cut = make_progress(), 0, 0
+    for start in range(0, len(documents), s.batch_size):
+        windows = documents[start:start + s.batch_size]
+        whole = whole + nll_by_position(model, windows, s)
+        with restricted(model, s.omega, run):
+            cut = cut + nll_by_position(model, windows, s)
+        progress(f'{run}: {start + len(windows)} of {len(documents)} documents')
+    return whole / len(documents), cut / len(documents), len(documents)
+
+
+def fitted(s: Settings, runs: list[str]) -> Settings:
+    """The settings for runs whose windows may be shorter than block_size, with a line that says so."""
+    shortest = min(read_run(run)['settings']['block_size'] for run in runs)
+    block = min(s.block_size, shortest)
+    if block < s.block_size:
+        print(f'these runs read windows of {shortest} tokens, not {s.block_size}: documents of at least {block + 1} '
+              f'tokens are read to {block}')
+    if block < s.omega + 2:
+        raise UserError(f'omega is {s.omega} and documents are read to {block} tokens, of which it hides nothing: '
+                        f'expected omega of at most {block - 2}')
+    return replace(s, block_size=block)
+
+
+def table(label: str, runs: list[str], s: Settings) -> list[dict]:
+    """Rows of the CSV: the mean of a label's runs, which differ in the seed, with the settings it was measured with."""
+    measured = [measure(run, s) for run in runs]
+    whole, cut = (sum(parts) / len(runs) for parts in list(zip(*measured))[:2])
+    seen = s.omega + 1  # position t reads t earlier ones, so the first omega + 1 lose nothing
+    extra = (cut - whole)[seen:].tolist()
+    used = {name: asdict(s)[name] for name in ('omega', 'block_size', 'dtype', 'data')}
+    columns = zip(extra, smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
+    return [{'label': label, 'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll,
+             'restricted_nll': restricted_nll, 'runs': len(runs), 'documents': measured[0][2], **used}
+            for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
+
+
+def plot(rows: list[dict], path) -> None:
+    figure, axes = new_figure(figsize=(7, 4.5))
+    labels = list(dict.fromkeys(row['label'] for row in rows))
+    for label, style in zip(labels, line_styles(len(labels))):
+        points = [row for row in rows if row['label'] == label]
+        positions = [row['position'] for row in points]
+        axes.plot(positions, [row['extra_nll'] for row in points], alpha=0.3, linewidth=0.8, **style)
+        axes.plot(positions, [row['smoothed'] for row in points], linewidth=2, label=label, **style)
+    # all of the trends, and of the raw values what is not far out: of few documents they are noisy
+    lines = [row['smoothed'] for row in rows] + [*np.percentile([row['extra_nll'] for row in rows], (1, 99))]
+    margin = 0.1 * (max(lines) - min(lines))
+    axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylim=(min(lines) - margin, max(lines) + margin),
+             ylabel=f'extra nats per token with omega = {rows[0]["omega"]}')
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def main(argv=None):
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if not runs:
+            raise UserError('which runs? python -m analysis.restricted_state RUN RUN ... --out=NAME')
+        s = fitted(s, runs)
+        if warning := not_comparable(runs):
+            print(warning, file=sys.stderr)
+        rows = [row for label, folders in group(runs).items() for row in table(label, folders, s)]
+        out = output_path(s.out, runs, 'restricted_state')
+        write_csv(f'{out}.csv', rows)
+        plot(rows, f'{out}.png')
+        for label in dict.fromkeys(row['label'] for row in rows):
+            line = [row for row in rows if row['label'] == label]
+            mean = sum(row['extra_nll'] for row in line) / len(line)
+            print(f'{label}: {mean:+.4f} nats per token on the mean of positions {line[0]["position"]} to '
+                  f'{line[-1]["position"]}, {line[-1]["smoothed"]:+.4f} at the last, of {line[0]["documents"]:,} '
+                  'documents')
+        print(f'written to {out}.png and {out}.csv')
+
+
+if __name__ == '__main__':
+    main()

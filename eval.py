@@ -541,6 +541,8 @@ def main(argv: list[str] | None = None) -> None:
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which run? python eval.py RUN_FOLDER --val')
+        if (s.to_llama or s.from_llama) and len(runs) > 1:
+            raise UserError(f'{" ".join(runs)}: --to_llama and --from_llama take one run at a time')
         if s.to_llama:
             return export_llama(runs[0], s.to_llama)
         if s.from_llama:

@@ -151,9 +151,10 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
     elif s.init_from:  # what is not given is as in the source
         source = runs.read_run(s.init_from)
         values = asdict(runs.saved_config(source, s.init_from))
-        if source['model'] != s.model:  # what both have, but for a window of None: SPS has another, and needs one
+        if source['model'] != s.model:  # what both have; in SPS a window is that of the predict stream
             known = {f.name for f in fields(runs.model_file(s.model).Config)}
-            values = {k: v for k, v in values.items() if k in known and (k, v) != ('window', None)}
+            known -= {'window'} if 'sps' in (source['model'], s.model) else set()
+            values = {k: v for k, v in values.items() if k in known}
         if 'documents' not in given and 'eos_id' in values:
             s.documents = values['eos_id'] is not None
         given = {k: v for k, v in values.items() if k not in ('n_ids', 'eos_id')} | given

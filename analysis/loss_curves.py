@@ -14,6 +14,7 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence, Set
@@ -144,7 +145,7 @@ def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset
     Runs that cannot be drawn are left out, and named on stderr. Raises the UserError of the first if none is left.
     """
     readable, errors = [], []
-    for run in dict.fromkeys(runs):
+    for run in distinct(runs):
         try:
             read_run(run)
             readable.append(run)
@@ -171,6 +172,14 @@ def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset
     if warning := not_comparable(drawn):
         print(warning, file=sys.stderr)
     return curves
+
+
+def distinct(runs: list[str]) -> list[str]:
+    """The runs, each folder once, whatever the paths that name it."""
+    by_folder = {}
+    for run in runs:
+        by_folder.setdefault(os.path.realpath(run), run)
+    return list(by_folder.values())
 
 
 # ---- their curves ----

@@ -62,8 +62,10 @@ def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
     if c.rope_scaling:
         factor, low, high, tokens = map(float, c.rope_scaling.split(','))
-        rope |= {'rope_type': 'llama3', 'factor': factor, 'low_freq_factor': low, 'high_freq_factor': high,
-                 'original_max_position_embeddings': int(tokens)}
+        rope |= {'rope_type': 'linear', 'factor': factor}
+        if c.rope_scaling != linear_scaling(factor):
+            rope |= {'rope_type': 'llama3', 'low_freq_factor': low, 'high_freq_factor': high,
+                     'original_max_position_embeddings': int(tokens)}
     return LlamaConfig(
         vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
@@ -216,12 +218,17 @@ def rope_scaling_of(rope: dict, folder) -> str | None:
     """`rope_scaling` of model_standard.Config for Hugging Face's rope_parameters."""
     if rope['rope_type'] == 'default':
         return None
-    if rope['rope_type'] == 'linear':  # all waves are slowed
-        return f'{rope["factor"]},1e9,2e9,1'
+    if rope['rope_type'] == 'linear':
+        return linear_scaling(rope['factor'])
     if rope['rope_type'] == 'llama3':
         names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
         return ','.join(f'{rope[name]:.15g}' for name in names)
     raise UserError(f'{folder} scales its positions by {rope["rope_type"]!r}: expected default, linear or llama3')
+
+
+def linear_scaling(factor: float) -> str:
+    """`rope_scaling` of model_standard.Config that slows all waves."""
+    return f'{factor:.15g},1e9,2e9,1'
 
 
 def window_of(theirs, folder) -> int | None:

@@ -168,9 +168,11 @@ def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor)
     model.train()
     worst = (have - want).abs().max().item()
     if not worst < 1e-4:
+        lost = {f.name for f in dataclasses.fields(original.config)
+                if not hasattr(model.config, f.name) and getattr(original.config, f.name) != f.default}
         raise UserError(f'{source} cannot become this model: with {", ".join(new)} at their start its logits change by '
                         f'{worst:.1e}. Settings that are not about the new weights (window, documents, n_head) must be '
-                        'those of the source')
+                        'those of the source' + (f'; this model has no {", ".join(sorted(lost))}' if lost else ''))
     print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
           f'{worst:.1e} at step 0')
 

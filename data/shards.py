@@ -108,7 +108,8 @@ class ShardWriter:
         n_bytes = {split: self.splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')}
         if 0 in n_bytes.values():
             raise UserError(f'{self.folder} would have {n_bytes["train"]:,} bytes of text in its split train and '
-                            f"{n_bytes['val']:,} in val: expected documents for 'train' and for 'val'; give more text")
+                            f"{n_bytes['val']:,} in val: expected documents for 'train' and for 'val'; give more text, "
+                            'or a larger --max_tokens if that ended the reading')
         write_json(self.folder / 'meta.json', checked_json({
             'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name),
             'n_ids': self.tokenizer.n_ids, 'eos_id': self.tokenizer.eos_id,

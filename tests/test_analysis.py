@@ -38,6 +38,13 @@ def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
         'highest': 3.0, 'seeds': 2}
 
 
+def test_a_run_counts_once_whatever_its_path(tmp_path):
+    run = write_run(tmp_path / 'a', [4.0])
+    (tmp_path / 'link').symlink_to(tmp_path / 'a')
+    assert loss_curves.distinct([run, f'{run}/', str(tmp_path / 'link'), str(tmp_path / 'b')]) == [
+        run, str(tmp_path / 'b')]
+
+
 def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
     runs = [write_run(tmp_path / name, [4.0], 'gpn', settings=settings, window=window)
             for name, settings, window in (('a', {'max_tokens': 2_500_000, 'min_lr': 0.1}, 64),

@@ -93,8 +93,9 @@ def test_shards_are_read(tmp_path):
         assert torch.equal(a, b)
 
 
-def test_positions_beyond_a_million_come_back():
-    rope = LLAMA3 | {'original_max_position_embeddings': 2 ** 20, 'factor': 8.123456789}
+@pytest.mark.parametrize('rope', [LLAMA3 | {'original_max_position_embeddings': 2 ** 20, 'factor': 8.123456789},
+                                  {'rope_type': 'linear', 'rope_theta': 5e5, 'factor': 2.5}])
+def test_scaled_positions_come_back(rope):
     c = runs.make_config('standard', {'rope_scaling': llama.rope_scaling_of(rope, 'folder'), 'rope_theta': 5e5})
     assert llama.llama_config(c, 257, 2 ** 23, None).rope_parameters == rope
 
@@ -186,6 +187,21 @@ def test_context_ready_says_which_blocks_a_llama_needs(tiny_data, tmp_path):
     result = run('train.py', *NO_SIZES, '--model=context_ready', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
                  f'--init_from={tmp_path / "source"}')
     assert_sentence(result, "set block = 'llama'")
+
+
+def test_a_window_is_not_taken_for_another_thing(tiny_data, tmp_path):
+    make_folder(tmp_path / 'folder', 'Mistral')
+    import_run(tmp_path / 'folder', tmp_path / 'source')
+    options = [*NO_SIZES, f'--data={tiny_data}', f'--init_from={tmp_path / "source"}', '--max_tokens=128']
+    assert_sentence(run('train.py', *options, '--model=nextlat', '--horizon=2', f'--out_dir={tmp_path / "a"}'),
+                    'cannot become this model', 'this model has no', 'window')
+    assert run('train.py', *options, '--model=sps', f'--out_dir={tmp_path / "b"}').returncode == 0
+    assert runs.read_run(tmp_path / 'b')['model_config']['window'] == 64
+
+
+def test_one_run_at_a_time_is_imported_or_exported(tmp_path):
+    for option in ('--to_llama', '--from_llama'):
+        assert_sentence(run('eval.py', 'a', 'b', f'{option}={tmp_path / "x"}'), 'take one run at a time')
 
 
 def test_generation_by_hugging_face_from_an_export_is_ours(tmp_path):

@@ -130,7 +130,7 @@ def export_llama(run, folder) -> None:
 def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
     """Makes a run folder from a Hugging Face folder. Raises UserError if a tensor of it has no place, or is missing.
 
-    tokenizer None: the folder's own, and GPT-2's if it has none.
+    tokenizer None: the folder's own, and GPT-2's if it has none. Texts start with bos if the folder's own says so.
     """
     folder, run = Path(folder), Path(run)
     if is_hugging_face(run) and not is_hugging_face(folder):
@@ -139,9 +139,11 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
     if run.exists():
         raise UserError(f'{run} exists: give --from_llama the name of a run folder that is not there yet')
     family_of(folder)
+    bos = False
     if tokenizer is None:
         own = [folder / name for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).is_file()]
         tokenizer = load_tokenizer(own[0] if own else 'gpt2')
+        bos = bool(own) and starts_with_bos(folder, tokenizer)
     c, n_rows, block_size = standard_config(folder, tokenizer)
     with torch.device('meta'):
         shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
@@ -152,10 +154,20 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
             'model': 'standard', 'settings': {'block_size': block_size, 'data': ''},
             'model_config': dataclasses.asdict(c),
             'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
-                     'sha256': '', 'n_rows': n_rows},
+                     'bos': bos, 'sha256': '', 'n_rows': n_rows},
             'versions': {'torch': torch.__version__}})
     print(f'{run} is a run of model_standard, its tokenizer is {tokenizer.name}: python sample.py {run} "..."; '
           f'train.py starts from it with --init_from={run}')
+
+
+def starts_with_bos(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether transformers starts every text with bos where it reads the folder's tokenizer."""
+    from transformers import AutoTokenizer
+    try:
+        ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)('a').input_ids
+    except Exception:  # it needs more files than ours does, and raises what it likes
+        return False
+    return tokenizer.bos_id is not None and ids[0] == tokenizer.bos_id
 
 
 def is_hugging_face(folder: Path) -> bool:

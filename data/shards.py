@@ -165,7 +165,7 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
 def document_ids(tokenizer, text: str) -> np.ndarray:
     """The ids of a document, eos included, and bos where the tokenizer was loaded with it."""
     dtype = np.uint16 if tokenizer.n_ids <= 2 ** 16 else np.uint32
-    encode = tokenizer.encode_array or tokenizer.encode
+    encode = tokenizer.encode_document or tokenizer.encode
     return np.concatenate([np.asarray(ids, dtype) for ids in (tokenizer.start, encode(text), [tokenizer.eos_id])])
 
 

@@ -9,6 +9,7 @@ if __name__ == '__main__':
     quiet_start()
 
 import difflib
+import functools
 import glob
 import hashlib
 import json
@@ -41,7 +42,7 @@ class Tokenizer:
     eos_id: int
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], bytes]
-    encode_array: Callable | None = None  # encode as a numpy array, where that is faster; no half surrogate pairs
+    encode_document: Callable | None = None  # for documents: an array, or what spells a special token left as text
     bos_id: int | None = None  # the token that starts a document, if it has one
     start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
 
@@ -166,12 +167,14 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
     decoder = json.dumps(json.loads(path.read_text(encoding='utf-8'))['decoder'])
     byte_of = bytes_of_gpt2_characters() if 'ByteLevel' in decoder else None
 
-    def encode(text):
+    def encode(text, is_document=False):
+        fast.encode_special_tokens = is_document  # '<|endoftext|>' in a document is text, and does not end it
         return fast.encode(text, add_special_tokens=False).ids
 
     def decode(ids):
         return b''.join(piece_bytes(fast.id_to_token(i) or '', byte_of) for i in ids if i not in (bos, eos))
-    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, bos_id=bos)
+    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode,
+                     functools.partial(encode, is_document=True), bos)
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:

@@ -199,6 +199,23 @@ def test_a_window_is_not_taken_for_another_thing(tiny_data, tmp_path):
     assert runs.read_run(tmp_path / 'b')['model_config']['window'] == 64
 
 
+@pytest.mark.parametrize('bos', [True, False])
+def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    own = Tokenizer(models.BPE({'<s>': 0, '</s>': 1, **{chr(97 + i): 2 + i for i in range(255)}}, []))
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.add_special_tokens(['<s>', '</s>'])
+    if bos:
+        own.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 0)])
+    own.decoder = decoders.ByteLevel()
+    own.save(str(tmp_path / 'folder' / 'tokenizer.json'))
+    (tmp_path / 'folder' / 'tokenizer_config.json').write_text(json.dumps(
+        {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<s>', 'eos_token': '</s>'}))
+    llama.import_llama(tmp_path / 'folder', tmp_path / 'run')
+    assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
+
+
 def test_one_run_at_a_time_is_imported_or_exported(tmp_path):
     for option in ('--to_llama', '--from_llama'):
         assert_sentence(run('eval.py', 'a', 'b', f'{option}={tmp_path / "x"}'), 'take one run at a time')

@@ -17,7 +17,7 @@ from conftest import ROOT, assert_sentence, run
 
 import prepare_fineweb
 from common.files import UserError, locked
-from data.shards import Data, split_of, write_data
+from data.shards import Data, document_ids, split_of, write_data
 from data.tokenizers import load_tokenizer
 
 datasets = pytest.importorskip('datasets')
@@ -412,6 +412,14 @@ def train_tokenizers(folder, texts):
     return [folder / 'own.json', folder / 'own.model']
 
 
+def test_a_special_token_spelled_in_a_document_is_text(tmp_path):
+    tokenizer = load_tokenizer(train_tokenizers(tmp_path, ['some text'] * 9)[0])
+    text = 'before <|endoftext|> after'
+    assert tokenizer.encode(text).count(tokenizer.eos_id) == 1  # a prompt may give it
+    ids = document_ids(tokenizer, text).tolist()
+    assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
+
+
 def test_tokenizers_by_path(records, tmp_path):
     texts = [r['text'].replace('\n', ' ') for r in records[:200]]
     text = 'a naïve Hund 日本 and new ☃ things'
@@ -452,5 +460,5 @@ def test_gpt2_from_files_equals_tiktokens(records, tmp_path, monkeypatch):
     want, got = tiktoken.get_encoding('gpt2'), load_tokenizer(folder)
     for text in [*(r['text'] for r in records[:300]), ' <|endoftext|> 12345 \r\n\t  don’t',
                  ''.join(map(chr, range(32, 0x3000)))]:
-        assert got.encode(text) == want.encode_ordinary(text) == got.encode_array(text).tolist()
+        assert got.encode(text) == want.encode_ordinary(text) == got.encode_document(text).tolist()
         assert got.decode(got.encode(text)).decode() == text

@@ -4,13 +4,13 @@ Two Transformers read a sequence from its two ends. Of each prefix and each late
 token that follows the prefix and the token that precedes the suffix. So the prefix's vector must tell of the whole
 future, not only of the next token. To generate, the suffix is empty: the backward encoder does not run.
 
-Numbered by what it predicts, a pair (p, q) is drawn so:
+A pair of them is named (p, q) after the two tokens that it predicts, x_p and x_q:
 
-    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T         p = t + 1, q = t + k - 1 in the paper's letters
-    prefix, f_{p-1}   hidden        suffix, b_{q+1}         the head predicts x_p and x_q
+    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T         p = t and q = t + k - 2, as the paper counts from x_1
+    prefix, f_{p-1}   hidden        suffix, b_{q+1}
 
-k = 2 hides one token, p = q, which both predict. k = 1 hides none, q = p - 1: each token is in the other part. A prefix
-or a suffix may be empty; it then has a vector of its own. Both end where their document ends.
+k = 2 hides one token, p = q, and it is predicted from both sides. k = 1 hides none, q = p - 1: the suffix has x_p and
+the prefix has x_q. An empty prefix and an empty suffix have vectors of their own. Pairs stay within a document.
 
 Read `Model.forward`, then `_pair_states`. `extend` is all of decoding: the forward encoder over a cache.
 
@@ -21,7 +21,7 @@ embeddings, two matrices of V rows for the two tokens, and a text head of two la
     B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs of a window
     f, b  the final normalised vectors of the forward and of the backward encoder
-    n  positions of one `extend` call     t  what the text head's hidden layer reads of one of the two, (F,)
+    t_f, t_b  their shares of the text head's hidden layer, (n_text,)       n  positions of one `extend` call
 """
 from dataclasses import dataclass
 
@@ -157,7 +157,7 @@ class Model(nn.Module):
                        lambda layer, q, k, v: attention(q, k, v, doc_start))
 
     def _text_state(self, t_f, t_b):
-        """The text head before its two output matrices. t_f, t_b (..., F) of prefix and suffix -> (..., C)."""
+        """The text head before its two output matrices. t_f, t_b (..., n_text) -> (..., C)."""
         return self.text_out(F.gelu(t_f + t_b))
 
     def _next_state(self, f):
@@ -245,7 +245,7 @@ class Model(nn.Module):
         """The text head's state of each pair. f, b (B, T, C), joined (B, T), p and q (N,) -> (B, N, C).
 
         f holds the vectors of x_0 ... x_{T-1}, b those of x_1 ... x_T. The hidden layer is recomputed in the backward,
-        some pairs at a time, as it would be N F numbers a window.
+        some pairs at a time: all of it would be N n_text numbers a window.
         """
         joined = joined.unsqueeze(-1)
         t_empty = self.text_f(self.no_prefix).expand(len(f), 1, -1)

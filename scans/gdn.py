@@ -56,9 +56,11 @@ def _scan_chunks(memory, q, k, v, log_decay, beta, starts, active, chunk_len):
                                                                                             -1)
     scores, q = q @ k.transpose(-1, -2) * between, q * from_memory
     k_to_end = (k * between[..., -1, :].unsqueeze(-1)).transpose(-1, -2)
-    reads = []
-    for i in range(n_chunks):
-        written = u[:, :, i] - w[:, :, i] @ memory
-        reads.append(q[:, :, i] @ memory + scores[:, :, i] @ written)
-        memory = from_memory[:, :, i, -1:] * memory + k_to_end[:, :, i] @ written
+    carried, reads = from_memory[..., -1:, :], []
+    # unbind, because the gradient of an index of each chunk would be as large as all chunks
+    per_chunk = zip(*(x.unbind(2) for x in (q, k_to_end, u, w, scores, carried)))
+    for q_i, k_i, u_i, w_i, scores_i, carried_i in per_chunk:
+        written = u_i - w_i @ memory
+        reads.append(q_i @ memory + scores_i @ written)
+        memory = carried_i * memory + k_i @ written
     return torch.cat(reads, 2).movedim(1, 2)[:, :n], memory

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 
+@torch.compiler.disable  # PyTorch 2.13 compiles its backward to a view that fails: it runs between the graphs instead
 def scan_chunks(memory, q, k, v, log_decay, beta, starts, active, chunk_len):
     """`Model.loop` of model_gdn.py, chunk_len tokens at a time.
 

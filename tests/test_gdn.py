@@ -238,6 +238,16 @@ def test_the_loop_holds_the_memory_of_segments_not_of_steps():
     assert sum(held.values()) <= 4 * 8 * 2 * 2 * 6 * 5 + sum(x.nbytes for x in inputs)
 
 
+@pytest.mark.long
+def test_a_compiled_model_gives_the_same_loss_and_gradients():
+    model, idx = make(n_layer=1, eos_id=59)
+    want = loss_and_gradients(model, idx)
+    compiled = torch.compile(model, backend='aot_eager')
+    loss = compiled(idx, idx.roll(-1, 1))['loss']
+    for got, expected in zip([loss, *torch.autograd.grad(loss, list(model.parameters()))], want):
+        assert (got - expected).norm() <= 1e-10 * expected.norm()
+
+
 def test_a_token_sees_its_own_document_alone(form):
     model, idx = make(eos_id=59, scan=form)
     idx[:, 9] = 59

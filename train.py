@@ -121,7 +121,7 @@ MAY_CHANGE = {  # on --resume; the last line has settings of models, which chang
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
     'wandb_project', 'device', 'compile', 'threads',
     'data',  # where it lies: what it holds is compared by its checksum
-    'scan', 'segment_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
+    'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
 
 

@@ -15,6 +15,7 @@ from common.llama import to_llama
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling='8,1,4,8')
 GPN = dict(d_emb=24, d_k=8, d_v=12, n_ffn=40, segment_len=7)
+GDN = dict(d_k=8, d_v=12, n_ffn=40, chunk_len=7)
 VARIANTS = {
     'standard': ('standard', dict(eos_id=None)),
     'standard, documents': ('standard', dict(eos_id=59)),
@@ -73,6 +74,9 @@ VARIANTS = {
     'gpn, one layer, documents': ('gpn', GPN | dict(eos_id=59, n_layer=1)),
     'gpn, no memory': ('gpn', GPN | dict(eos_id=None, n_head=0, n_layer=1)),
     'gpn, no memory, documents, decoder bias': ('gpn', GPN | dict(eos_id=59, n_head=0, decoder_bias=True)),
+    'gdn': ('gdn', GDN | dict(eos_id=None)),
+    'gdn, documents': ('gdn', GDN | dict(eos_id=59)),
+    'gdn, documents, loop': ('gdn', GDN | dict(eos_id=59, n_layer=1, conv_size=2, scan='loop')),
 }
 
 
@@ -225,7 +229,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
 
 
 ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps',
-               'nextlat, documents, tied', 'mtp, documents', 'jtp, documents', 'bst']
+               'nextlat, documents, tied', 'mtp, documents', 'jtp, documents', 'bst', 'gdn, documents']
 
 
 @pytest.mark.parametrize('variant', [*ONE_OF_EACH, 'context_ready, documents, window', 'roformer',
@@ -295,7 +299,8 @@ def test_compiled_cuda_training_is_one_graph_and_equals_eager(variant):
     model(idx, idx)['loss'].backward()
     want = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    one_graph = VARIANTS[variant][0] != 'context_ready'  # whose unrolls are compiled one by one
+    # the unrolls of context_ready are compiled one by one, the memory of gdn runs between graphs
+    one_graph = VARIANTS[variant][0] not in ('context_ready', 'gdn')
     torch.compile(model, fullgraph=one_graph)(idx, idx)['loss'].backward()
     assert all((p.grad - w).abs().max() < 1e-4 * (1 + w.abs().max()) for p, w in zip(model.parameters(), want))
 

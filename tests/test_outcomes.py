@@ -295,7 +295,7 @@ def test_the_paper_s_rows_agree_with_themselves():
     ('sps', 'standard_xl', 'Standard XL'), ('sps', 'two_x_memory_m', '2x Memory M'),
     ('sps', 'delayed_state_xs', 'Delayed State XS'), ('gpn', 'gpn_130m', 'GPN+M, 1 layer'),
     ('gpn', 'gpn_2l', 'GPN+M, 2 layers'), ('gpn', 'gpn_nomem', 'GPN, no memory'),
-    ('gpn', 'gpn_transformer', 'Transformer++')])
+    ('gpn', 'gpn_transformer', 'Transformer++'), ('gpn', 'gdn_130m', 'Gated DeltaNet')])
 def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     values = read_config_file(f'{ROOT}/config/{config}.py')
     own = {field.name for field in dataclasses.fields(train.Settings)}

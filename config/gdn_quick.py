@@ -1,0 +1,20 @@
+# The Gated DeltaNet beside gpn_quick: the same data, budget and size (1.0M).
+from config.gpn_quick import (
+    batch_size,
+    block_size,
+    data,
+    documents,
+    eval_interval,
+    learning_rate,
+    max_tokens,
+    save_interval,
+    schedule,
+    warmup_tokens,
+)
+
+model = 'gdn'
+n_layer = 4
+n_embd = 128
+n_head = 4
+d_k = 32
+d_v = 64

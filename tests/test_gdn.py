@@ -1,0 +1,310 @@
+"""Gated DeltaNet: both forms against the paper's recurrence, the whole model against the paper, decoding, bad input."""
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attn_kernels
+import model_gdn as G
+from common import settings
+
+scan = attn_kernels.import_scan('gdn')
+SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, chunk_len=5)
+
+
+def make(**values):
+    """A float64 model whose every weight matters, and windows (3, 23) with ends of documents (59)."""
+    torch.manual_seed(0)
+    model = G.Model(G.Config(**SMALL | values)).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.25 if p.dim() == 2 else 0.7)
+    idx = torch.randint(0, 60, (3, 23))
+    idx[torch.rand(3, 23) < 0.15] = 59
+    return model, idx
+
+
+@pytest.fixture(params=['loop', 'fast'])
+def form(request):
+    if request.param == 'fast' and scan is None:
+        pytest.skip('scans/ is not here')
+    return request.param
+
+
+def loss_and_gradients(model, idx):
+    loss = model(idx, idx.roll(-1, 1))['loss']
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+# ---- the recurrence ----
+
+def by_the_recurrence(q, k, v, log_decay, beta, starts):
+    """S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t, of each row and head.
+
+    Returns o (B, T, H, D) and the last S (B, H, D, K).
+    """
+    B, T, H, K = k.shape
+    reads, last = [], []
+    for b in range(B):
+        for h in range(H):
+            S = torch.zeros(v.shape[-1], K, dtype=k.dtype)
+            for t in range(T):
+                if starts is not None and starts[b, t]:
+                    S = torch.zeros_like(S)
+                alpha, key = log_decay[b, t, h].exp(), k[b, t, h]
+                transition = alpha * (torch.eye(K, dtype=k.dtype) - beta[b, t, h] * torch.outer(key, key))
+                S = S @ transition + beta[b, t, h] * torch.outer(v[b, t, h], key)
+                reads.append(S @ q[b, t, h])
+            last.append(S)
+    return (torch.stack(reads).view(B, H, T, -1).transpose(1, 2),
+            torch.stack(last).view(B, H, v.shape[-1], K))
+
+
+def some_inputs(T, dtype=torch.float64, decay=1.0):
+    torch.manual_seed(T)
+    q, k = (F.normalize(torch.randn(2, T, 2, 6, dtype=dtype), dim=-1) for _ in range(2))
+    v, log_decay = torch.randn(2, T, 2, 5, dtype=dtype), -decay * torch.rand(2, T, 2, dtype=dtype)
+    return [x.requires_grad_() for x in (q, k, v, log_decay, torch.rand(2, T, 2, dtype=dtype))]
+
+
+@pytest.mark.parametrize('T', [1, 2, 8, 13])
+@pytest.mark.parametrize('chunk_len', [4, 64])
+@pytest.mark.parametrize('documents', [False, True])
+def test_every_form_is_the_papers_recurrence_with_all_gradients(form, T, chunk_len, documents):
+    """In float64 to 1e-9, for lengths that no chunk divides and documents that start anywhere in one."""
+    model, _ = make(chunk_len=chunk_len, scan=form)
+    model.choose_scan()
+    inputs, starts = some_inputs(T), torch.rand(2, T) < 0.25 if documents else None
+    want = by_the_recurrence(*inputs, starts)
+    memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
+    if form == 'fast':
+        got = scan.scan_chunks(memory, *inputs, starts, None, chunk_len)
+    else:
+        got = model.scan(memory, *inputs, starts=starts)
+    got = got[0], got[1].transpose(-1, -2)
+    weights = [torch.randn_like(x) for x in want]
+
+    def gradients(outputs):
+        return torch.autograd.grad(sum((x * w).sum() for x, w in zip(outputs, weights)), inputs)
+    for expected, x in zip([*want, *gradients(want)], [*got, *gradients(got)]):
+        torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('documents', [False, True])
+def test_a_scan_goes_on_from_a_memory_and_skips_tokens_that_are_not_there(form, documents):
+    model, _ = make(chunk_len=4, scan=form)
+    model.choose_scan()
+    inputs = [x.detach() for x in some_inputs(13)]
+    starts = torch.rand(2, 13) < 0.25 if documents else None
+    part = lambda a, b: [x[:, a:b] for x in inputs]
+    cut = lambda a, b: None if starts is None else starts[:, a:b]
+    whole, last = model.scan(torch.zeros(2, 2, 6, 5, dtype=torch.float64), *inputs, starts=starts)
+    reads, memory = model.scan(torch.zeros_like(last), *part(0, 6), starts=cut(0, 6))
+    more, end = model.scan(memory, *part(6, 13), starts=cut(6, 13))
+    torch.testing.assert_close(torch.cat([reads, more], 1), whole)
+    torch.testing.assert_close(end, last)
+    active = torch.tensor([[True] * 6 + [False] * 7, [True] * 2 + [False] * 11])
+    _, got = model.scan(torch.zeros_like(last), *inputs, starts=starts, active=active)
+    _, second = model.scan(torch.zeros_like(last), *part(0, 2), starts=cut(0, 2))
+    torch.testing.assert_close(got, torch.stack([memory[0], second[1]]))
+
+
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+def test_strong_decay_in_fp32_overflows_nothing():
+    """A chunk's decays multiply to less than fp32 holds; values and gradients are those of float64."""
+    wide = some_inputs(40, decay=60.0)
+    narrow = [x.detach().float().requires_grad_() for x in wide]
+    found = []
+    for inputs in (wide, narrow):
+        reads, _ = scan.scan_chunks(torch.zeros(2, 2, 6, 5, dtype=inputs[0].dtype), *inputs, None, None, 64)
+        found.append([reads, *torch.autograd.grad(reads.square().sum(), inputs)])
+    for want, got in zip(*found):
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+
+
+# ---- the model ----
+
+def by_the_paper(model, idx):
+    """What the head multiplies for one window (T, C), one token and one head at a time, norms written out; each token
+    with all tokens of its document before it."""
+    w, c = dict(model.named_parameters()), model.config
+    T = len(idx)
+
+    def rms(x, name):
+        return x / (x.square().mean() + c.norm_eps).sqrt() * w[name + '.weight']
+
+    def unit(x):
+        return x / (x.square().sum() + 1e-6).sqrt()
+
+    def linear(x, name):
+        return w[name + '.weight'] @ x
+
+    document = [int((idx[:t] == 59).sum()) if c.eos_id == 59 else 0 for t in range(T)]
+    h = [w['embed.weight'][x] for x in idx]
+    for i in range(c.n_layer):
+        n, K, D, H = f'blocks.{i}.', c.d_k, c.d_v, c.n_head
+        x = [rms(y, n + 'memory_norm') for y in h]
+        projected = [linear(y, n + 'qkv') for y in x]
+        S = [torch.zeros(D, K, dtype=torch.float64) for _ in range(H)]
+        for t in range(T):
+            if t and document[t] != document[t - 1]:
+                S = [torch.zeros_like(s) for s in S]
+            near = [j for j in range(c.conv_size) if t - j >= 0 and document[t - j] == document[t]]
+            mixed = F.silu(sum(w[n + 'conv'][:, c.conv_size - 1 - j] * projected[t - j] for j in near))
+            q, k, v = mixed.split([H * K, H * K, H * D])
+            beta = linear(x[t], n + 'beta').sigmoid()
+            alpha = (-w[n + 'log_rate'].exp() * F.softplus(linear(x[t], n + 'decay') + w[n + 'dt_bias'])).exp()
+            gate, read = F.silu(linear(x[t], n + 'read_gate')), []
+            for m in range(H):
+                key, value = unit(k[m * K:(m + 1) * K]), v[m * D:(m + 1) * D]
+                S[m] = alpha[m] * S[m]
+                S[m] = S[m] + beta[m] * torch.outer(value - S[m] @ key, key)
+                read.append(rms(S[m] @ unit(q[m * K:(m + 1) * K]) / K ** 0.5, n + 'read_norm'))
+            h[t] = h[t] + linear(torch.cat(read) * gate, n + 'read_out')
+            gate, up = linear(rms(h[t], n + 'ffn_norm'), n + 'gate_up').split(c.n_ffn)
+            h[t] = h[t] + linear(F.silu(gate) * up, n + 'ffn_out')
+    return torch.stack([rms(y, 'norm') for y in h])
+
+
+@pytest.mark.parametrize('eos_id', [None, 59])
+def test_the_model_is_the_papers(form, eos_id):
+    model, idx = make(eos_id=eos_id, scan=form)
+    with torch.no_grad():
+        want, got = by_the_paper(model, idx[0]), model.final_hidden(idx[:1])[0]
+    assert (got - want).norm() < 1e-10 * want.norm()
+
+
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+@pytest.mark.parametrize('eos_id', [None, 59])
+@pytest.mark.parametrize('T, chunk_len', [(1, 5), (2, 1), (23, 5), (23, 64)])
+def test_both_forms_give_the_same_loss_and_gradients(eos_id, T, chunk_len):
+    model, idx = make(eos_id=eos_id, chunk_len=chunk_len)
+    found = []
+    for name in ('loop', 'fast'):
+        model.config.scan = name
+        model.choose_scan()
+        found.append(loss_and_gradients(model, idx[:, :T]))
+    for want, got in zip(*found):
+        assert (got - want).norm() <= 1e-10 * (want.norm() + 1e-6)
+
+
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+def test_an_unedited_model_is_fast_and_says_nothing(dtype, capsys):
+    model = G.Model(G.Config(**SMALL)).to(dtype)
+    assert model.choose_scan()['scan'] == 'fast' and capsys.readouterr().err == ''
+
+
+class UndecayedError(G.Model):
+    """The error as in GPN: of the memory before it decays."""
+
+    def step(self, memory, q, k, v, log_decay, beta):
+        error = v - G.read(memory, k)
+        memory = log_decay.exp()[..., None, None] * memory + k[..., None] * (beta[..., None] * error)[..., None, :]
+        return G.read(memory, q), memory
+
+
+def test_an_edit_of_the_equation_trains_and_decodes_and_says_so(capsys):
+    model, idx = make(eos_id=59)
+    edited = UndecayedError(model.config).double()
+    edited.load_state_dict(model.state_dict())
+    loss = edited(idx, idx)['loss']
+    assert edited.scan_report['scan'] == 'loop' and abs(loss - model(idx, idx)['loss']) > 1e-4
+    assert scan is None or 'differs from the equations' in capsys.readouterr().err
+    assert all(x.abs().sum() > 0 for x in torch.autograd.grad(loss, list(edited.parameters())))
+    cache = edited.new_cache(3, 23, max_run=4)
+    torch.testing.assert_close(edited.extend(idx, cache, all_positions=True)[..., :60], edited.logits(idx)[..., :60])
+
+
+def test_without_scans_the_equation_runs(monkeypatch):
+    model, idx = make(eos_id=59)
+    want = loss_and_gradients(model, idx)
+    monkeypatch.setattr(G, 'fast', None)
+    assert model.choose_scan()['scan'] == 'loop'
+    for x, expected in zip(loss_and_gradients(model, idx), want):
+        assert (x - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_the_loop_holds_the_memory_of_segments_not_of_steps():
+    model, _ = make(chunk_len=8, scan='loop')
+    inputs, held = some_inputs(32), {}
+
+    def pack(x):
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.loop(torch.zeros(2, 2, 6, 5, dtype=torch.float64), *inputs)
+    assert sum(held.values()) <= 4 * 8 * 2 * 2 * 6 * 5 + sum(x.nbytes for x in inputs)
+
+
+@pytest.mark.long
+def test_a_compiled_model_gives_the_same_loss_and_gradients():
+    model, idx = make(n_layer=1, eos_id=59)
+    want = loss_and_gradients(model, idx)
+    compiled = torch.compile(model, backend='aot_eager')
+    loss = compiled(idx, idx.roll(-1, 1))['loss']
+    for got, expected in zip([loss, *torch.autograd.grad(loss, list(model.parameters()))], want):
+        assert (got - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_a_token_sees_its_own_document_alone(form):
+    model, idx = make(eos_id=59, scan=form)
+    idx[:, 9] = 59
+    other = idx.clone()
+    other[:, :9] = 1
+    assert torch.equal(model.logits(idx)[:, 10:], model.logits(other)[:, 10:])
+
+
+def test_a_cache_is_as_large_for_any_length_and_keeps_its_memory_in_fp32():
+    model = G.Model(G.Config(**SMALL)).to(torch.bfloat16)
+    caches = [model.new_cache(2, max_tokens) for max_tokens in (10, 100_000)]
+    assert caches[0].nbytes == caches[1].nbytes and caches[0].memory.dtype == torch.float32
+
+
+# ---- sizes and settings ----
+
+def test_the_papers_row_has_130_5_million_parameters_and_1_97_million_numbers_of_state():
+    values = settings.read_config_file(str(Path('config/gdn_130m.py')))
+    with torch.device('meta'):
+        model = G.Model(G.Config(**{k: v for k, v in values.items() if k in G.Config.__dataclass_fields__}))
+        cache = model.new_cache(1, 2048)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 130.5
+    assert cache.memory.numel() == 1_966_080 and model.config.n_ffn == 1472
+    assert model.head.weight is not model.embed.weight
+
+
+def test_flops_are_those_counted_by_hand():
+    model, _ = make(n_layer=3)
+    H, K, D, C = 2, 8, 12, 24
+    layer = C * H * (2 * K + D) + 2 * C * H + 2 * C * H * D + 3 * C * 40  # q k v, beta and decay, gate and out, SwiGLU
+    memory = H * 2 * (K * D + K * D + K * D)  # found by the key, written, read by the query
+    for T in (1, 100):
+        assert model.flops_per_token(T) == 3 * (3 * (2 * layer + memory) + 2 * C * 64)
+
+
+def test_initial_weights_are_those_of_the_official_code():
+    torch.manual_seed(0)
+    model = G.Model(G.Config(n_layer=2, n_embd=128, n_head=64, d_k=8, d_v=16, vocab_size=512, n_ids=512))
+    for name, p in model.named_parameters():
+        if name.endswith('log_rate'):
+            assert 0 < p.exp().min() < 2 and 14 < p.exp().max() < 16
+        elif name.endswith('dt_bias'):
+            assert 9e-4 < F.softplus(p).min() < 3e-3 and 0.05 < F.softplus(p).max() < 0.11
+        elif p.dim() == 1:
+            assert (p == 1).all()
+        else:
+            assert abs(p.std() / 0.02 - 1) < 0.05
+
+
+@pytest.mark.parametrize('values, sentence', [
+    (dict(n_head=0), 'n_head = 0: expected more than 0'),
+    (dict(chunk_len=0), 'chunk_len = 0: expected more than 0'),
+    (dict(conv_size=1), 'conv_size = 1: expected 2 to 64 taps'),
+    (dict(n_ffn=0), 'n_ffn = 0: expected at least 1, or None'),
+    (dict(scan='quick'), "scan = 'quick': expected 'auto', 'loop' or 'fast'"),
+    (dict(eos_id=60), 'eos_id = 60: expected one of the 60 ids'),
+    (dict(vocab_size=9), 'vocab_size = 9 has no room for the 60 ids')])
+def test_bad_values_are_sentences(values, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        G.Config(**SMALL | values)

@@ -8,6 +8,12 @@ Such a file has a dataclass Task, whose fields are the options of its name, as i
     row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
     counted(idx)                (B, T) bool: the positions whose targets count; all other targets are -1
     score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
+
+and where the task is of another kind
+
+    targets(rows)               in place of `counted`: the targets (B, T) of rows (B, T + 1) that are not next tokens
+    symbol_options              names of the options that the symbols depend on; without it, all but numbers of rows.
+                                A run can be judged on any data that has the same of these
 """
 import difflib
 import hashlib
@@ -69,9 +75,10 @@ class Generated:
     def __init__(self, name):
         self.task, kind = make_task(name), name.partition(':')[0]
         options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
-        of_symbols = [option for key, option in options.items() if not key.endswith('_rows')]  # not of how many rows
+        all_but_rows = [key for key in options if not key.endswith('_rows')]
+        of_symbols = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
         self.folder = f'{kind}:{",".join(options.values())}'
-        self.tokenizer = f'{kind}:{",".join(of_symbols)}'
+        self.tokenizer = f'{kind}:{",".join(of_symbols)}' if of_symbols else kind
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
@@ -120,12 +127,18 @@ class Generated:
     def _batch(self, rows):
         rows = torch.from_numpy(rows)
         idx = rows[:, :-1]
+        if hasattr(self.task, 'targets'):
+            return idx, self.task.targets(rows)
         return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
-        """The first held-out row up to its last answer, and how many ids that answer has."""
+        """The first held-out row up to its last answer, and how many ids that answer has.
+
+        Where every position has an answer it is the whole of the inputs, and one id.
+        """
         idx, targets = self.val_batch([0], T)
-        prompt = int((targets[0] < 0).nonzero()[-1]) + 2
+        uncounted = (targets[0] < 0).nonzero()
+        prompt = int(uncounted[-1]) + 2 if len(uncounted) else T
         return idx[0, :prompt].tolist(), T + 1 - prompt
 
     def score(self, model, device, batch_size: int) -> dict[str, float]:

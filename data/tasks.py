@@ -11,6 +11,7 @@ Such a file has a dataclass Task, whose fields are the options of its name, as i
 
 and where the task is of another kind
 
+    val_row(rng)                a held-out row, where they are not drawn as those of training
     targets(rows)               in place of `counted`: the targets (B, T) of rows (B, T + 1) that are not next tokens
     symbol_options              names of the options that the symbols depend on; without it, all but numbers of rows.
                                 A run can be judged on any data that has the same of these
@@ -31,6 +32,8 @@ from common.settings import Text, typed
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
+
+KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and kept in memory
 
 # ---- tasks by name ----
 
@@ -83,6 +86,8 @@ class Generated:
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
+        n_kept = min(self.task.train_rows or 0, KEPT_IDS // self.task.row_tokens)
+        self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
 
     @property
     def sha256(self) -> str:
@@ -96,8 +101,20 @@ class Generated:
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
         """The rows of a split with these numbers, int64 (len(numbers), T + 1)."""
         is_fresh = split == 'train' and self.task.train_rows is None
-        stream = seed if is_fresh else 0
-        return np.stack([self.task.row(np.random.default_rng([split == 'val', stream, i])) for i in numbers])
+        stream, make_row = seed if is_fresh else 0, self.task.row
+        if split == 'val':
+            make_row = getattr(self.task, 'val_row', make_row)
+
+        def make(i):
+            return make_row(np.random.default_rng([split == 'val', stream, i]))
+
+        def row(i):
+            if split == 'val' or i >= len(self.kept):
+                return make(i)
+            if not self.is_kept[i]:
+                self.kept[i], self.is_kept[i] = make(i), True
+            return self.kept[i]
+        return np.stack([row(i) for i in numbers]).astype(np.int64, copy=False)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """count ids from position start of a split's rows, one after the other (fresh ones: those of seed 0)."""

@@ -1,6 +1,9 @@
 """The tasks of world models: rows against solvers written here from the text alone, scores on hand-made outputs."""
 import json
-from functools import reduce
+import operator
+from fractions import Fraction
+from functools import cache, reduce
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,15 +11,19 @@ import torch
 from conftest import run
 
 from common import runs
-from data import a5, open_data
+from common.files import UserError
+from data import a5, countdown, open_data
 from data.tokenizers import load_tokenizer
 
 SMALL = ['train.py', '--n_layer=1', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=0',
          '--eval_interval=4', '--threads=1', '--device=cpu', '--dtype=float32']
 
 
+tokenizer_of = cache(load_tokenizer)
+
+
 def words(d, ids):
-    return load_tokenizer(d.tokenizer).decode(list(map(int, ids))).decode().split()
+    return tokenizer_of(d.tokenizer).decode(list(map(int, ids))).decode().split()
 
 
 def eval_results(folder):
@@ -100,3 +107,118 @@ def test_a5_trains_on_short_words_and_is_judged_on_long_ones(tmp_path):
     assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_results(out).keys()
     drawn = run('-m', 'analysis.scores', out, '--scores=rnn_accuracy', f'--out={tmp_path / "figure"}')
     assert drawn.returncode == 0 and 'rnn_accuracy_4' in drawn.stdout, drawn.stderr
+
+
+# ---- Countdown ----
+
+@pytest.mark.parametrize('options', ['val_rows=500', 'val_rows=500,val_targets=seen,pauses=3'])
+def test_countdown_rows_are_problems_and_their_solutions(options):
+    d = open_data(f'countdown:{options}')
+    idx, targets = (torch.cat(parts) for parts in zip(d.train_batch(0, 500, d.T, 1), d.val_batch(range(500), d.T)))
+    seen, of_val = set(), set()
+    for i, (x, y) in enumerate(zip(idx, targets)):
+        row = words(d, [*x, y[-1]])
+        numbers, target, pauses = row[:4], int(row[4]), row[5:5 + d.task.pauses]
+        assert 10 <= target <= 100 and pauses == ['|'] * d.task.pauses
+        assert words(d, y[y >= 0]) == row[-15:] and (y >= 0).sum() == 15  # the equations count, the prompt does not
+        left = [Fraction(n) for n in numbers]
+        assert all(1 <= n <= 99 for n in left)
+        for a, operation, b, equals, result in np.reshape(row[-15:], (3, 5)):
+            value = {'+': operator.add, '-': operator.sub, '*': operator.mul, '/': operator.truediv}[operation](
+                Fraction(a), Fraction(b))
+            assert equals == '=' and value == Fraction(result) and 1 <= value <= 10_000
+            for number in (a, b):
+                left.remove(Fraction(number))
+            left.append(value)
+        assert left == [target]
+        (seen if i < 500 else of_val).add(target)
+    assert len(seen) == 82 and (of_val <= seen if d.task.val_targets == 'seen' else of_val.isdisjoint(seen))
+    assert len(of_val) == (82 if d.task.val_targets == 'seen' else 9)
+
+
+def reachable(numbers):
+    """All that can be made of whole numbers by + - * / with no result below 1, above 10,000 or broken."""
+    if len(numbers) == 1:
+        return set(numbers)
+    found = set()
+    for i, a in enumerate(numbers):
+        for j, b in enumerate(numbers):
+            if i != j:
+                rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+                results = [a + b, a * b, a - b, *([a // b] if a % b == 0 else [])]
+                found |= set().union(*(reachable([*rest, c]) for c in results if 1 <= c <= 10_000))
+    return found
+
+
+def test_countdown_finds_a_solution_where_there_is_one():
+    rng = np.random.default_rng(0)
+    for numbers in rng.integers(1, 100, size=(5, 4)):
+        can = reachable(numbers.tolist())
+        assert [t for t in range(10, 101) if countdown.solve(numbers[None], t, 10_000)[1]] == [t for t in range(10, 101)
+                                                                                      if t in can]
+
+
+PROMPT = '14 83 88 91 23 | | | | | | | |'
+
+
+@pytest.mark.parametrize('answer, marks', [
+    ('83-14=69 91-88=3 69/3=23', (1, 1, 1, 1)),  # the paper's
+    ('91-88=3 83-14=69 69/3=23', (1, 1, 1, 1)),
+    ('83-14=69 91-88=3 69/3=22', (0, 1, 1, 0)),  # a wrong result
+    ('83-14=69 91-88=3 69-3=66', (0, 1, 1, 1)),  # another target
+    ('83-14=68 91-88=3 69/3=23', (0, 0, 1, 1)),
+    ('14-83=69 91-88=3 69/3=23', (0, 0, 1, 1)),  # below 0
+    ('83-14=69 83-14=69 69/3=23', (0, 1, 1, 1)),  # a number taken twice
+    ('83-14=69 91-88=3 46/2=23', (0, 1, 1, 1)),  # numbers that are not there
+    ('83-14=69 69*1=69 69/3=23', (0, 1, 1, 1)),
+    ('83-14=69 91-88=3 23+0=23', None),
+    ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # leaves 1 over
+    ('83-14=69 91 88 - =3 69/3=23', (0, 1, 0, 1)),
+    ('83-14=69 91-88=3 69/3|23', (0, 1, 1, 0)),
+    ('83|14=69 91-88=3 69/3=23', (0, 0, 1, 1)),
+    ('83=14=69 91-88=3 69/3=23', (0, 0, 1, 1))])
+def test_countdown_marks_a_solution_and_each_equation(answer, marks):
+    tokenizer, task = tokenizer_of('countdown'), open_data('countdown').task
+    if marks is None:  # 0 is no token
+        with pytest.raises(UserError, match="'0' is no symbol of countdown"):
+            tokenizer.encode(answer)
+    else:
+        assert task.marks(tokenizer.encode(PROMPT), tokenizer.encode(answer)) == marks
+
+
+def test_an_answer_of_the_end_of_text_alone_is_wrong():
+    d = open_data('countdown')
+    assert d.task.marks(tokenizer_of('countdown').encode(PROMPT), [d.eos_id] * 15) == (0, 0, 0, 0)
+
+
+def test_bars_may_stand_together_where_the_symbol_is_one_bar():
+    tokenizer = tokenizer_of('countdown')
+    assert tokenizer.encode('14,83,88,91,23||||||||83-14=69') == tokenizer.encode(PROMPT + ' 83 - 14 = 69')
+
+
+class Continues:
+    """Decodes held-out rows as they are, but for the tokens told: {row: [(position, token)]}. Has `logits` alone."""
+
+    def __init__(self, d, changes):
+        self.rows, self.n_ids = torch.from_numpy(d.rows('val', range(d.task.val_rows), 0)), d.n_ids
+        self.prompts = self.rows[:, :d.task.prompt_tokens].clone()
+        for i, changed in changes.items():
+            for position, token in changed:
+                self.rows[i, position] = token
+        self.config = SimpleNamespace(vocab_size=d.n_ids, n_ids=d.n_ids, eos_id=None)
+
+    def parameters(self):
+        yield torch.zeros(1)
+
+    def logits(self, idx):
+        n = self.prompts.shape[1]
+        which = [int((self.prompts == row[:n]).all(1).nonzero()[0]) for row in idx]
+        return torch.nn.functional.one_hot(self.rows[which, 1:idx.shape[1] + 1], self.n_ids).float()
+
+
+def test_the_countdown_score_is_that_of_greedy_decoding():
+    d = open_data('countdown:val_rows=10')
+    assert d.score(Continues(d, {}), 'cpu', 4) == {'solved': 1, 'valid_1': 1, 'valid_2': 1, 'valid_3': 1}
+    changes = {0: [(-1, 9_999)], 3: [(-6, 9_999)], 7: [(-6, 9_999), (-1, 9_999)]}
+    assert d.score(Continues(d, changes), 'cpu', 4) == pytest.approx(
+        {'solved': 0.7, 'valid_1': 1, 'valid_2': 0.8, 'valid_3': 0.8})

@@ -2,7 +2,8 @@
 
 Such a file has a dataclass Task, whose fields are the options of its name, as in 'path_star:degree=2,length=5'. It has
 
-    symbols                     the text of each token id; the id after the last one is eos, which no row contains
+    symbols                     the text of each token id; the id after the last one is eos, which only rows that pack
+                                several documents contain
     row_tokens                  tokens of a row, T + 1: a row is T inputs and, one further, their T targets
     train_rows, val_rows        rows of the fixed training set, None for fresh rows without end; rows held out
     row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
@@ -86,7 +87,9 @@ class Generated:
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
-        n_kept = min(self.task.train_rows or 0, KEPT_IDS // self.task.row_tokens)
+        n_kept = self.task.train_rows or 0
+        if n_kept * self.task.row_tokens > KEPT_IDS:
+            n_kept = 0
         self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
 
     @property

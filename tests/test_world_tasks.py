@@ -222,3 +222,173 @@ def test_the_countdown_score_is_that_of_greedy_decoding():
     changes = {0: [(-1, 9_999)], 3: [(-6, 9_999)], 7: [(-6, 9_999), (-1, 9_999)]}
     assert d.score(Continues(d, changes), 'cpu', 4) == pytest.approx(
         {'solved': 0.7, 'valid_1': 1, 'valid_2': 0.8, 'valid_3': 0.8})
+
+
+# ---- Manhattan ----
+
+CITY = [[1, 'N', 2], [2, 'E', 3], [3, 'S', 1], [2, 'S', 1], [3, 'NE', 40]]  # a ring of 1 2 3, and a dead end
+
+
+@pytest.fixture
+def city(tmp_path):
+    path = tmp_path / 'city.json'
+    path.write_text(json.dumps({'edges': CITY}))
+    return f'manhattan:edges={path},steps=12,window=60'
+
+
+def streets(edges):
+    return {(str(a), direction): str(b) for a, direction, b in edges}
+
+
+def grid_streets(n):
+    """{(node, direction): neighbour} of the grid of one-way streets, from its description."""
+    steps = {'E': (1, 0), 'W': (-1, 0), 'N': (0, 1), 'S': (0, -1)}
+    found = {}
+    for x in range(n):
+        for y in range(n):
+            for direction in ('EW'[y % 2], 'SN'[x % 2]):
+                dx, dy = steps[direction]
+                if 0 <= x + dx < n and 0 <= y + dy < n:
+                    found[f'{x}_{y}', direction] = f'{x + dx}_{y + dy}'
+    return found
+
+
+def walks_of(d, row):
+    """The walks of a row of ids, as lists of words. The last one is cut."""
+    text = ' '.join([*d.task.symbols, '.'][i] for i in row)
+    return [walk.split() for walk in text.split('.')]
+
+
+def walked(start, turns, streets):
+    """Where the turns lead from start; KeyError where there is no such street."""
+    return reduce(lambda node, turn: streets[node, turn], turns, start)
+
+
+@pytest.mark.parametrize('name', ['grid', 'city'])
+def test_walks_follow_the_streets_to_their_destination(name, city):
+    d = open_data('manhattan:grid=6,steps=20,window=128' if name == 'grid' else city)
+    known = grid_streets(6) if name == 'grid' else streets(CITY)
+    assert {(d.task.nodes[a], d.task.symbols[turn]): d.task.nodes[b] for a, exits in enumerate(d.task.exits)
+            for turn, b in exits} == known
+    lengths, used, pairs = set(), set(), set()
+    for row in d.rows('train', range(150), 0):
+        *whole, cut = walks_of(d, row)
+        for start, goal, *turns in whole:
+            assert walked(start, turns, known) == goal != start and not d.task.is_held_out[
+                d.task.nodes.index(start), d.task.nodes.index(goal)]
+            lengths.add(len(turns))
+            pairs.add((start, goal))
+            used |= {(walked(start, turns[:k], known), turn) for k, turn in enumerate(turns)}
+        if len(cut) > 2:
+            walked(cut[0], cut[2:], known)
+    assert lengths == set(range(1, 21 if name == 'grid' else 13)) and used == known.keys()
+    assert len(pairs) > (500 if name == 'grid' else 4)
+
+
+def test_turns_and_ends_count_and_starts_and_destinations_do_not(city):
+    d = open_data(city)
+    idx, targets = d.train_batch(0, 20, d.T, 1)
+    for row, y in zip(torch.cat([idx, targets[:, -1:].clamp(min=0)], 1), targets):
+        row, is_turn = row.tolist(), []
+        for t in range(len(row)):
+            walk_ends = [i for i in range(t) if row[i] == d.eos_id]
+            is_turn.append(t - (walk_ends[-1] + 1 if walk_ends else 0) >= 2)
+        assert (y >= 0).tolist()[:-1] == is_turn[1:-1]
+        assert all(b in (-1, a) for a, b in zip(row[1:-1], y.tolist()))
+
+
+class Guide:
+    """Knows a city: leads along a shortest way, or to a goal in `lost` by the first turn of all, there or not."""
+
+    def __init__(self, d, lost=()):
+        self.task, self.lost, self.n_ids = d.task, lost, d.n_ids
+        self.distance = d.task.distances_to(range(len(d.task.nodes)))
+        self.config = SimpleNamespace(vocab_size=d.n_ids, n_ids=d.n_ids, eos_id=d.eos_id)
+
+    def parameters(self):
+        yield torch.zeros(1)
+
+    def logits(self, idx):
+        return torch.nn.functional.one_hot(torch.tensor([self.guided(row) for row in idx.tolist()]), self.n_ids).float()
+
+    def guided(self, row):
+        answers, walk = [], []
+        for token in row:
+            walk = [*walk, token] if token != self.task.end else []
+            answers.append(self.next(walk) if len(walk) >= 2 else self.task.end)
+        return answers
+
+    def next(self, walk):
+        task = self.task
+        node, goal = walk[0] - task.first_node, walk[1] - task.first_node
+        if goal in self.lost:
+            return 0
+        for turn in walk[2:]:
+            node = task.neighbour[node, turn]
+        return task.end if node == goal else min(task.exits[node], key=lambda exit: self.distance[goal, exit[1]])[0]
+
+
+def test_the_manhattan_scores_are_1_for_one_who_knows_the_way_and_fall_with_each_wrong_one():
+    d = open_data('manhattan:grid=6,steps=30,window=64,val_rows=8,max_distance=9')
+    pairs = d.task.held_out_pairs
+    assert len(pairs) == len(set(pairs)) > 5 and all(d.task.is_held_out[pair] for pair in pairs)
+    guide = Guide(d)
+    assert {guide.distance[goal, start] for start, goal in pairs} <= set(range(1, 10))
+    assert d.score(guide, 'cpu', 4) == {'next_token': 1, 'valid': 1}
+    lost = {goal for _, goal in pairs[:2]}
+    found = d.score(Guide(d, lost), 'cpu', 4)
+    n_lost = sum(goal in lost for _, goal in pairs)
+    assert found['valid'] == pytest.approx(1 - n_lost / len(pairs)) and 0.8 < found['next_token'] < 1
+
+
+@pytest.mark.parametrize('way, is_valid', [('N E NE .', True), ('N E S N E NE .', True), ('N E NE', False),
+                                           ('N E .', False), ('. N E NE .', False), ('N N E NE .', False),
+                                           ('E NE .', False), ('N E 40 .', False), ('N E NE S .', False)])
+def test_a_way_is_valid_if_it_keeps_to_the_streets_and_ends_at_its_goal(way, is_valid, city):
+    task = open_data(city).task
+    ids = [[*task.symbols, '.'].index(word) for word in way.split()]
+    assert task.is_valid(task.nodes.index('1'), task.nodes.index('40'), ids) is is_valid
+
+
+def test_a_next_token_is_legal_where_the_street_is_and_the_end_at_the_destination(city):
+    task = open_data(city).task
+    words = [*task.symbols, '.']
+    rows = '1 40 N E NE . 3 2', '3 2 S N . 1 3 N'
+    idx = torch.tensor([[words.index(word) for word in row.split()] for row in rows])
+    legal = '? N E|S S|NE . ? ? S|NE', '? S|NE N .|E|S ? ? N E|S'  # what may come after each token; ?: no turn or end
+    for i, row in enumerate(legal):
+        for t, allowed in enumerate(row.split()):
+            if allowed != '?':
+                found = [word for k, word in enumerate(words)
+                         if task.legal(idx, torch.full_like(idx, k))[i, t]]
+                assert set(found) == set(allowed.split('|')), (i, t)
+
+
+@pytest.mark.parametrize('text', ['', '{}', '[]', '{"edges": []}', '{"edges": [[1, "N"]]}', '{"edges": [1]}',
+                                  '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}',
+                                  '{"edges": [["a b", "N", 2]]}'])
+def test_a_file_that_is_no_city_is_a_sentence(text, tmp_path):
+    path = tmp_path / 'city.json'
+    path.write_text(text)
+    with pytest.raises(UserError, match='city.json is no city: expected'):
+        open_data(f'manhattan:edges={path}')
+
+
+def test_bad_manhattan_options_are_sentences(tmp_path):
+    with pytest.raises(UserError, match='cannot read edges = .*none.json .No such file'):
+        open_data(f'manhattan:edges={tmp_path / "none.json"}')
+    with pytest.raises(UserError, match='grid is 7: expected an even number'):
+        open_data('manhattan:grid=7')
+
+
+@pytest.mark.slow
+def test_manhattan_trains_is_judged_and_samples_a_way(tmp_path):
+    out = tmp_path / 'city'
+    result = run(*SMALL, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
+                 f'--max_tokens={8 * 8 * 32}', f'--out_dir={out}')
+    assert result.returncode == 0 and 'next_token' in result.stdout, result.stderr
+    judged = run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
+                 '--dtype=float32')
+    assert judged.returncode == 0 and {'next_token', 'valid'} <= eval_results(out).keys(), judged.stderr
+    sampled = run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32')
+    assert sampled.returncode == 0 and sampled.stdout.startswith('0_0 2_1'), sampled.stderr

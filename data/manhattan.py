@@ -9,7 +9,7 @@ A walk is written as where it starts, where it ends, its turns and the end of te
 
 A row is walks one after the other, the last one cut, so `--documents=True` (the default) keeps them apart. Start and
 destination do not count, as no model could know them. How long walks are and how they are packed is inferred from the
-paper's counts of walks and tokens: 1 to 100 steps, each as likely. About one pair of start and destination in a hundred
+paper's counts of walks and tokens: 1 to 100 steps, each as likely. About one pair of start and destination in twenty
 is in no row; `valid` asks for a way between such pairs.
 
 The city is a file {"edges": [[node, direction, neighbour], ...]}, as an OpenStreetMap extract gives it: nodes are
@@ -29,7 +29,7 @@ from common.files import UserError
 from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
-HELD_OUT = 3  # of 256 pairs of start and destination
+HELD_OUT = 13  # of 256 pairs of start and destination
 
 
 @dataclass

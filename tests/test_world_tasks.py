@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import run
 
+from analysis import manhattan
 from common import runs
 from common.files import UserError
 from data import a5, countdown, open_data
@@ -392,3 +393,77 @@ def test_manhattan_trains_is_judged_and_samples_a_way(tmp_path):
     assert judged.returncode == 0 and {'next_token', 'valid'} <= eval_results(out).keys(), judged.stderr
     sampled = run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32')
     assert sampled.returncode == 0 and sampled.stdout.startswith('0_0 2_1'), sampled.stderr
+
+
+# ---- analysis.manhattan ----
+
+@pytest.fixture(scope='module')
+def grid():
+    d = open_data('manhattan:grid=6,steps=30,window=64,val_rows=8')
+    return d.task, Guide(d)
+
+
+def test_who_knows_the_way_finds_it_after_detours_too(grid):
+    task, guide = grid
+    pairs = task.held_out_pairs
+    straight, around = (manhattan.ways_with_detours(guide, task, pairs, share, np.random.default_rng(0))
+                        for share in (0, 0.75))
+    assert [len(way) for way in straight] == [guide.distance[goal, start] + 1 for start, goal in pairs]
+    assert all(task.is_valid(*pair, way) for ways in (straight, around) for pair, way in zip(pairs, ways))
+    assert sum(len(way) for way in around) > 1.3 * sum(len(way) for way in straight)
+
+
+def test_compression_is_1_where_only_place_and_goal_decide(grid, monkeypatch):
+    task, guide = grid
+    measured = lambda: manhattan.compression(guide, task, 20, 8, np.random.default_rng(0))
+    assert measured() == 1
+    monkeypatch.setattr(guide, 'next', lambda walk: task.end if walk[2:3] == [0] else Guide.next(guide, walk))
+    assert 0.2 < measured() < 0.9  # the first turn of the walk decides too
+    start, goal, *turns = manhattan.prefixes_to(task, 7, 9, 12, np.random.default_rng(0))
+    assert goal == task.first_node + 9 and len(turns) == 12
+    assert reduce(lambda node, turn: task.neighbour[node, turn], turns, start - task.first_node) == 7
+
+
+def test_effective_rank_counts_directions_of_one_size():
+    directions = torch.linalg.qr(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)))[0].T
+    states = torch.cat([directions[:3]] * 5)
+    assert manhattan.effective_rank(states) == pytest.approx(3, abs=1e-4)
+    sizes = torch.tensor([1, 2, 5.])
+    shares = sizes / 8
+    assert manhattan.effective_rank(sizes[:, None] * directions[:3]) == pytest.approx(
+        float((1 / shares).pow(shares).prod()), abs=1e-4)
+
+
+def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
+    task, _ = grid
+    true = {(node, turn): after for node, exits in enumerate(task.exits) for turn, after in exits}
+    positions = manhattan.layout(task)
+    assert all(np.linalg.norm(positions[a] - positions[b]) == pytest.approx(1, abs=1e-3) for (a, _), b in true.items())
+    near = [[b for b in range(36) if np.linalg.norm(positions[a] - positions[b]) <= 2] for a in range(36)]
+    rng, walks = np.random.default_rng(0), []
+    for _ in range(200):
+        start, goal, *turns, _ = task._walk(rng)
+        walks.append((start - task.first_node, goal - task.first_node, turns))
+    used, n_failed = manhattan.rebuild(walks, true, near, 8)
+    assert used.items() <= true.items() and len(used) > 50 and n_failed == 0
+    east, north, *_ = (task.symbols.index(name) for name in 'ENSW')
+    at = {name: task.nodes.index(name) for name in task.nodes}
+    wrong = at['0_0'], at['2_1'], [east, north, east]  # 1_0 north is a street to 1_1, whose row leads west alone
+    used, n_failed = manhattan.rebuild([*walks, wrong], true, near, 8)
+    assert n_failed == 0 and used.items() - true.items() == {((at['1_1'], east), at['2_1'])}
+    far = at['0_0'], at['5_5'], [east, north, east]
+    used, n_failed = manhattan.rebuild([*walks, far], true, near, 8)
+    assert n_failed == 1 and used.items() <= true.items()
+    n_failed = [manhattan.rebuild([*walks, wrong], true, near, max_degree)[1] for max_degree in (2, 3)]
+    assert n_failed == [1, 0]  # two streets leave 1_1 already
+
+
+@pytest.mark.slow
+def test_the_map_of_a_run_is_measured_and_drawn(tmp_path):
+    out = tmp_path / 'city'
+    result = run(*SMALL, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
+                 f'--max_tokens={8 * 32}', f'--out_dir={out}', '--sample_tokens=0')
+    assert result.returncode == 0, result.stderr
+    drawn = run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20', '--n_prefixes=3')
+    assert drawn.returncode == 0 and 'effective rank' in drawn.stdout, drawn.stderr
+    assert (tmp_path / 'map.png').exists() and (tmp_path / 'map.csv').read_text().startswith('run,detours,')

@@ -63,6 +63,8 @@ class Task:
         self.starts = [node for node, exits in enumerate(self.exits) if exits]
         n = len(self.nodes)
         self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < HELD_OUT
+        if all(a == b or self.is_held_out[a, b] for a, exits in enumerate(self.exits) for _, b in exits):
+            raise UserError(f'{self.edges} has no walk between two places that is not held out: expected a larger city')
         self.row_tokens = self.window + 1
 
     def row(self, rng: np.random.Generator) -> np.ndarray:

@@ -380,6 +380,9 @@ def test_bad_manhattan_options_are_sentences(tmp_path):
         open_data(f'manhattan:edges={tmp_path / "none.json"}')
     with pytest.raises(UserError, match='grid is 7: expected an even number'):
         open_data('manhattan:grid=7')
+    (tmp_path / 'small.json').write_text('{"edges": [[1, "N", 1]]}')
+    with pytest.raises(UserError, match='small.json has no walk between two places'):
+        open_data(f'manhattan:edges={tmp_path / "small.json"}')
 
 
 @pytest.mark.slow

@@ -394,6 +394,8 @@ def test_manhattan_trains_is_judged_and_samples_a_way(tmp_path):
     judged = run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
                  '--dtype=float32')
     assert judged.returncode == 0 and {'next_token', 'valid'} <= eval_results(out).keys(), judged.stderr
+    drawn = run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}')
+    assert drawn.returncode == 0 and 'next_token' in drawn.stdout and 'valid' in drawn.stdout, drawn.stderr
     sampled = run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32')
     assert sampled.returncode == 0 and sampled.stdout.startswith('0_0 2_1'), sampled.stderr
 

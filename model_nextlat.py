@@ -271,10 +271,21 @@ class Model(nn.Module):
         cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
         return lambda qk: rotate(qk, cos, sin), lambda layer, q, k, v: attention(q, k, v, doc_start), doc_start
 
+    def state(self, idx, which='head'):
+        """States of whole windows for analyses. idx (B, T) -> (B, T, C): what the head multiplies, or 'trunk'.
+
+        The trunk is what all that is trained reads: in mtp what enters the last block, which is the next token's head;
+        in the others h, in jtp before Fetch. Raises ValueError for another word.
+        """
+        if which not in ('head', 'trunk'):
+            raise ValueError(f"which = {which!r}: expected 'head' or 'trunk'")
+        rotate, attend, _ = self._prepare(idx)
+        h, trunk = self._run_blocks(idx, rotate, attend)
+        return trunk if which == 'trunk' and self.config.objective == 'mtp' else h
+
     def final_hidden(self, idx):
         """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
-        rotate, attend, _ = self._prepare(idx)
-        return self._run_blocks(idx, rotate, attend)[0]
+        return self.state(idx)
 
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll', ...}: nats per counted token.

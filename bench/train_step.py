@@ -8,10 +8,10 @@
 runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's AdamW. Then
 the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same tokens.
 
-`objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8): parameters,
-steps/s beside ntp's in turn, and peak memory, each in a process of its own. 1.3B on a GPU, 8 x 1024 tokens; on CPU 12
-layers, 384 wide, 8 x 256 tokens: times at the vocabulary of bytes, as a small model's time is its head's otherwise,
-memory at 50304.
+`objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8, and bst with a
+tenth of its pairs): parameters, steps/s beside ntp's in turn, and peak memory, each in a process of its own. 1.3B on a
+GPU, 8 x 1024 tokens; on CPU 12 layers, 384 wide, 8 x 256 tokens: times at the vocabulary of bytes, as a small model's
+time is its head's otherwise, memory at 50304.
 
 `scales`: the papers' scales S and L, and the share of the GPU's arithmetic that they use.
 """
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+import model_bst
 import model_nextlat
 import model_standard
 import train
@@ -34,7 +35,7 @@ from common import llama, machine
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
 T, BATCH, VOCABULARY = 256, 8, 50304
-OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp'))]
+OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp')), ('bst', 1)]
 
 
 # ---- one step ----
@@ -153,19 +154,23 @@ def scales() -> Iterator[dict]:
 
 
 def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, toy: bool = False) -> tuple:
-    """A training step of model_nextlat as train.py does it by default, and the model.
+    """A training step of model_nextlat, or of model_bst, as train.py does it by default, and the model.
 
-    The width of p_psi is the paper's share of n_embd.
+    The width of p_psi is the paper's share of n_embd. bst has no horizon.
     """
-    shape, tokens_per_row = dict(n_layer=22, n_head=16, n_embd=2048, n_dynamics=6528), 1024
+    shape, n_dynamics, tokens_per_row = dict(n_layer=22, n_head=16, n_embd=2048), 6528, 1024
     if DEVICE.type == 'cpu':
-        shape, tokens_per_row = dict(n_layer=12, n_head=6, n_embd=384, n_dynamics=1224), T
+        shape, n_dynamics, tokens_per_row = dict(n_layer=12, n_head=6, n_embd=384), 1224, T
     if toy:
-        shape, tokens_per_row = {**TOY_SHAPE, 'n_layer': 2, 'n_dynamics': 32}, 16
+        shape, n_dynamics, tokens_per_row = TOY_SHAPE | {'n_layer': 2}, 32, 16
     torch.manual_seed(0)
-    config = model_nextlat.Config(objective=objective, horizon=horizon, vocab_size=vocabulary, n_ids=vocabulary,
-                                  eos_id=None, **shape)
-    model = model_nextlat.Model(config).to(DEVICE)
+    shape |= dict(vocab_size=vocabulary, n_ids=vocabulary, eos_id=None)
+    if objective == 'bst':
+        model = model_bst.Model(model_bst.Config(pair_share=0.1, **shape))
+    else:
+        model = model_nextlat.Model(model_nextlat.Config(objective=objective, horizon=horizon, n_dynamics=n_dynamics,
+                                                         **shape))
+    model = model.to(DEVICE)
     tokens = torch.randint(0, vocabulary, (2, BATCH, tokens_per_row), device=DEVICE)
     dtype = machine.pick_dtype('auto', DEVICE.type)
     return our_step(model, tokens, dtype, compile=DEVICE.type == 'cuda'), model

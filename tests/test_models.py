@@ -67,6 +67,8 @@ VARIANTS = {
     'jtp, documents': ('nextlat', dict(eos_id=59, objective='jtp', horizon=2)),
     'nextlat, grouped queries': ('nextlat', GROUPED | dict(eos_id=59)),
     'jtp, grouped queries': ('nextlat', GROUPED | dict(eos_id=None, objective='jtp', horizon=2, n_kv_head=1)),
+    'bst': ('bst', dict(eos_id=None)),
+    'bst, documents, half of the pairs': ('bst', dict(eos_id=59, pair_share=0.5, min_k=2)),
     'gpn': ('gpn', GPN | dict(eos_id=None)),
     'gpn, one layer, documents': ('gpn', GPN | dict(eos_id=59, n_layer=1)),
     'gpn, no memory': ('gpn', GPN | dict(eos_id=None, n_head=0, n_layer=1)),
@@ -186,6 +188,23 @@ def test_final_hidden_is_what_the_head_multiplies_in_the_cache_too(variant):
         assert torch.allclose(cache.hidden[:, :kept], hidden[:, b - kept:b], atol=1e-4)
 
 
+TOKENS = some_tokens(2, 12)
+
+
+@pytest.mark.parametrize('variant, head_of_trunk', [
+    ('nextlat', lambda model, trunk: trunk), ('jtp, documents', lambda model, trunk: trunk),
+    ('mtp, documents', lambda model, trunk: model.norm(model.blocks[-1](trunk, *model._prepare(TOKENS)[:2]))),
+    ('bst, documents, half of the pairs', lambda model, trunk: model._next_state(trunk))])
+def test_state_is_what_the_head_multiplies_or_the_trunk_below_it(variant, head_of_trunk):
+    model, idx = make(variant), TOKENS
+    trunk = model.state(idx, 'trunk')
+    assert torch.equal(model.state(idx), model.final_hidden(idx))
+    assert torch.allclose(head_of_trunk(model, trunk), model.final_hidden(idx), atol=1e-5)
+    assert torch.equal(trunk, model.final_hidden(idx)) == (variant in ('nextlat', 'jtp, documents'))
+    with pytest.raises(ValueError, match="which = 'tail': expected 'head' or 'trunk'"):
+        model.state(idx, 'tail')
+
+
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     model, idx = make(variant), some_tokens(2, 30)
@@ -206,7 +225,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
 
 
 ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'delayed_state', 'reverse_sps',
-               'nextlat, documents, tied', 'mtp, documents', 'jtp, documents']
+               'nextlat, documents, tied', 'mtp, documents', 'jtp, documents', 'bst']
 
 
 @pytest.mark.parametrize('variant', [*ONE_OF_EACH, 'context_ready, documents, window', 'roformer',

@@ -162,6 +162,15 @@ def test_texts_of_two_drafted_tokens_have_it_too(name, drafts, n_ids, filters, d
     check_distribution(monkeypatch, name, drafts, 4, draft_len, filters, n_ids=n_ids)
 
 
+@pytest.mark.parametrize('draft_len, filters', [(2, dict(top_k=2)), (2, dict(top_p=0.6)), (2, dict(min_p=0.4)),
+                                                (3, dict(temperature=0.7, top_k=2, top_p=0.9, min_p=0.6))])
+def test_filters_hold_for_every_drafted_token(draft_len, filters, monkeypatch):
+    """The filters leave some texts and not all, of a prefill's token, the draft's, and the one after it."""
+    n = draft_len + 2
+    want = check_distribution(monkeypatch, 'nextlat', None, n, draft_len, filters)
+    assert 4 < len(want) < 3 ** n
+
+
 def check_distribution(monkeypatch, name, drafts, n, draft_len, filters, **values):
     values = dict(TINY, spread=0.4) | values
     model, draft = make(name, **values), drafts and make(drafts, seed=1, **values)
@@ -174,6 +183,7 @@ def check_distribution(monkeypatch, name, drafts, n, draft_len, filters, **value
         got, want = distribution_of(one, row, monkeypatch), plain_distribution(model, prompts[row], n, **filters)
     assert abs(sum(got.values()) - 1) < 1e-6
     assert all(abs(got.get(text, 0) - want.get(text, 0)) < 1e-6 for text in got.keys() | want.keys())
+    return want
 
 
 @pytest.mark.slow

@@ -1,0 +1,13 @@
+# Belief State Transformer, 2.57B: a baseline of the NextLat paper, in its table of training costs alone. The settings
+# are those of fineweb_ntp.
+model = 'bst'
+pair_share = 0.1  # the paper: 10% of the pairs, or memory does not suffice
+n_layer = 22
+n_head = 16
+n_embd = 2048
+block_size = 1024
+batch_size = 512
+max_tokens = 100_000_000_000
+learning_rate = 4e-4
+warmup_tokens = 1_000_000_000  # and the last 10B decay
+eval_interval = 1000

@@ -1,0 +1,173 @@
+"""The Belief State Transformer against a loop over its pairs, each prefix and suffix encoded alone, in float64."""
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import train_tiny
+from test_nextlat import block, norm
+from torch.utils.flop_counter import FlopCounterMode
+
+import model_bst
+from common import settings
+
+EOS = 19
+
+
+def make(dtype=torch.float64, **values):
+    torch.manual_seed(0)
+    shape = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, n_text=24)
+    model = model_bst.Model(model_bst.Config(**shape | values)).to(dtype)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3) if p.dim() >= 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+def paper(model, idx, targets):
+    """{'loss', 'nll', parts}: one pair after another, on the definition of each."""
+    c = model.config
+
+    @functools.cache
+    def last_vector(encoder, x, empty):
+        """Of x, a tuple of tokens in the order of reading."""
+        if not x:
+            return empty
+        h, documents = model.embed.weight[list(x)], [0] * len(x)
+        for layer in encoder.blocks:
+            h = block(h, layer, documents)
+        return norm(h, encoder.norm)[-1]
+
+    def nats(f, b, head, label):
+        hidden = model.text_f.weight @ f + model.text_b.weight @ b
+        return F.cross_entropy(head.weight @ (model.text_out.weight @ F.gelu(hidden)), label)
+
+    def document_around(x, s):
+        """First and last position of the document of x[s]."""
+        first = max((i + 1 for i in range(s) if x[i] == c.eos_id), default=0)
+        return first, next((i for i in range(s, len(x)) if x[i] == c.eos_id), len(x) - 1)
+
+    nll, nexts, previous = [], [], []
+    for row, y in zip(idx, targets):
+        T, x = len(row), (*row.tolist(), *y[-1:][y[-1:] >= 0].tolist())
+        counts = [bool(y[0] >= 0), *(y >= 0).tolist()]
+        for t in range(T):
+            first, _ = document_around(x, t)
+            if y[t] >= 0 and row[t] != c.eos_id:
+                f = last_vector(model.forward_encoder, x[first:t + 1], model.no_prefix)
+                nll.append(nats(f, model.no_suffix, model.head, y[t]))
+        pairs = [(t, k) for t in range(T + 1) for k in range(c.min_k, T + 3 - t) if t + k >= 2]
+        n = max(1, round(c.pair_share * len(pairs)))
+        for t, k in [pairs[i * len(pairs) // n] for i in range(n)]:
+            p, q = t, t + k - 2  # positions of x_{t+1} and of x_{t+k-1}, counted from 0
+            if max(p, q) >= len(x) or document_around(x, p) != document_around(x, q):
+                continue
+            first, last = document_around(x, p)
+            f = last_vector(model.forward_encoder, x[first:p], model.no_prefix)
+            b = last_vector(model.backward_encoder, x[q + 1:last + 1][::-1], model.no_suffix)
+            if counts[p]:
+                nexts.append(nats(f, b, model.head, torch.tensor(x[p])))
+            if counts[q]:
+                previous.append(nats(f, b, model.previous_head, torch.tensor(x[q])))
+    nll, nexts, previous = (torch.stack(terms).mean() for terms in (nll, nexts, previous))
+    return {'loss': nexts + previous, 'nll': nll, 'pair_next': nexts, 'pair_previous': previous}
+
+
+@pytest.mark.parametrize('last_counts', [True, False])
+@pytest.mark.parametrize('case', [dict(eos_id=EOS), dict(eos_id=None), dict(eos_id=EOS, min_k=2),
+                                  dict(eos_id=EOS, pair_share=0.4), dict(eos_id=None, pair_share=0.6, min_k=2)],
+                         ids=lambda case: ' '.join(f'{k}={v}' for k, v in case.items()))
+def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, monkeypatch):
+    monkeypatch.setattr(model_bst, 'PAIRS_AT_ONCE', 20)
+    model = make(**case).eval()
+    x = torch.randint(0, 19, (2, 9), generator=torch.Generator().manual_seed(1))
+    x[0, [2, 3]] = x[1, 7] = EOS
+    idx, targets = x[:, :-1], x[:, 1:].clone()
+    targets[1, :3] = -1  # a prompt
+    if not last_counts:
+        targets[0, -1] = -1
+    want, got = paper(model, idx, targets), model(idx, targets)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert abs(got[name] - want[name]) < 1e-5 * want[name], name
+    params = list(model.parameters())
+    for g, w in zip(*(torch.autograd.grad(out['loss'], params) for out in (got, want))):
+        assert w.norm() > 0 and (g - w).norm() < 1e-5 * w.norm()
+
+
+def test_training_draws_other_pairs_each_time_and_evaluation_the_same():
+    model = make(eos_id=None, pair_share=0.25).train()
+    torch.manual_seed(0)
+    draws = [model._draw_pairs(30, 'cpu') for _ in range(200)]
+    every = [(p, q) for p in range(31) for q in range(31) if q >= p - 1]
+    times = dict.fromkeys(every, 0)
+    for pairs in draws:
+        drawn = [*zip(*pairs.tolist())]
+        assert len(set(drawn)) == len(drawn) == round(0.25 * len(every))
+        for pair in drawn:
+            times[pair] += 1
+    assert 20 < min(times.values()) and max(times.values()) < 85  # 50 are expected
+    model.eval()
+    assert torch.equal(model._draw_pairs(30, 'cpu'), model._draw_pairs(30, 'cpu'))
+
+
+def test_a_window_of_prompt_alone_learns_nothing():
+    model = make(eos_id=EOS)
+    out = model(torch.randint(0, 19, (2, 9)), torch.full((2, 9), -1))
+    out['loss'].backward()
+    assert out['loss'] == 0 and all(p.grad.norm() == 0 for p in model.parameters())
+
+
+def test_the_hidden_layer_of_all_pairs_is_not_kept_for_the_backward():
+    def kept(n_text):
+        model, sizes = make(torch.float32, eos_id=None, n_text=n_text), {}
+
+        def pack(x):
+            sizes[x.data_ptr()] = x.untyped_storage().nbytes()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            tokens = torch.zeros(1, 100, dtype=torch.int64)
+            out = model(tokens, tokens)
+        return sum(sizes.values()), out
+    n_pairs = 101 * 102 // 2 + 100
+    (small, _), (large, _) = kept(64), kept(128)
+    assert large - small < 0.1 * n_pairs * 64 * 4
+
+
+def test_compiled_it_is_one_graph_of_the_same_loss():
+    model = make(eos_id=EOS, n_layer=1)
+    tokens = torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(model, backend='eager', fullgraph=True)
+    assert torch.allclose(compiled(tokens, tokens)['loss'], model(tokens, tokens)['loss'])
+
+
+def test_parameters_at_the_papers_scale():
+    values = settings.read_config_file('config/fineweb_bst.py')
+    names = model_bst.Config.__dataclass_fields__
+    with torch.device('meta'):
+        model = model_bst.Model(model_bst.Config(**{k: v for k, v in values.items() if k in names}))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == 2.57
+
+
+def test_flops_are_those_that_a_step_takes():
+    """But for what this model hardly has: attention, and the text head's second forward."""
+    model = make(torch.float32, n_embd=64, n_text=16, vocab_size=2048, eos_id=None, pair_share=0.5)
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens)['loss'].backward()
+    assert counter.get_total_flops() == pytest.approx(32 * model.flops_per_token(32), rel=0.02)
+
+
+@pytest.mark.parametrize('values, says', [
+    (dict(pair_share=0), 'pair_share = 0: expected more than 0, and at most 1'),
+    (dict(min_k=3), 'min_k = 3: expected 1 or 2'),
+    (dict(n_text=0), 'n_text = 0: expected at least 1, or None')])
+def test_bad_configs_are_sentences(values, says):
+    with pytest.raises(ValueError, match=says):
+        model_bst.Config(**values)
+
+
+def test_train_py_logs_each_part(tiny_data, tmp_path):
+    result = train_tiny(tiny_data, tmp_path / 'run', '--model=bst', '--pair_share=0.1', steps=4)
+    assert result.returncode == 0, result.stderr
+    log = (tmp_path / 'run/log.jsonl').read_text()
+    assert 'pair_next' in log and 'pair_previous' in log

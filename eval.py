@@ -284,7 +284,8 @@ def data_for(record: dict, s: Settings):
 def validation(model, record: dict, s: Settings) -> dict[str, float]:
     """Nats a token, perplexity and bits a byte, or a task's scores, on validation data: the run's own or --data."""
     data = data_for(record, s)
-    T, device = min(record['settings']['block_size'], s.max_length or inf), next(model.parameters()).device
+    is_task, device = hasattr(data, 'score'), next(model.parameters()).device
+    T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
     if data.n_windows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     batch_size = s.batch_size or max(1, s.batch_tokens // T)
@@ -293,7 +294,7 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
     nats = parts['nll']
     values = {'nats_per_token': nats, 'perplexity': perplexity(nats)}
     values |= {name: mean for name, mean in parts.items() if name not in ('loss', 'nll')}
-    if hasattr(data, 'score'):  # a synthetic task: exact, on all its held-out rows
+    if is_task:  # exact, on all its held-out rows
         values |= data.score(model, device, batch_size)
     else:
         info = data.splits['val']

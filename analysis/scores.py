@@ -26,15 +26,15 @@ SOLVED = 0.99  # as data/pointer_chasing.py counts
 @dataclass
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: scores beside the runs
-    scores: str = 'accuracy'  # which: the logged values whose names begin with this
+    scores: str = 'accuracy,solved,valid,next_token'  # which: the logged values whose names begin with one of these
 
 
-def score_names(runs: list[str], prefix: str) -> list[str]:
-    """The names of logged values of the first run that begin with prefix, as they stand in its log."""
+def score_names(runs: list[str], prefixes: str) -> list[str]:
+    """The names of logged values of the first run that begin with one of prefixes, as they stand in its log."""
     logged = [name for record in read_log(runs[0]) for name in record]
-    names = dict.fromkeys(name for name in logged if name.startswith(prefix))
+    names = dict.fromkeys(name for name in logged if name.startswith(tuple(prefixes.split(','))))
     if not names:
-        raise UserError(f'{runs[0]} logged nothing that begins with {prefix!r}: was it trained on a task, and '
+        raise UserError(f'{runs[0]} logged nothing that begins with {prefixes!r}: was it trained on a task, and '
                         'evaluated?')
     return list(names)
 

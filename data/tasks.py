@@ -2,12 +2,20 @@
 
 Such a file has a dataclass Task, whose fields are the options of its name, as in 'path_star:degree=2,length=5'. It has
 
-    symbols                     the text of each token id; the id after the last one is eos, which no row contains
+    symbols                     the text of each token id; the id after the last one is eos, which only rows that pack
+                                several documents contain
     row_tokens                  tokens of a row, T + 1: a row is T inputs and, one further, their T targets
     train_rows, val_rows        rows of the fixed training set, None for fresh rows without end; rows held out
     row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
     counted(idx)                (B, T) bool: the positions whose targets count; all other targets are -1
     score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
+
+and where the task is of another kind
+
+    val_row(rng)                a held-out row, where they are not drawn as those of training
+    targets(rows)               in place of `counted`: the targets (B, T) of rows (B, T + 1) that are not next tokens
+    symbol_options              names of the options that the symbols depend on; without it, all but numbers of rows.
+                                A run can be judged on any data that has the same of these
 """
 import difflib
 import hashlib
@@ -25,6 +33,8 @@ from common.settings import Text, typed
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
+
+KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and kept in memory
 
 # ---- tasks by name ----
 
@@ -69,13 +79,18 @@ class Generated:
     def __init__(self, name):
         self.task, kind = make_task(name), name.partition(':')[0]
         options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
-        of_symbols = [option for key, option in options.items() if not key.endswith('_rows')]  # not of how many rows
+        all_but_rows = [key for key in options if not key.endswith('_rows')]
+        of_symbols = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
         self.folder = f'{kind}:{",".join(options.values())}'
-        self.tokenizer = f'{kind}:{",".join(of_symbols)}'
+        self.tokenizer = f'{kind}:{",".join(of_symbols)}' if of_symbols else kind
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
+        n_kept = self.task.train_rows or 0
+        if n_kept * self.task.row_tokens > KEPT_IDS:
+            n_kept = 0
+        self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
 
     @property
     def sha256(self) -> str:
@@ -89,8 +104,20 @@ class Generated:
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
         """The rows of a split with these numbers, int64 (len(numbers), T + 1)."""
         is_fresh = split == 'train' and self.task.train_rows is None
-        stream = seed if is_fresh else 0
-        return np.stack([self.task.row(np.random.default_rng([split == 'val', stream, i])) for i in numbers])
+        stream, make_row = seed if is_fresh else 0, self.task.row
+        if split == 'val':
+            make_row = getattr(self.task, 'val_row', make_row)
+
+        def make(i):
+            return make_row(np.random.default_rng([split == 'val', stream, i]))
+
+        def row(i):
+            if split == 'val' or i >= len(self.kept):
+                return make(i)
+            if not self.is_kept[i]:
+                self.kept[i], self.is_kept[i] = make(i), True
+            return self.kept[i]
+        return np.stack([row(i) for i in numbers]).astype(np.int64, copy=False)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """count ids from position start of a split's rows, one after the other (fresh ones: those of seed 0)."""
@@ -120,12 +147,18 @@ class Generated:
     def _batch(self, rows):
         rows = torch.from_numpy(rows)
         idx = rows[:, :-1]
+        if hasattr(self.task, 'targets'):
+            return idx, self.task.targets(rows)
         return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
-        """The first held-out row up to its last answer, and how many ids that answer has."""
+        """The first held-out row up to its last answer, and how many ids that answer has.
+
+        Where every position has an answer it is the whole of the inputs, and one id.
+        """
         idx, targets = self.val_batch([0], T)
-        prompt = int((targets[0] < 0).nonzero()[-1]) + 2
+        uncounted = (targets[0] < 0).nonzero()
+        prompt = int(uncounted[-1]) + 2 if len(uncounted) else T
         return idx[0, :prompt].tolist(), T + 1 - prompt
 
     def score(self, model, device, batch_size: int) -> dict[str, float]:

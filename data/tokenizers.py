@@ -105,14 +105,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
-    """A token for each symbol: a word, `||`, or a single other character.
+    """A token for each symbol: a word, `||` where it is one, or a single other character.
 
     Blanks and commas only separate; decoding puts a blank before each symbol.
     """
     id_of = {symbol: i for i, symbol in enumerate(symbols)}
+    pattern = r'\w+|\|\||[^\w\s,]' if '||' in id_of else r'\w+|[^\w\s,]'
 
     def encode(text):
-        found = re.findall(r'\w+|\|\||[^\w\s,]', text)
+        found = re.findall(pattern, text)
         for symbol in found:
             if symbol not in id_of:
                 near = difflib.get_close_matches(symbol, symbols, 3, 0.4) or [symbols[0], '...', symbols[-1]]

@@ -11,7 +11,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.files': set(),
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
-    'data': {'data', 'common.start', 'common.files', 'common.settings'},
+    'data': {'data', 'common.start', 'common.files', 'common.settings', 'common.decoding'},
     'common.runs': {'common.files', 'common.settings', 'data'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},

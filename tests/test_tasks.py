@@ -175,9 +175,10 @@ def test_the_checksum_knows_options_and_rows(monkeypatch):
     *((f'{task}={"9" * 40}', 'expected a number of at most') for task in (
         'pointer_chasing:hops', 'pointer_chasing:keys', 'pointer_chasing:values', 'pointer_chasing:val_rows',
         'path_star:degree', 'path_star:length', 'path_star:nodes', 'path_star:train_rows', 'path_star:val_rows')),
-    ('', 'data is empty: expected built-in data (path_star, pointer_chasing, python_docs) or a folder'),
+    ('', 'data is empty: expected built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs) or '
+         'a folder'),
     ('python_docs:hops=2', 'no data at python_docs:hops=2'),
-    ('path_stars', 'built-in data (path_star, pointer_chasing, python_docs)')])
+    ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs)')])
 def test_bad_options_are_sentences(name, sentence):
     with pytest.raises(UserError) as error:
         open_data(name)

@@ -1,0 +1,288 @@
+"""The map that a model has learned from walks through a city (NextLat paper, section on world models).
+
+    python -m analysis.manhattan RUN RUN ... --out=NAME          runs that were trained on data/manhattan.py
+
+Prints and writes to NAME.csv, for each run, on pairs of start and destination that no walk of the data has:
+
+    detours       share of valid ways where, with probability 75%, a step is not the model's likeliest but another
+                  random street from which the destination can still be reached in time
+    compression   share of pairs of walks to one place, of one length and with one destination, that are continued
+                  greedily in the same way. (Vafa et al. sample 30 continuations of one and ask whether each token
+                  has a probability above 0.01 after the other.)
+    rank          effective rank of the states at the tokens of the held-out rows: exp of the entropy of their
+                  singular values, normalised to the sum 1
+    streets       streets that sampled walks need: those that exist, those invented, and those that no walk took
+
+and draws the streets in NAME.png, the invented ones in red. The map is rebuilt as by Vafa et al.: each sampled walk is
+followed along streets that exist or were invented before. Where it cannot be, a street to a place nearby is invented,
+the one from which the rest of the walk can be followed the furthest, as long as no place has more than `max_degree`
+streets. Places have no coordinates in the data, so they are laid out by the directions of the streets, each one long.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import torch
+
+from analysis.figures import new_figure, output_path, save_figure, write_csv
+from common.decoding import decodable, generate
+from common.files import UserError, friendly_errors
+from common.machine import pick_device
+from common.runs import check_vocabulary, load_run, run_data
+from common.settings import check_ranges, load_settings
+
+COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
+           'NW': (-1, 1)}
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without ending; None: manhattan beside the runs
+    data: str | None = None  # data of the same city; None: the runs' own
+    detours: float = 0.75  # share of steps that are detours
+    n_prefixes: int = 1000  # pairs of walks to one place
+    n_walks: int = 6400  # walks that the map is rebuilt from
+    max_degree: int = 8  # streets that leave a place, invented ones included
+    distance: float = 4.0  # length of an invented street, in streets; the paper: half a mile
+    batch_size: int = 256  # rows at a time
+    device: str = 'auto'  # auto, cuda, cpu or mps
+
+    def __post_init__(self):
+        check_ranges(self, detours=(0, 1), n_prefixes=(1, inf), n_walks=(1, inf), max_degree=(1, inf),
+                     distance=(0, inf), batch_size=(1, inf))
+
+
+# ---- ways with detours ----
+
+@torch.inference_mode()
+def ways_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]:
+    """The ids decoded greedily after each pair (start, goal), but for the detours: see the top."""
+    model, device = decodable(model), next(model.parameters()).device
+    cache = model.new_cache(len(pairs), task.steps + 3, device=device)
+    tokens = torch.tensor(pairs, device=device) + task.first_node
+    distance = task.distances_to([goal for _, goal in pairs])
+    nodes, ways = [start for start, _ in pairs], [[] for _ in pairs]
+    for step in range(task.steps + 1):
+        tokens = model.extend(tokens, cache).argmax(-1, keepdim=True)
+        for b, (_, goal) in enumerate(pairs):
+            way, node, token = ways[b], nodes[b], int(tokens[b])
+            if way and (way[-1] >= task.first_node or node < 0):
+                continue  # at its end, or off the streets
+            if node != goal and rng.random() < share:
+                turns = [turn for turn, after in task.exits[node] if distance[b, after] < task.steps - step]
+                turns = [turn for turn in turns if turn != token] or turns
+                token = int(rng.choice(turns)) if turns else token
+            way.append(token)
+            nodes[b] = int(task.neighbour[node, token]) if token < task.first_node else node
+            tokens[b] = token
+    return ways
+
+
+# ---- compression ----
+
+def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | None:
+    """The ids of a random walk of n_steps to a node, on the way to goal; None where no street leads on backwards."""
+    turns = []
+    for _ in range(n_steps):
+        before, turn = (task.neighbour == node).nonzero()
+        if not len(before):
+            return None
+        i = rng.integers(len(before))
+        node = int(before[i])
+        turns.append(int(turn[i]))
+    return [task.first_node + node, task.first_node + goal, *reversed(turns)]
+
+
+def compression(model, task, n: int, batch_size: int, rng) -> float:
+    """Share of n pairs of different walks of one length, to one place with one goal, with the same continuation."""
+    prefixes = []
+    while len(prefixes) < 2 * n:
+        node, goal = task.held_out_pairs[rng.integers(len(task.held_out_pairs))]
+        longest = task.steps - int(task.distances_to([goal])[0, node])
+        if longest >= 1:
+            n_steps = rng.integers(1, longest + 1)
+            two = [prefixes_to(task, node, goal, n_steps, rng) for _ in range(2)]
+            if None not in two and two[0] != two[1]:
+                prefixes += two
+    ways = [way for i in range(0, len(prefixes), batch_size)
+            for way in generate(model, prefixes[i:i + batch_size], task.steps + 1, temperature=0, eos_id=task.end)]
+    return float(np.mean([a == b for a, b in zip(ways[::2], ways[1::2])]))
+
+
+# ---- effective rank ----
+
+def effective_rank(states) -> float:
+    """exp of the entropy of the normalised singular values of states (N, C) that are at least 1e-12."""
+    values = torch.linalg.svdvals(states.double())
+    values = values[values >= 1e-12]
+    shares = values / values.sum()
+    return (-(shares * shares.log()).sum()).exp().item()
+
+
+@torch.inference_mode()
+def states_of(model, idx, batch_size: int):
+    """What the head multiplies at every token of idx (B, T): (B T, C), on the CPU."""
+    device = next(model.parameters()).device
+    return torch.cat([model.final_hidden(part.to(device)).flatten(0, 1).cpu() for part in idx.split(batch_size)])
+
+
+# ---- the map ----
+
+def layout(task) -> np.ndarray:
+    """Positions (n nodes, 2) at which streets are nearest to one long, in their directions, by least squares."""
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.linalg import lsqr
+    unknown = set(task.symbols[:task.first_node]) - COMPASS.keys()
+    if unknown:
+        raise UserError(f'the city has streets that lead {", ".join(sorted(unknown))}: expected {", ".join(COMPASS)}')
+    a, turn = (task.neighbour >= 0).nonzero()
+    steps = np.array([COMPASS[name] for name in task.symbols[:task.first_node]], float)[turn]
+    steps /= np.linalg.norm(steps, axis=1, keepdims=True)
+    n = len(a)
+    entries = np.concatenate([np.ones(n), -np.ones(n)])
+    places = np.tile(np.arange(n), 2), np.concatenate([task.neighbour[a, turn], a])
+    matrix = csr_matrix((entries, places), shape=(n, len(task.nodes)))
+    return np.stack([lsqr(matrix, steps[:, axis])[0] for axis in (0, 1)], 1)
+
+
+def followed(node: int, goal: int, turns, true: dict, used: dict, degree: Counter, max_degree: int, pending=None):
+    """Places of the longest part of a walk from a node that ends where a street can be invented, or all to the goal.
+
+    true and used {(node, turn): neighbour}: the streets there are, and those that walks have taken so far; degree: of
+    the used ones that leave each place. pending: a street (node, turn) that is about to be invented.
+    """
+    path, end, new = [node], 1, [pending] if pending else []
+    for k, turn in enumerate(turns):
+        street, has_room = (node, turn), degree[node] + sum(a == node for a, _ in new) < max_degree
+        if street not in used and street not in new and has_room:
+            end = k + 1
+        if street in used:
+            node = used[street]
+        elif street in true and street != pending and (street in new or has_room):
+            new += [street] if street not in new else []
+            node = true[street]
+        else:
+            break
+        path.append(node)
+    return path if len(path) > len(turns) and node == goal else path[:end]
+
+
+def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
+    """The streets {(node, turn): neighbour} that walks (start, goal, turns) take, and how many walks have no place.
+
+    near[node]: the places that an invented street from a node may lead to.
+    """
+    used, degree, n_failed = {}, Counter(), 0
+
+    def take(path, turns):
+        for node, turn, after in zip(path, turns, path[1:]):
+            if (node, turn) not in used:
+                used[node, turn] = after
+                degree[node] += 1
+
+    for start, goal, turns in walks:
+        path = followed(start, goal, turns, true, used, degree, max_degree)
+        take(path, turns)
+        while len(path) <= len(turns):
+            street, rest = (path[-1], turns[len(path) - 1]), turns[len(path):]
+            if street in used or degree[street[0]] >= max_degree:
+                break
+            heads = near[street[0]]
+            if rest:
+                found = [followed(head, goal, rest, true, used, degree, max_degree, street) for head in heads]
+                best = max(found, key=len, default=[])
+            else:
+                best = [goal] if goal in heads else []
+            if len(best) < min(2, 1 + len(rest)):
+                break
+            take([street[0], best[0]], [street[1]])
+            take(best, rest)
+            path = path + best
+        n_failed += len(path) <= len(turns)
+    return used, n_failed
+
+
+def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
+    """(start, goal, turns) of n walks that a model samples between held-out pairs, those that end left."""
+    walks = []
+    for first in range(0, n, batch_size):
+        chosen = rng.integers(len(task.held_out_pairs), size=min(batch_size, n - first))
+        pairs = [task.held_out_pairs[i] for i in chosen]
+        prompts = [[task.first_node + start, task.first_node + goal] for start, goal in pairs]
+        ways = generate(model, prompts, task.steps + 1, eos_id=task.end, seed=first)
+        walks += [(*pair, way[:-1]) for pair, way in zip(pairs, ways)
+                  if way[-1] == task.end and len(way) > 1 and max(way[:-1]) < task.first_node]
+    return walks
+
+
+def plot(maps: dict, path) -> None:
+    """maps {run: (positions, streets that exist, invented ones)}, streets as pairs of nodes: a panel each."""
+    from matplotlib.collections import LineCollection
+    figure, all_axes = new_figure(1, len(maps), figsize=(5 * len(maps), 5.5), squeeze=False)
+    for axes, (run, (positions, true, invented)) in zip(all_axes[0], maps.items()):
+        for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
+            axes.add_collection(LineCollection([positions[[a, b]] for a, b in streets], **style))
+        axes.autoscale()
+        axes.set_aspect('equal')
+        axes.set_axis_off()
+        axes.set_title(f'{run}\n{len(true)} streets, {len(invented)} invented', fontsize='medium')
+    save_figure(figure, path)
+
+
+def measure(run: str, s: Settings) -> tuple[dict, tuple]:
+    """A row of the CSV, and of `plot`."""
+    model, record = load_run(run, pick_device(s.device))
+    data = run_data(record, s.data)
+    check_vocabulary(record, data, run)
+    task = getattr(data, 'task', None)
+    if not hasattr(task, 'held_out_pairs'):
+        raise UserError(f'{run} was trained on {data.folder}, not on walks: expected a run on data manhattan')
+    if not task.held_out_pairs:
+        raise UserError(f'{data.folder} has no held-out pairs of places: give --data with a larger city')
+    pairs, rng = task.held_out_pairs, np.random.default_rng(0)
+    ways = [way for i in range(0, len(pairs), s.batch_size)
+            for way in ways_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, rng)]
+    valid = [task.is_valid(start, goal, way) for (start, goal), way in zip(pairs, ways)]
+    walks = sampled_walks(model, task, s.n_walks, s.batch_size, rng)
+    true = {(node, turn): after for node, exits in enumerate(task.exits) for turn, after in exits}
+    positions = layout(task)
+    near = [[int(b) for b in (np.linalg.norm(positions - place, axis=1) <= s.distance).nonzero()[0]]
+            for place in positions]
+    used, n_failed = rebuild(walks, true, near, s.max_degree)
+    existing = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) == b]
+    invented = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) != b]
+    row = {'run': run, 'detours': float(np.mean(valid)),
+           'compression': compression(model, task, s.n_prefixes, s.batch_size, rng),
+           'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
+           'existing': len(existing), 'invented': len(invented), 'not_taken': len(true) - len(existing),
+           'walks': len(walks), 'walks_without_a_place': n_failed, 'pairs': len(pairs)}
+    return row, (positions, existing, invented)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if not runs:
+            raise UserError('which runs? python -m analysis.manhattan RUN RUN ... --out=NAME')
+        rows, maps = [], {}
+        for run in runs:
+            row, maps[run] = measure(run, s)
+            rows.append(row)
+            print(f'{run}: {row["detours"]:.3f} of the ways with detours are valid, compression '
+                  f'{row["compression"]:.3f}, effective rank {row["rank"]:.1f}; {row["existing"]} streets, '
+                  f'{row["invented"]} invented, {row["not_taken"]} not taken by {row["walks"]} walks, of which '
+                  f'{row["walks_without_a_place"]} have no place')
+        out = output_path(s.out, runs, 'manhattan')
+        write_csv(f'{out}.csv', rows)
+        plot(maps, f'{out}.png')
+        print(f'written to {out}.png and {out}.csv')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,22 @@
+# The word problem of A5 of the NextLat paper (table of hyperparameters). The baseline: --objective=ntp, also trained on
+# the test's words, --data=a5:length=36,val_rows=2000 --block_size=36 --max_tokens=14_745_600_000. The test on 100,000
+# words of 36: python eval.py RUN --val --data=a5:length=36
+model = 'nextlat'
+data = 'a5:length=12,val_rows=2000'
+horizon = 1
+lambda_kl = 0.0
+block_size = 12
+max_tokens = 400_000 * 1024 * 12
+documents = False
+n_layer = 2
+n_head = 8
+n_embd = 512
+n_dynamics = 1024
+batch_size = 1024
+micro_batch_size = 1024
+learning_rate = 1e-4
+schedule = 'constant'
+warmup_tokens = 0
+weight_decay = 0.01
+eval_interval = 2000
+sample_tokens = 0

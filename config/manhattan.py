@@ -1,0 +1,20 @@
+# Manhattan taxi rides of the NextLat paper (table of hyperparameters; section on the details). The city is a file of
+# yours, see docs/data.md. The baselines: --objective=ntp, mtp or jtp, for which it swept lambda_mtp over 0.1 ... 1.
+model = 'nextlat'
+data = 'manhattan:edges=data/built/manhattan/edges.json'
+horizon = 8
+lambda_kl = 0.1
+block_size = 256
+max_tokens = 400_000 * 256 * 256
+n_layer = 48
+n_head = 8
+n_embd = 384
+n_dynamics = 1536
+batch_size = 256
+micro_batch_size = 32
+learning_rate = 1e-4
+schedule = 'constant'
+warmup_tokens = 0
+weight_decay = 0.01
+grad_clip = 0.0
+eval_interval = 2000

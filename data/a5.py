@@ -1,0 +1,96 @@
+"""The word problem of A5, the 60 even permutations of five: state tracking, the NextLat paper's section on RNNs.
+
+    python train.py --data=a5:length=12 --block_size=12 --documents=False ...              the options are Task's fields
+
+The group cannot be solved, so no Transformer of fixed depth and precision follows words of every length. A row is a
+word of random elements and its product. The target at each position is the state there, the product so far, and not
+the next token:
+
+    inputs    x_1     x_2       ...  x_T
+    targets   x_1     x_1 x_2   ...  x_1 x_2 ... x_T
+
+An element is written as five digits, the arrangement that it makes of 12345, and x y as a permutation is x after y: y
+rearranges what x has made, so 23145 13425 = 21435. The training set is a fixed one of a million words; two equal ones
+are as good as impossible at 12 letters.
+"""
+from dataclasses import dataclass
+from functools import reduce
+from itertools import permutations
+from math import inf
+
+import numpy as np
+import torch
+
+from common.settings import check_ranges
+from data.tasks import greedy_tokens
+
+LETTERS = 5
+
+
+def is_even(p: tuple) -> bool:
+    """Whether a permutation has an even number of pairs in the wrong order."""
+    return sum(p[i] > p[j] for j in range(len(p)) for i in range(j)) % 2 == 0
+
+
+ELEMENTS = [p for p in permutations(range(LETTERS)) if is_even(p)]  # id 0 is the identity
+ID_OF = {p: i for i, p in enumerate(ELEMENTS)}
+PRODUCT = [[ID_OF[tuple(x[k] for k in y)] for y in ELEMENTS] for x in ELEMENTS]  # PRODUCT[x][y]: x y
+
+
+@dataclass
+class Task:
+    length: int = 12  # elements of a word, T
+    train_rows: int | None = 1_000_000  # words in the training set; None: fresh ones for ever
+    val_rows: int = 100_000  # held-out words, for the validation loss and the scores
+
+    symbol_options = ()  # words of every length have the same symbols
+
+    def __post_init__(self):
+        check_ranges(self, length=(1, 10_000), train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
+        self.symbols = [''.join(str(k + 1) for k in p) for p in ELEMENTS]
+        self.row_tokens = self.length + 1
+
+    def row(self, rng: np.random.Generator) -> np.ndarray:
+        """A random word and its product: ids (T + 1,)."""
+        word = rng.integers(len(ELEMENTS), size=self.length)
+        return np.append(word, reduce(lambda state, x: PRODUCT[state][x], word.tolist()))
+
+    def targets(self, rows):
+        """rows (B, T + 1) -> the states (B, T)."""
+        return products(rows[:, :-1])
+
+    def score(self, model, idx, targets, device, batch_size):
+        """{'accuracy_1' ... 'accuracy_T': share of words whose state after so many elements is right}.
+
+        With a model that drafts without end (NextLat), 'rnn_accuracy_1' ... as well: those of p_psi alone, as an RNN.
+        """
+        found = {'accuracy': greedy_tokens(model, idx, device, batch_size)}
+        if getattr(model, 'longest_draft', 0) == inf:
+            parts = idx.to(device).split(batch_size)
+            found['rnn_accuracy'] = torch.cat([recurrent_states(model, part).cpu() for part in parts])
+        return {f'{name}_{t}': accuracy for name, states in found.items()
+                for t, accuracy in enumerate((states == targets).double().mean(0).tolist(), 1)}
+
+
+def products(words):
+    """words (B, T) -> (B, T): the product of the first 1, 2, ... T elements of each."""
+    table, states = torch.tensor(PRODUCT), [words[:, 0]]
+    for x in words[:, 1:].unbind(1):
+        states.append(table[states[-1], x])
+    return torch.stack(states, 1)
+
+
+@torch.no_grad()
+def recurrent_states(model, idx):
+    """The states (B, T) that p_psi finds in words idx (B, T): h_1 is the Transformer's, h_t = p_psi(h_{t-1}, x_t)."""
+    states = []
+
+    def pick(logits):
+        states.append(logits.argmax(-1))
+        return states[-1], logits
+
+    cache = model.new_cache(len(idx), 1, max_run=max(2, idx.shape[1]))
+    pick(model.extend(idx[:, :1], cache))
+    for x in idx[:, 1:].unbind(1):
+        model.draft(x, cache, 1, pick)  # goes on from its own last state, whatever token it would have drafted
+    return torch.stack(states, 1)

@@ -1,0 +1,154 @@
+"""Countdown: four numbers to be combined to a fifth, in three equations. NextLat's reasoning task.
+
+    python train.py --data=countdown --block_size=27 --documents=False ...                 the options are Task's fields
+
+A row is the numbers, the target, pause tokens and the equations in the order in which they are worked out:
+
+    14,83,88,91,23 | | | | | | | | 83-14=69,91-88=3,69/3=23
+
+Each equation takes two of the numbers that are left and puts its result at their end. One token an integer from 1 to
+10,000 and one each for | + - * / =, none for a comma. The prompt, up to and with the last |, does not count.
+
+As in "Stream of Search" (Gandhi et al.), whose search this is: four numbers and a target are drawn until they can be
+solved, and the solution is the first that depth-first search finds. It tries the pairs in order, of each a + b, a * b,
+the larger minus the smaller and, where that leaves nothing over, the larger over the smaller. A tenth of the targets
+are never trained on; the held-out rows have these alone.
+"""
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from common.decoding import generate
+from common.files import UserError
+from common.settings import check_ranges
+
+OPERATIONS = '+*-/'
+PAIRS = {n: list(combinations(range(n), 2)) for n in (4, 3, 2)}
+REST = {n: [[k for k in range(n) if k not in pair] for pair in PAIRS[n]] for n in PAIRS}
+TRIES = 8  # draws of four numbers that are searched together; about one in five can be solved
+
+
+@dataclass
+class Task:
+    largest: int = 10_000  # the largest integer that has a token
+    pauses: int = 8  # tokens | between target and equations
+    val_targets: str = 'unseen'  # targets of the held-out rows: unseen, or seen, those of training
+    train_rows: int | None = 500_000  # problems in the training set; None: fresh ones for ever
+    val_rows: int = 10_000  # held-out problems, for the validation loss and the scores
+
+    symbol_options = 'largest',
+
+    def __post_init__(self):
+        check_ranges(self, largest=(100, 10 ** 6), pauses=(1, 1000), train_rows=(1, 10 ** 12),
+                     val_rows=(1, 10 ** 7))
+        if self.val_targets not in ('unseen', 'seen'):
+            raise UserError(f"val_targets is {self.val_targets!r}: expected 'unseen' or 'seen'")
+        self.symbols = [*map(str, range(1, self.largest + 1)), '|', *OPERATIONS, '=']
+        self.pause, self.equals = self.largest, len(self.symbols) - 1
+        self.prompt_tokens = 5 + self.pauses
+        self.row_tokens = self.prompt_tokens + 15
+        targets = np.random.default_rng(0).permutation(np.arange(10, 101))
+        n_unseen = round(len(targets) / 10)
+        self.targets_of = {'unseen': targets[:n_unseen], 'seen': targets[n_unseen:]}
+
+    def row(self, rng: np.random.Generator) -> np.ndarray:
+        """A problem with a target of training, and its solution: ids (T + 1,)."""
+        return self._problem(rng, self.targets_of['seen'])
+
+    def val_row(self, rng: np.random.Generator) -> np.ndarray:
+        """The same with a target of the held-out rows."""
+        return self._problem(rng, self.targets_of[self.val_targets])
+
+    def _problem(self, rng, targets):
+        target, equations = int(rng.choice(targets)), None
+        while equations is None:
+            numbers, equations = solve(rng.integers(1, 100, size=(TRIES, 4)), target, self.largest)
+        row = np.full(self.row_tokens, self.pause)
+        row[:5] = [n - 1 for n in (*numbers, target)]
+        row[self.prompt_tokens:] = [token for a, operation, b, result in equations for token in (
+            a - 1, self.pause + 1 + OPERATIONS.index(operation), b - 1, self.equals, result - 1)]
+        return row
+
+    def counted(self, idx):
+        """idx (B, T) -> (B, T) bool: from the last | on."""
+        return (idx == self.pause).cumsum(1) == self.pauses
+
+    def score(self, model, idx, targets, device, batch_size):
+        """{'solved': share of problems that greedy decoding solves, 'valid_1' 'valid_2' 'valid_3': of true equations}.
+
+        An equation is true if its two sides are equal, whatever numbers it takes; a problem is solved if all are, each
+        takes two of the numbers that are left, and the last one gives the target.
+        """
+        prompts = idx[:, :self.prompt_tokens].tolist()
+        answers = [ids for start in range(0, len(prompts), batch_size)
+                   for ids in generate(model, prompts[start:start + batch_size], 15, temperature=0)]
+        marks = np.array([self.marks(prompt, answer) for prompt, answer in zip(prompts, answers)])
+        return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
+
+    def marks(self, prompt, answer) -> tuple[bool, ...]:
+        """Of the ids of a prompt and of 15 more: whether they solve it, and whether each of three equations is true."""
+        left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
+        equations = [self.equation(answer[start:start + 5]) for start in (0, 5, 10)]
+        is_valid = [equation is not None and is_true(*equation) for equation in equations]
+        if not all(is_valid):
+            return False, *is_valid
+        for a, _, b, result in equations:
+            left = left - Counter([a, b]) + Counter([result])  # one fewer, if a and b are there: one in the end
+        return left == Counter([target]), *is_valid
+
+    def equation(self, ids) -> tuple | None:
+        """(a, operation, b, result) of five ids, or None if they are of another form."""
+        a, operation, b, equals, result = ids
+        if max(a, b, result) >= self.largest or not self.pause < operation < self.equals or equals != self.equals:
+            return None
+        return a + 1, OPERATIONS[operation - self.pause - 1], b + 1, result + 1
+
+
+def is_true(a: int, operation: str, b: int, result: int) -> bool:
+    """Whether a operation b = result; a quotient must leave nothing over."""
+    return {'+': a + b, '*': a * b, '-': a - b, '/': a / b}[operation] == result
+
+
+def solve(numbers, target: int, largest: int) -> tuple:
+    """The first of rows of four numbers (N, 4) that can be solved, and its three equations; or None twice.
+
+    No result is above `largest`. All of each row's 1,152 ways are worked out at once, in the order of depth-first
+    search.
+    """
+    three = combined(numbers, largest)
+    two = combined(three.reshape(-1, 3), largest)
+    found = combined(two.reshape(-1, 2), largest).reshape(len(numbers), -1) == target
+    solvable = found.any(1).nonzero()[0]
+    if not len(solvable):
+        return None, None
+    first = solvable[0]
+    choices = np.unravel_index(found[first].argmax(), (6, 4, 3, 4, 1, 4))  # pair and operation, three times
+    left, equations = numbers[first].tolist(), []
+    for pair, operation in zip(choices[::2], choices[1::2]):
+        n = len(left)
+        a, b = (left[k] for k in PAIRS[n][pair])
+        if operation >= 2:
+            a, b = max(a, b), min(a, b)
+        result = (a + b, a * b, a - b, a // b)[operation]
+        equations.append((a, OPERATIONS[operation], b, result))
+        left = [*(left[k] for k in REST[n][pair]), result]
+    return numbers[first].tolist(), equations
+
+
+def combined(numbers, largest: int):
+    """Rows of n numbers (N, n) -> (N, pairs, 4, n - 1): what is left after each of the four operations on each pair.
+
+    The result is last. 0 stands for one that is none, or more than `largest`; nothing but 0 is made of it, so it stays
+    to the end.
+    """
+    n = numbers.shape[1]
+    a, b = (numbers[:, column] for column in np.transpose(PAIRS[n]))
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    divisor = np.maximum(low, 1)
+    quotient = np.where(high % divisor == 0, high // divisor, 0)
+    results = np.stack([a + b, a * b, high - low, quotient], -1)
+    results[(low[..., None] == 0) | (results > largest)] = 0
+    rest = numbers[:, np.array(REST[n], int)]
+    return np.concatenate([np.stack([rest] * 4, 2), results[..., None]], -1)

@@ -1,0 +1,197 @@
+"""Random walks through a city of one-way streets, whose map a model is to learn. NextLat's world-modelling task.
+
+    python train.py --data=manhattan:grid=10 --block_size=256 ...                          the options are Task's fields
+    python train.py --data=manhattan:edges=FILE.json --block_size=256 ...                  a city of your own
+
+A walk is written as where it starts, where it ends, its turns and the end of text:
+
+    0_0 3_2 E E E N N
+
+A row is walks one after the other, the last one cut, so `--documents=True` (the default) keeps them apart. Start and
+destination do not count, as no model could know them. How long walks are and how they are packed is inferred from the
+paper's counts of walks and tokens: 1 to 100 steps, each as likely. About one pair of start and destination in twenty
+is in no row; `valid` asks for a way between such pairs.
+
+The city is a file {"edges": [[node, direction, neighbour], ...]}, as an OpenStreetMap extract gives it: nodes are
+numbers or words, a direction is a word as NE, and leaves a node once at most. Without a file it is a square grid of
+`grid` streets each way, one-way in turn, so that the outermost four are a ring and every place can be reached.
+"""
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from common.decoding import generate
+from common.files import UserError
+from common.settings import check_ranges
+from data.tasks import greedy_tokens
+
+HELD_OUT = 13  # of 256 pairs of start and destination
+
+
+@dataclass
+class Task:
+    edges: str | None = None  # JSON file of a city; None: a generated grid
+    grid: int = 10  # streets each way of the generated grid, an even number
+    steps: int = 100  # steps of the longest walk
+    window: int = 256  # tokens of a row, T
+    max_distance: int = 50  # steps of the shortest way between the pairs of `valid`, at most
+    pairs: int = 1000  # held-out pairs of start and destination that `valid` walks between
+    train_rows: int | None = 18_359_375  # rows in the training set, 4.7B tokens; None: fresh ones for ever
+    val_rows: int = 256  # further rows of the same kind, for the validation loss and the next-token test
+
+    symbol_options = 'edges', 'grid'
+
+    def __post_init__(self):
+        check_ranges(self, grid=(2, 100), steps=(1, 10_000), window=(4, 1_000_000), max_distance=(1, 10_000),
+                     pairs=(1, 10 ** 6), train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
+        if self.grid % 2:
+            raise UserError(f'grid is {self.grid}: expected an even number, so that every place can be reached')
+        edges = one_way_grid(self.grid) if self.edges is None else read_edges(self.edges)
+        directions = sorted({direction for _, direction, _ in edges})
+        self.nodes = sorted({node for a, _, b in edges for node in (a, b)})
+        self.symbols = [*directions, *self.nodes]
+        self.first_node, self.end = len(directions), len(self.symbols)
+        node_id = {node: i for i, node in enumerate(self.nodes)}
+        self.neighbour = np.full((len(self.nodes), len(directions)), -1)  # by node and direction; -1: no street
+        for a, direction, b in edges:
+            self.neighbour[node_id[a], directions.index(direction)] = node_id[b]
+        self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbour.tolist()]
+        self.starts = [node for node, exits in enumerate(self.exits) if exits]
+        n = len(self.nodes)
+        self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < HELD_OUT
+        if all(a == b or self.is_held_out[a, b] for a, exits in enumerate(self.exits) for _, b in exits):
+            raise UserError(f'{self.edges} has no walk between two places that is not held out: expected a larger city')
+        self.row_tokens = self.window + 1
+
+    def row(self, rng: np.random.Generator) -> np.ndarray:
+        """Random walks, packed: ids (T + 1,)."""
+        ids = []
+        while len(ids) < self.row_tokens:
+            ids += self._walk(rng)
+        return np.array(ids[:self.row_tokens])
+
+    def _walk(self, rng) -> list[int]:
+        """The ids of a random walk between two different nodes that are no held-out pair."""
+        while True:
+            start = node = self.starts[rng.integers(len(self.starts))]
+            turns = []
+            for choice in rng.random(rng.integers(1, self.steps + 1)).tolist():
+                if not self.exits[node]:
+                    break
+                turn, node = self.exits[node][int(choice * len(self.exits[node]))]
+                turns.append(turn)
+            if node != start and not self.is_held_out[start, node]:
+                return [self.first_node + start, self.first_node + node, *turns, self.end]
+
+    def counted(self, idx):
+        """idx (B, T) -> (B, T) bool: destinations and turns, after which a turn or the end comes."""
+        is_node = (idx >= self.first_node) & (idx < self.end)
+        is_destination = is_node.clone()
+        is_destination[:, 1:] &= is_node[:, :-1]
+        is_destination[:, 0] = False
+        return is_destination | (idx < self.first_node)
+
+    def score(self, model, idx, targets, device, batch_size):
+        """{'next_token': share of likeliest next tokens that are legal, 'valid': share of valid ways}.
+
+        Legal is a turn that there is, or the end at the destination. Ways are decoded greedily between held-out pairs,
+        and valid if all turns are legal and the end is at the destination.
+        """
+        is_legal = self.legal(idx, greedy_tokens(model, idx, device, batch_size))[targets >= 0]
+        pairs = self.held_out_pairs
+        ways = self.decoded_ways(model, pairs, batch_size)
+        valid = [self.is_valid(start, goal, turns) for (start, goal), turns in zip(pairs, ways)]
+        return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
+
+    def legal(self, idx, tokens):
+        """Whether each of tokens (B, T) may come after idx (B, T), where a turn or the end comes: (B, T) bool.
+
+        idx starts with the start of a walk.
+        """
+        idx, tokens = np.asarray(idx), np.asarray(tokens)
+        found, node, goal = np.zeros(idx.shape, bool), *np.zeros((2, len(idx)), int)
+        was_node = np.zeros(len(idx), bool)
+        for t in range(idx.shape[1]):
+            x, y = idx[:, t], tokens[:, t]
+            is_turn, is_node = x < self.first_node, (x >= self.first_node) & (x < self.end)
+            goal = np.where(is_node & was_node, x - self.first_node, goal)
+            node = np.where(is_node & ~was_node, x - self.first_node, node)
+            node[is_turn] = self.neighbour[node[is_turn], x[is_turn]]
+            turn_exists = self.neighbour[node, np.minimum(y, self.first_node - 1)] >= 0
+            found[:, t] = np.where(y < self.first_node, turn_exists, (y == self.end) & (node == goal))
+            was_node = is_node
+        return torch.from_numpy(found)
+
+    def is_valid(self, node: int, goal: int, ids: list[int]) -> bool:
+        """Whether ids are streets from a node to the goal, and then the end."""
+        for token in ids[:-1]:
+            if token >= self.first_node or self.neighbour[node, token] < 0:
+                return False
+            node = int(self.neighbour[node, token])
+        return ids[-1] == self.end and node == goal
+
+    def distances_to(self, goals) -> np.ndarray:
+        """Steps of the shortest way from each node to each of the goals: (n goals, n nodes), infinite where none is."""
+        from scipy.sparse import csr_matrix  # here, as it takes a while
+        from scipy.sparse.csgraph import dijkstra
+        n = len(self.nodes)
+        a, turn = (self.neighbour >= 0).nonzero()
+        backwards = csr_matrix((np.ones(len(a)), (self.neighbour[a, turn], a)), shape=(n, n))
+        return dijkstra(backwards, indices=goals, unweighted=True)
+
+    @cached_property
+    def held_out_pairs(self) -> list[tuple[int, int]]:
+        """`pairs` random held-out pairs (start, goal) with a shortest way of 1 to max_distance steps; or all there are.
+        """
+        found, goals = [], np.random.default_rng(1).permutation(len(self.nodes))
+        for part in np.array_split(goals, -(-len(goals) // 100)):
+            distance = self.distances_to(part)
+            within = (distance >= 1) & (distance <= self.max_distance) & self.is_held_out.T[part]
+            found += [(int(start), int(part[k])) for k, start in zip(*within.nonzero())]
+        order = np.random.default_rng(2).permutation(len(found))
+        return [found[i] for i in order[:self.pairs]]
+
+    def decoded_ways(self, model, pairs, batch_size) -> list[list[int]]:
+        """The ids that a model decodes greedily after each pair (start, goal), up to the end or one more than steps."""
+        prompts = [[self.first_node + start, self.first_node + goal] for start, goal in pairs]
+        return [ids for i in range(0, len(prompts), batch_size)
+                for ids in generate(model, prompts[i:i + batch_size], self.steps + 1, temperature=0, eos_id=self.end)]
+
+
+def one_way_grid(n: int) -> list[tuple[str, str, str]]:
+    """Edges (node, direction, neighbour) of n streets each way; node x_y. Row 0 leads east, column 0 south.
+
+        <---<---<---<       n even: the outermost streets are a ring
+        v   ^   v   ^
+        >--->--->--->
+    """
+    edges = []
+    for x in range(n):
+        for y in range(n):
+            across, along = (1 if y % 2 == 0 else -1), (-1 if x % 2 == 0 else 1)
+            if 0 <= x + across < n:
+                edges.append((f'{x}_{y}', 'E' if across > 0 else 'W', f'{x + across}_{y}'))
+            if 0 <= y + along < n:
+                edges.append((f'{x}_{y}', 'N' if along > 0 else 'S', f'{x}_{y + along}'))
+    return edges
+
+
+def read_edges(path: str) -> list[tuple[str, str, str]]:
+    """The edges of a city in a JSON file, all as text. Raises UserError for a file that is none."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            edges = [tuple(map(str, edge)) for edge in json.load(file)['edges']]
+    except OSError as error:
+        raise UserError(f'cannot read edges = {path} ({error.strerror}): give a file, or leave edges out for a grid')
+    except (ValueError, KeyError, TypeError, RecursionError):
+        edges = []
+    words = all(len(edge) == 3 and all(re.fullmatch(r'\w+', word) for word in edge) for edge in edges)
+    nodes = {node for a, *_, b in edges for node in (a, b)} if words else set()
+    if not nodes or nodes & {edge[1] for edge in edges} or len({edge[:2] for edge in edges}) < len(edges):
+        raise UserError(f'{path} is no city: expected {{"edges": [[node, direction, neighbour], ...]}}, words or '
+                        'numbers, each direction once at most from a node')
+    return edges

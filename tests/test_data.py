@@ -173,7 +173,7 @@ def test_damaged_data_is_a_sentence(copy):
     meta = copy / 'meta.json'
     meta.write_text(meta.read_text()[:50])
     expect(f'{copy}/meta.json is damaged', lambda: Data(copy))
-    expect('no data at nowhere: expected a folder with meta.json or with .txt files, or built-in data (path_star, '
+    expect('no data at nowhere: expected a folder with meta.json or with .txt files, or built-in data (a5, countdown, '
            'pointer_chasing, python_docs)', lambda: data.open_data('nowhere'))
 
 

@@ -431,7 +431,7 @@ def plot_loss(folder) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
     for key, label, style in (('nll', 'training', dict(alpha=0.5, linewidth=0.8)),
                               ('val', 'validation', dict(marker='o', markersize=3))):
-        points = [(record['tokens'], record[key]) for record in records if key in record]
+        points = [(record['tokens'], record[key]) for record in records if {'tokens', key} <= record.keys()]
         if points:
             axes.plot(*zip(*points), label=label, **style)
     axes.set(xlabel='tokens', ylabel='nats per token', title=str(folder))

@@ -165,3 +165,9 @@ def test_a_flipped_bit_in_progress_json_changes_no_shard_in_silence(tmp_path):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != '.lock'}
+
+
+def test_a_line_of_the_log_without_tokens_is_not_drawn(tmp_path):
+    (tmp_path / 'log.jsonl').write_text('{"step": 1, "tokens": 8, "nll": 2.0}\n{"step": 2, "nll": 1.0}\n')
+    runs.plot_loss(tmp_path)
+    assert (tmp_path / 'loss.png').exists()

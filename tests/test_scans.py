@@ -417,8 +417,8 @@ finally:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('edit, setting, form', [('none', 'loop', 'loop'), ('edited', 'auto', 'loop'),
-                                                 ('none', 'auto', 'fast')])
+@pytest.mark.parametrize('edit, setting, form', [pytest.param('none', 'loop', 'loop', marks=pytest.mark.long),
+                                                 ('edited', 'auto', 'loop'), ('none', 'auto', 'fast')])
 def test_two_processes_train_in_one_form(edit, setting, form, tmp_path):
     (tmp_path / 'script.py').write_text(TWO_PROCESSES)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
@@ -680,7 +680,7 @@ def test_pieces_on_kernels(shape, dtype, tolerance, kernels_device):
 
 
 @needs_triton
-@pytest.mark.parametrize('values', [pytest.param(dict(n_layer=3), marks=pytest.mark.slow), dict(eos_id=59),
+@pytest.mark.parametrize('values', [pytest.param(dict(n_layer=3), marks=pytest.mark.long), dict(eos_id=59),
                                     dict(n_head=0)], ids=str)
 def test_the_scan_on_kernels_equals_the_loop(values, kernels_device):
     model, idx = make(**values)

@@ -113,9 +113,10 @@ def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, mo
 
 @pytest.mark.parametrize('variant, max_run, share', [
     ('standard', 4, 256), ('standard, window', 1, 8), ('sps', 1, 256), ('sps', 4, 8), ('sps, window 0', 4, 8),
-    ('sps, beyond the paper', 2, 8),
-    ('standard, grouped queries', 4, 8), ('standard, grouped queries', 16, 256), ('sps, grouped queries', 2, 8),
-    ('two_x_memory', 2, 8), ('delayed_state', 4, 8), ('delayed_state, beyond the paper', 1, 8), ('reverse_sps', 1, 8)])
+    ('standard, grouped queries', 4, 8), ('sps, grouped queries', 2, 8), ('two_x_memory', 2, 8),
+    ('delayed_state', 4, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ('standard, grouped queries', 16, 256), ('sps, beyond the paper', 2, 8), ('sps, fork', 2, 8),
+        ('delayed_state, beyond the paper', 1, 8), ('reverse_sps', 1, 8)))])
 def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_device, monkeypatch):
     monkeypatch.setattr(K, 'DECODE_SHARE', share)
     monkeypatch.setattr(K, 'DECODE_KEYS', 16)
@@ -131,7 +132,7 @@ def test_operators_keep_pytorchs_rules(kernels_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['standard', 'sps', 'reverse_sps'])
+@pytest.mark.parametrize('name', ['standard', 'sps', pytest.param('reverse_sps', marks=pytest.mark.long)])
 def test_models_compile_to_one_graph(name, kernels_device):
     model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)
     idx = torch.randint(0, 60, (2, 40), device=kernels_device)

@@ -648,6 +648,7 @@ def run(s, c, data, record, machine, argv):
     if not s.eval_only:
         optimizer = make_optimizer(model, s)
         step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
+    runs.check_kernels(model, machine.dtype)
     scan = choose_scan(model, machine)
     compiled = torch.compile(model) if is_compiled else model
     if s.eval_only:

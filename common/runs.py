@@ -31,6 +31,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import attn_kernels
 from common.files import (
     UserError,
     checked_json,
@@ -108,6 +109,19 @@ def choose_scan(model: torch.nn.Module) -> dict | None:
         return model.choose_scan()
     except ValueError as error:
         raise UserError(str(error))
+
+
+def check_kernels(model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Lets a GPU's kernels prove themselves at the sizes of this model: `attn_kernels.check_kernels`.
+
+    A Config with `head_size` has attention, one with `persistent` that of two streams. dtype: of the products, None for
+    that of the weights.
+    """
+    weight, c = next(model.parameters()), model.config
+    n_head = getattr(c, 'n_head', 1)
+    group = n_head // (getattr(c, 'n_kv_head', None) or n_head)
+    attn_kernels.check_kernels(weight.device, dtype or weight.dtype, getattr(c, 'head_size', None), group,
+                               hasattr(c, 'persistent'))
 
 
 def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
@@ -197,6 +211,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
     model = model_file(record['model']).Model(config)
     load_weights(model, tensors, folder)
     model = model.eval().to(device=device, dtype=dtype)
+    check_kernels(model)
     choose_scan(model)
     return model, record
 

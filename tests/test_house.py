@@ -12,7 +12,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
     'data': {'data', 'common.start', 'common.files', 'common.settings', 'common.decoding'},
-    'common.runs': {'common.files', 'common.settings', 'data'},
+    'common.runs': {'common.files', 'common.settings', 'data', 'attn_kernels'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},
     'common.speculative': {'common.decoding'},

@@ -1,7 +1,9 @@
 """Compiles every Triton kernel for an H100 (sm_90), GPU or not: what each takes of registers, stack, shared memory.
 
-    python -m bench.compiled            fails if a kernel spills registers or asks for more shared memory than there is
+    python -m bench.compiled            fails if a kernel spills registers, asks for more shared memory than there is,
+                                        or is attention in 16 bits with a main loop that does without HGMMA
     python -m bench.compiled --short    each kernel once at each head size
+    python -m bench.compiled --beside   the main loops beside those of FlexAttention and of Triton's tutorial
 
 Compiling is not running: it proves that a variant builds and fits, not that it is right or fast.
 """
@@ -64,28 +66,58 @@ def compile_launch(kernel, args, num_warps, num_stages):
                           options=dict(num_warps=num_warps, num_stages=num_stages))
 
 
-def resources(built):
-    """(registers of a thread, bytes of stack, bytes of shared memory); spilled registers live on the stack."""
-    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+def run_tool(name, *options, built):
+    """What a tool of Triton's, cuobjdump or nvdisasm, prints of a kernel."""
+    tool = Path(triton.__file__).parent / 'backends/nvidia/bin' / name
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         file.write(built.asm['cubin'])
         file.flush()
-        usage = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r'REG:(\d+)', usage)[1]), int(re.search(r'STACK:(\d+)', usage)[1]), built.metadata.shared
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(built):
+    """A kernel's machine code (SASS): a list of labels and instructions."""
+    text = run_tool('nvdisasm', '-c', built=built)
+    lines = (re.match(r'(\.L_x_\d+):|\s+/\*[0-9a-f]+\*/\s+(.+?) *;', line) for line in text.splitlines())
+    return [line[1] or line[2] for line in lines if line]
+
+
+def innermost_loops(lines):
+    """The instructions of each loop that has no other within: from a label to the branch back to it."""
+    place = {line: i for i, line in enumerate(lines) if line.startswith('.L_x_')}
+    loops = []
+    for i, line in enumerate(lines):
+        back = re.search(r'BRA.* `\((\.L_x_\d+)\)', line)
+        if back and place.get(back[1], i) < i:
+            loops.append((place[back[1]], i))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [[line for line in lines[a:b + 1] if not line.startswith('.L_x_')] for a, b in inner]
+
+
+def resources(built):
+    """Registers of a thread, bytes of stack, bytes of shared memory; spilled registers live on the stack.
+
+    HGMMA: matrix products of a warp group in the innermost loop that has fewest; local: instructions that read or write
+    a thread's own memory.
+    """
+    usage, code = run_tool('cuobjdump', '-res-usage', built=built), disassembled(built)
+    products = [sum('HGMMA' in line for line in loop) for loop in innermost_loops(code)]
+    return {'registers': int(re.search(r'REG:(\d+)', usage)[1]), 'stack': int(re.search(r'STACK:(\d+)', usage)[1]),
+            'shared': built.metadata.shared, 'HGMMA': min(products, default=0),
+            'local': sum(bool(re.search(r'\b(LDL|STL)\b', line)) for line in code)}
 
 
 class Recorder:
-    """Stands in for a kernel: a launch compiles it instead."""
+    """Stands in for a kernel: a launch compiles it instead, and notes what `measure` finds."""
 
-    def __init__(self, kernel, rows, variant):
-        self.kernel, self.rows, self.variant = kernel, rows, variant
+    def __init__(self, kernel, rows, variant, measure=resources):
+        self.kernel, self.rows, self.variant, self.measure = kernel, rows, variant, measure
 
     def __getitem__(self, grid):
         def launch(*args, num_warps, num_stages):
-            registers, stack, shared = resources(compile_launch(self.kernel, args, num_warps, num_stages))
-            self.rows.append(self.variant | {
-                'kernel': self.kernel.__name__.strip('_'), 'warps': num_warps, 'stages': num_stages,
-                'registers': registers, 'stack': stack, 'shared': shared})
+            built = compile_launch(self.kernel, args, num_warps, num_stages)
+            self.rows.append(self.variant | {'kernel': self.kernel.__name__.strip('_'), 'warps': num_warps,
+                                             'stages': num_stages, **self.measure(built)})
         return launch
 
 
@@ -129,9 +161,9 @@ def variants():
             yield 'gpn', documents, sizes, torch.bfloat16
 
 
-def build(variant):
+def build(variant, measure=resources):
     """A row for each kernel launched: by one attention, forward and backward; by one over a cache; or by a step of GPN,
-    its gradient and a replay of the memory."""
+    its gradient and a replay of the memory. measure(built kernel) -> dict."""
     pattern, documents, D, dtype, *run = variant
     if pattern == 'gpn':
         return build_gpn(documents, *D, dtype)
@@ -139,7 +171,7 @@ def build(variant):
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
     for (module, name), kernel in KERNELS.items():
-        setattr(module, name, Recorder(kernel, rows, described))
+        setattr(module, name, Recorder(kernel, rows, described, measure))
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device='meta')
     q, k = empty(B, NQ, T, H, D), empty(B, NK, T, H // group, D)
     doc_start = empty(B, T, dtype=torch.int64) if documents else None
@@ -193,13 +225,18 @@ def main(argv=None):
     short = '--short' in (sys.argv[1:] if argv is None else argv)
     if os.environ.get('TRITON_INTERPRET') == '1':
         sys.exit('bench.compiled: TRITON_INTERPRET=1 is set, and an interpreted kernel cannot be compiled: unset it')
+    if '--beside' in (sys.argv[1:] if argv is None else argv):
+        from bench import beside  # which imports this module
+        return beside.main()
     with ProcessPoolExecutor() as pool:
         rows = [row for rows in pool.map(build, short_variants() if short else variants()) for row in rows]
     print(markdown_table(rows))
-    bad = [row for row in rows if row['stack'] > 0 or row['shared'] > SHARED_LIMIT]
+    trained = 'forward_kernel', 'query_gradient_kernel', 'key_gradient_kernel'
+    bad = [row for row in rows if row['stack'] > 0 or row['local'] > 0 or row['shared'] > SHARED_LIMIT
+           or row['kernel'] in trained and row['dtype'] != 'fp32' and row['HGMMA'] == 0]
     if bad:
-        sys.exit(f'\nbench.compiled: these spill registers or ask for more than {SHARED_LIMIT} bytes of shared memory: '
-                 f'choose smaller tiles\n\n{markdown_table(bad)}')
+        sys.exit(f'\nbench.compiled: these spill registers, ask for more than {SHARED_LIMIT} bytes of shared memory or '
+                 f'have a main loop without HGMMA: choose other tiles\n\n{markdown_table(bad)}')
 
 
 if __name__ == '__main__':

@@ -372,17 +372,20 @@ def _query_tile(doc_start, b, first, T, windows, NQ: constexpr, NK: constexpr, F
 
 
 @jit
-def _walked_tile(i, x, rho, M: constexpr, FULL: constexpr):
-    """The i-th full or masked tile of two walks: its stream and first key."""
-    if FULL:
-        of_x = x[2]
-    else:
-        of_x = x[1] + x[3]
-    stream = (i >= of_x).to(tl.int32)
-    i = i - stream * of_x
-    lo = tl.where(stream == 0, x[0], rho[0])
-    left = tl.where(stream == 0, x[1], rho[1])
-    full = tl.where(stream == 0, x[2], rho[2])
+def _walked_tile(i, x, rho, NK: constexpr, M: constexpr, FULL: constexpr):
+    """The i-th full or masked tile of the walks over NK streams: its stream and first key."""
+    stream = 0
+    lo, left, full = x[0], x[1], x[2]
+    if NK == 2:
+        if FULL:
+            of_x = x[2]
+        else:
+            of_x = x[1] + x[3]
+        stream = (i >= of_x).to(tl.int32)
+        i = i - stream * of_x
+        lo = tl.where(stream == 0, x[0], rho[0])
+        left = tl.where(stream == 0, x[1], rho[1])
+        full = tl.where(stream == 0, x[2], rho[2])
     if FULL:
         i += left
     else:
@@ -410,9 +413,9 @@ def _softmax_step(s, m, l, scale):
 
 @jit
 def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start,
-                  windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr,
-                  FULL: constexpr):
-    key_stream, n = _walked_tile(i, x, rho, M, FULL)
+                  windows, T, scale, NK: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
+                  M: constexpr, FULL: constexpr):
+    key_stream, n = _walked_tile(i, x, rho, NK, M, FULL)
     rows = tl.arange(0, M)
     seen = n + rows < T
     k0, k1 = _load(_at(k, k_strides, b, h, key_stream, n, A), _rows(k_strides, 0, rows, A), seen, D, D0, D1, not FULL)
@@ -452,10 +455,10 @@ def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_stride
     acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
     for i in range(0, x[2] + rho[2]):
         acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, key_h,
-                                         position, stream, start, windows, T, scale, D, D0, D1, A, M, True)
+                                         position, stream, start, windows, T, scale, NK, D, D0, D1, A, M, True)
     for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
         acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, key_h,
-                                         position, stream, start, windows, T, scale, D, D0, D1, A, M, False)
+                                         position, stream, start, windows, T, scale, NK, D, D0, D1, A, M, False)
     l = tl.where(seen, l, 1.0)
     rows = _rows(out_strides, part, row % N, A)
     _store(_at(out, out_strides, b, h, 0, first, A), rows, seen, acc0 / l[:, None], acc1 / l[:, None], D, D0, D1)
@@ -466,7 +469,7 @@ def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_stride
 def _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, lse, delta, k, v, k_strides, v_strides, b, h, position,
                          stream, start, windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
                          M: constexpr, FULL: constexpr):
-    key_stream, n = _walked_tile(i, x, rho, M, FULL)
+    key_stream, n = _walked_tile(i, x, rho, 2, M, FULL)  # with NK it takes more registers, and one block fits an SM
     rows = tl.arange(0, M)
     seen = n + rows < T
     k0, k1 = _load(_at(k, k_strides, b, h, key_stream, n, A), _rows(k_strides, 0, rows, A), seen, D, D0, D1, not FULL)
@@ -607,7 +610,7 @@ TILES = {
                         'key_gradient, groups': (32, 128, 8, 2)},
     ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2),
                         'key_gradient, groups': (32, 64, 8, 2)},
-    ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (64, 64, 8, 2),
+    ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2),
                          'key_gradient, groups': (32, 64, 8, 2)},
     ('sm_90', 64, 32): {'forward': (32, 32, 8, 2), 'query_gradient': (32, 32, 4, 2), 'key_gradient': (32, 32, 8, 1)},
     ('sm_90', 128, 32): {'forward': (32, 16, 8, 1), 'query_gradient': (16, 16, 8, 1), 'key_gradient': (16, 16, 8, 1)},

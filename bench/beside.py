@@ -83,7 +83,7 @@ def rows_of(built, whose, tiles, D, warps, stages):
     time that the products would take if the resource that binds were all that takes time.
     """
     found, rows = compiled.resources(built), []
-    del found['HGMMA'], found['local']  # here by loop
+    found = {name: found[name] for name in ('registers', 'stack', 'shared')}
     loops = [loop for loop in compiled.innermost_loops(compiled.disassembled(built)) if 'HGMMA' in ' '.join(loop)]
     for i, (part, (queries, keys)) in enumerate(tiles.items()):
         of_part = loops[i * len(loops) // len(tiles):(i + 1) * len(loops) // len(tiles)]

@@ -13,6 +13,7 @@ from test_models import decode_in_pieces
 
 import attn_kernels as K
 from bench import make_model
+from bench.compiled import innermost_loops
 from common.runs import read_log
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
@@ -217,11 +218,16 @@ def test_reference_can_be_forced(monkeypatch):
     assert K.attention(x[:, 0], x[:, 0], x[:, 0]) == K.two_stream_attention(x, x, x, 'input', 1) == 'reference'
 
 
+def test_innermost_loops_are_found_in_machine_code():
+    code = ['.L_x_0:', 'MOV', '.L_x_1:', 'HGMMA', '@P0 BRA `(.L_x_1)', '@P1 BRA `(.L_x_0)', 'BRA `(.L_x_2)', '.L_x_2:']
+    assert innermost_loops(code) == [['HGMMA', '@P0 BRA `(.L_x_1)']]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('args', [['--short'], pytest.param([], marks=pytest.mark.long)], ids=['short', 'all'])
 def test_every_variant_compiles_for_sm_90(args):
-    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more memory than there
-    is."""
+    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no local memory, no more
+    shared memory than there is, and attention in 16 bits by HGMMA."""
     command = [sys.executable, '-m', 'bench.compiled', *args]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

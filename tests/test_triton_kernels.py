@@ -219,7 +219,7 @@ def test_reference_can_be_forced(monkeypatch):
 
 
 def test_innermost_loops_are_found_in_machine_code():
-    code = ['.L_x_0:', 'MOV', '.L_x_1:', 'HGMMA', '@P0 BRA `(.L_x_1)', '@P1 BRA `(.L_x_0)', 'BRA `(.L_x_2)', '.L_x_2:']
+    code = ['.L_x_0', 'MOV', '.L_x_1', 'HGMMA', '@P0 BRA `(.L_x_1)', '@P1 BRA `(.L_x_0)', 'BRA `(.L_x_2)', '.L_x_2']
     assert innermost_loops(code) == [['HGMMA', '@P0 BRA `(.L_x_1)']]
 
 

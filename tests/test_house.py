@@ -5,7 +5,7 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory'}
+          'memory', 'muon'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
@@ -19,6 +19,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.scoring': {'common.files', 'common.decoding'},
     'common.benchmarks': {'common.files'},
     'common.memory': {'attn_kernels'},
+    'common.muon': set(),
     'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans.delta_rule'},

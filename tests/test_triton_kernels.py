@@ -188,8 +188,8 @@ def test_wrong_kernels_are_refused(name, broken, refused, small_check, capsys, m
 
 
 def test_a_wrong_loss_is_refused(small_check, monkeypatch):
-    monkeypatch.setattr(K, '_log_sum_exp', lambda logits, p: logits.amax(-1) + 1)
-    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)  # the GPU's form of the loss
+    right = K._fused_losses
+    monkeypatch.setattr(K, '_fused_losses', lambda *args: [1.001 * x for x in right(*args)])
     assert set(K.check_kernels(small_check, torch.float32)) == {'loss'}
     h, w, targets = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
     torch.testing.assert_close(K.linear_cross_entropy(h, w, targets), K.linear_cross_entropy_reference(h, w, targets))

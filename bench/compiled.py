@@ -204,12 +204,12 @@ def build_gdn(C, d_k, d_v, dtype):
 
     def empty(*shape):
         return torch.empty(shape, dtype=dtype, device='meta')
-    memory, memories, keys = empty(B, H, d_k, d_v), empty(B, H, n_chunks + 1, d_k, d_v), empty(B, H, n_chunks, C, d_k)
-    values, carried = empty(B, H, n_chunks, C, d_v), empty(B, H, n_chunks)
+    memory, before, keys = empty(B, H, d_k, d_v), empty(n_chunks, B, H, d_k, d_v), empty(n_chunks, B, H, C, d_k)
+    values, carried = empty(n_chunks, B, H, C, d_v), empty(n_chunks, B, H)
     for direction, is_back in (('on', False), ('back', True)):
         gdn._walk_kernel = Recorder(KERNELS[gdn, '_walk_kernel'], rows, described | {'pattern': f'gdn, {direction}'})
-        gdn._walk_in_triton(memory, keys, keys, values, carried, memories if is_back else None, memories, values,
-                            is_back)
+        gdn._walk_in_triton(memory, keys, keys, values, carried, before if is_back else None, before, values,
+                            memory, is_back)
     return rows
 
 

@@ -40,64 +40,64 @@ def _scan_chunks(memory, q, k, v, log_decay, beta, starts, active, chunk_len):
     def cut(x):  # (B, n, H, ...) -> (B, n_chunks, C, H, ...); zeros fill the last chunk: they change nothing
         return F.pad(x, (0, 0) * (x.dim() - 2) + (0, n_chunks * C - n)).unflatten(1, (n_chunks, C))
 
-    def chunks(x):  # (B, n, H, ...) -> (B, H, n_chunks, C, ...)
-        return cut(x).movedim(3, 1)
+    def chunks(x):  # (B, n, H, ...) -> (n_chunks, B, H, C, ...)
+        return cut(x).movedim(1, 0).movedim(3, 2)
 
     if active is not None:  # no decay and no write
         log_decay, beta = (x.masked_fill(~active.unsqueeze(-1), 0) for x in (log_decay, beta))
     # The sum before its axes move, so that its gradient is contiguous: a compiler takes softplus' to be (PyTorch 2.13).
-    log_g = cut(log_decay).cumsum(2).movedim(3, 1)
+    log_g = cut(log_decay).cumsum(2).movedim(1, 0).movedim(3, 2)
     q, k, v, beta = map(chunks, (q, k, v, beta.unsqueeze(-1)))
     is_seen, from_memory = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(), log_g.exp().unsqueeze(-1)  # g_t
     if starts is not None:
         starts = starts if active is None else starts & active
-        document = chunks(starts.long().unsqueeze(-1)).cumsum(-1)  # (B, 1, n_chunks, C), 0: that of M_0
+        document = chunks(starts.long().unsqueeze(-1)).cumsum(-1)  # (n_chunks, B, 1, C), 0: that of M_0
         is_seen = is_seen & (document.unsqueeze(-1) == document.unsqueeze(-2))
         from_memory = from_memory * (document == 0).unsqueeze(-1)
     # g_t / g_i; masked before exp, which could be inf for i > t
     between = (log_g.unsqueeze(-1) - log_g.unsqueeze(-2)).masked_fill(~is_seen, float('-inf')).exp()
 
     A = beta * (k @ k.transpose(-1, -2)) * between  # what is on or above the diagonal is not read
-    u_and_w = torch.cat([beta * v, beta * from_memory * k], -1)
+    u_and_w = torch.cat([beta * v, -beta * from_memory * k], -1)  # -W, as it is added
     u, w = torch.linalg.solve_triangular(A, u_and_w, upper=False, unitriangular=True).split([v.shape[-1], k.shape[-1]],
                                                                                             -1)
     scores, k_to_end = q @ k.transpose(-1, -2) * between, k * between[..., -1, :].unsqueeze(-1)
-    memories, written = walk(memory, -w, k_to_end, u, from_memory[..., -1, 0])
-    reads = (q * from_memory) @ memories[:, :, :-1] + scores @ written
-    return reads.flatten(2, 3).movedim(1, 2)[:, :n], memories[:, :, -1]
+    before, written, memory = walk(memory, w, k_to_end, u, from_memory[..., -1, 0])
+    reads = (q * from_memory) @ before + scores @ written
+    return reads.movedim(0, 1).movedim(2, 3).flatten(1, 2)[:, :n], memory
 
 
 # ---- the walk over chunks ----
 
 @torch.library.custom_op('scans_gdn::walk', mutates_args=())  # so that a compiler sees one operator, not n_chunks steps
 def walk(memory: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: torch.Tensor, carried: torch.Tensor,
-         add_to_memory: torch.Tensor | None = None, is_back: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunk after chunk, X_i = add_i + left_i M_i, then M_{i+1} = carried_i M_i + right_i^T X_i.
+         add_to_memory: torch.Tensor | None = None,
+         is_back: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Chunk after chunk, with is_back from the last to the first: X = add + left M, then M = carried M + right^T X.
 
-    memory, M_0 (B, H, K, D); left, right (B, H, n_chunks, C, K); add (B, H, n_chunks, C, D); carried (B, H, n_chunks).
-    Returns all M (B, H, n_chunks + 1, K, D) and all X (B, H, n_chunks, C, D).
-
-    is_back: from the last chunk to the first, `memory` being the last M: M_i = carried_i M_{i+1} + right_i^T X_i +
-    add_to_memory_i, with X_i = add_i + left_i M_{i+1}; add_to_memory as all M.
+    memory (B, H, K, D), the first M; left, right (n_chunks, B, H, C, K); add (n_chunks, B, H, C, D); carried (n_chunks,
+    B, H); add_to_memory (n_chunks, B, H, K, D) or None, added to M after its chunk. Returns M before each chunk
+    (n_chunks, B, H, K, D), X (n_chunks, B, H, C, D) and the last M.
     """
-    memories, written = _empty_results(memory, add)
+    before, written, last = _empty_results(memory, add)
     if use_triton(memory) and fits_kernel(memory, add):
-        _walk_in_triton(memory, left, right, add, carried, add_to_memory, memories, written, is_back)
-        return memories, written
-    n_chunks = add.shape[2]
-    memories[:, :, n_chunks if is_back else 0] = memory
-    for i in reversed(range(n_chunks)) if is_back else range(n_chunks):
-        torch.add(add[:, :, i], left[:, :, i] @ memory, out=written[:, :, i])
-        memory = carried[:, :, i, None, None] * memory + right[:, :, i].mT @ written[:, :, i]
+        _walk_in_triton(memory, left, right, add, carried, add_to_memory, before, written, last, is_back)
+        return before, written, last
+    order = [*range(len(add))][::-1 if is_back else 1]
+    before[order[0]] = memory
+    for i, after in zip(order, [*(before[j] for j in order[1:]), last]):
+        m, x, left_i, right_i = (y[i].flatten(0, 1) for y in (before, written, left, right))
+        torch.baddbmm(add[i].flatten(0, 1), left_i, m, out=x)
+        torch.mul(before[i], carried[i, :, :, None, None], out=after)
+        after.flatten(0, 1).baddbmm_(right_i.mT, x)
         if add_to_memory is not None:
-            memory += add_to_memory[:, :, i]
-        memories[:, :, i if is_back else i + 1] = memory
-    return memories, written
+            after += add_to_memory[i]
+    return before, written, last
 
 
 def _empty_results(memory, add):
-    B, H, K, D = memory.shape
-    return memory.new_empty(B, H, add.shape[2] + 1, K, D), torch.empty(add.shape, dtype=add.dtype, device=add.device)
+    written, last = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (add, memory))
+    return memory.new_empty(len(add), *memory.shape), written, last
 
 
 @walk.register_fake
@@ -107,28 +107,28 @@ def _(memory, left, right, add, carried, add_to_memory=None, is_back=False):
 
 def _save_for_backward(ctx, inputs, output):
     _, left, right, _, carried, _, _ = inputs
-    ctx.save_for_backward(left, right, carried, *output)
+    before, written, _ = output
+    ctx.save_for_backward(left, right, carried, before, written)
 
 
-def _walk_backward(ctx, grad_memories, grad_written):
+def _walk_backward(ctx, grad_before, grad_written, grad_last):
     """The gradient is a walk back. The gradients of left, right and carried are products of all chunks at once.
 
     dX_i = its own + right_i dM_{i+1}        dM_i = its own + carried_i dM_{i+1} + left_i^T dX_i
     """
-    left, right, carried, memories, written = ctx.saved_tensors
-    grad_memories, grad_add = walk(grad_memories[:, :, -1], right, left, grad_written, carried, grad_memories, True)
-    grad_after, before = grad_memories[:, :, 1:], memories[:, :, :-1]
+    left, right, carried, before, written = ctx.saved_tensors
+    grad_after, grad_add, grad_memory = walk(grad_last, right, left, grad_written, carried, grad_before, True)
     with torch.autocast(left.device.type, enabled=False):
         grad_left, grad_right = grad_add @ before.mT, written @ grad_after.mT
-    return (grad_memories[:, :, 0], grad_left, grad_right, grad_add, (grad_after * before).sum((-1, -2)), None, None)
+    return grad_memory, grad_left, grad_right, grad_add, (grad_after * before).sum((-1, -2)), None, None
 
 
 walk.register_autograd(_walk_backward, setup_context=_save_for_backward)
 
 
 @jit
-def _walk_kernel(memory, left, right, add, carried, add_to_memory, memories, written, n_chunks, D, C: constexpr,
-                 K: constexpr, TOKENS: constexpr, HALF: constexpr, N: constexpr, BACK: constexpr):
+def _walk_kernel(memory, left, right, add, carried, add_to_memory, before, written, last, n_chunks, BH, D,
+                 C: constexpr, K: constexpr, TOKENS: constexpr, HALF: constexpr, N: constexpr, BACK: constexpr):
     """`walk` of N columns of one head, M in registers. Columns of M never meet, so that no program waits for another.
 
     All tensors contiguous, heads (B, H) flattened. TOKENS: C filled up to a power of 2. M is held as its upper and its
@@ -141,15 +141,13 @@ def _walk_kernel(memory, left, right, add, carried, add_to_memory, memories, wri
     in_upper, in_lower = (row < K)[:, None] & (column < D)[None, :], (HALF + row < K)[:, None] & (column < D)[None, :]
     of_upper, of_lower = row[:, None] * D + column[None, :], (HALF + row)[:, None] * D + column[None, :]
     seen, of_keys = (token < C)[:, None], token[:, None] * K + row[None, :]
-    memories += head * (n_chunks + 1) * K * D
     upper = tl.load(memory + head * K * D + of_upper, mask=in_upper, other=0.0)
     lower = tl.load(memory + head * K * D + of_lower, mask=in_lower, other=0.0)
-    last = n_chunks * K * D if BACK else 0
-    tl.store(memories + last + of_upper, upper, mask=in_upper)
-    tl.store(memories + last + of_lower, lower, mask=in_lower)
     for j in range(0, n_chunks):
         i = n_chunks - 1 - j if BACK else j
-        chunk = head * n_chunks + i
+        chunk = i * BH + head
+        tl.store(before + chunk * K * D + of_upper, upper, mask=in_upper)
+        tl.store(before + chunk * K * D + of_lower, lower, mask=in_lower)
         x = tl.load(add + chunk * C * D + of_chunk, mask=in_chunk, other=0.0)
         keys = tl.load(left + chunk * C * K + of_keys, mask=seen & (row < K)[None, :], other=0.0)
         x = tl.dot(keys, upper, x, input_precision='tf32x3')
@@ -162,12 +160,10 @@ def _walk_kernel(memory, left, right, add, carried, add_to_memory, memories, wri
         keys = tl.load(right + chunk * C * K + HALF + of_keys, mask=seen & (HALF + row < K)[None, :], other=0.0)
         lower = tl.dot(tl.trans(keys), x, lower * decay, input_precision='tf32x3')
         if add_to_memory is not None:
-            place = (head * (n_chunks + 1) + i) * K * D
-            upper += tl.load(add_to_memory + place + of_upper, mask=in_upper, other=0.0)
-            lower += tl.load(add_to_memory + place + of_lower, mask=in_lower, other=0.0)
-        place = (i if BACK else i + 1) * K * D
-        tl.store(memories + place + of_upper, upper, mask=in_upper)
-        tl.store(memories + place + of_lower, lower, mask=in_lower)
+            upper += tl.load(add_to_memory + chunk * K * D + of_upper, mask=in_upper, other=0.0)
+            lower += tl.load(add_to_memory + chunk * K * D + of_lower, mask=in_lower, other=0.0)
+    tl.store(last + head * K * D + of_upper, upper, mask=in_upper)
+    tl.store(last + head * K * D + of_lower, lower, mask=in_lower)
 
 
 WALK_COLUMNS, WALK_WARPS = 16, 4  # of a program; with 32 columns keys of 64 spill on sm_90
@@ -178,10 +174,11 @@ def fits_kernel(memory, add):
     return memory.shape[2] <= 128 and add.shape[3] <= 64
 
 
-def _walk_in_triton(memory, left, right, add, carried, add_to_memory, memories, written, is_back):
-    (B, H, K, D), (n_chunks, C) = memory.shape, add.shape[2:4]
+def _walk_in_triton(memory, left, right, add, carried, add_to_memory, before, written, last, is_back):
+    (B, H, K, D), n_chunks, C = memory.shape, len(add), add.shape[3]
     tensors = (x if x is None else x.contiguous() for x in (memory, left, right, add, carried, add_to_memory))
     tokens, half = (max(16, triton.next_power_of_2(size)) for size in (C, -(-K // 2)))  # 16 of each in a product
     with torch.cuda.device_of(memory):
-        _walk_kernel[B * H, triton.cdiv(D, WALK_COLUMNS)](*tensors, memories, written, n_chunks, D, C, K, tokens, half,
-                                                          WALK_COLUMNS, is_back, num_warps=WALK_WARPS, num_stages=1)
+        _walk_kernel[B * H, triton.cdiv(D, WALK_COLUMNS)](
+            *tensors, before, written, last, n_chunks, B * H, D, C, K, tokens, half, WALK_COLUMNS, is_back,
+            num_warps=WALK_WARPS, num_stages=1)

@@ -23,13 +23,14 @@ from triton.compiler import ASTSource
 import attn_kernels as K
 from bench import markdown_table
 
-delta_rule, scan = K.import_scan('delta_rule'), K.import_scan('gpn')  # None where the folder scans/ has been removed
+# None where the folder scans/ has been removed
+delta_rule, scan, gdn = (K.import_scan(name) for name in ('delta_rule', 'gpn', 'gdn'))
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32',
          torch.bool: 'i1'}
 KERNELS = {(module, name): getattr(module, name) for module, names in (
     (K, ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel', '_combine_kernel')),
-    (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')),
+    (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')), (gdn, ('_walk_kernel',)),
     (scan, ('_gated_add_norm_kernel', '_gated_add_norm_backward_kernel', '_glu_kernel', '_glu_backward_kernel',
             '_memory_inputs_kernel', '_memory_inputs_backward_kernel')))
     for name in names if module}
@@ -122,6 +123,7 @@ class Recorder:
 
 
 GPN_SIZES = (2496, 6656, 15, 128, 256), (1920, 5120, 11, 128, 256), (256, 683, 4, 32, 64), (100, 300, 2, 70, 48)
+GDN_SIZES = (64, 128, 256), (64, 64, 64), (64, 32, 64), (20, 70, 48)  # chunk_len, d_k, d_v
 
 
 def short_variants():
@@ -136,6 +138,8 @@ def short_variants():
         yield 'one stream, groups of 4', True, D, torch.bfloat16, 1
     for sizes in GPN_SIZES if scan else ():
         yield 'gpn', True, sizes, torch.bfloat16
+    for sizes in GDN_SIZES if gdn else ():
+        yield 'gdn', True, sizes, torch.float32
 
 
 def variants():
@@ -159,14 +163,19 @@ def variants():
     for sizes in GPN_SIZES if scan else ():
         for documents in (False, True):
             yield 'gpn', documents, sizes, torch.bfloat16
+    for sizes in GDN_SIZES if gdn else ():
+        yield 'gdn', True, sizes, torch.float32
 
 
 def build(variant, measure=resources):
     """A row for each kernel launched: by one attention, forward and backward; by one over a cache; or by a step of GPN,
-    its gradient and a replay of the memory. measure(built kernel) -> dict."""
+    its gradient and a replay of the memory; by Gated DeltaNet's walk over chunks and its walk back. measure(built
+    kernel) -> dict."""
     pattern, documents, D, dtype, *run = variant
     if pattern == 'gpn':
         return build_gpn(documents, *D, dtype)
+    if pattern == 'gdn':
+        return build_gdn(*D, dtype)
     NQ, NK, first, group = PATTERNS[pattern]
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
@@ -218,6 +227,22 @@ def build_gpn(documents, C, n_ffn, H, d_k, d_v, dtype):
     delta_rule.delta_step(memory, k[0], v[0], scalars[0], scalars[0], k[0], first)
     delta_rule.delta_replay(memory, k, v, scalars, scalars, carry_mask)
     delta_rule.delta_step_backward(memory, memory, k[0], v[0], scalars[0], scalars[0], k[0], v[0], first)
+    return rows
+
+
+def build_gdn(C, d_k, d_v, dtype):
+    """Rows of the kernel of Gated DeltaNet's walk over chunks of C tokens, on and back."""
+    B, H, n_chunks, rows = 2, 6, 32, []
+    described = {'pattern': 'gdn', 'documents': True, 'run': C, 'head': f'{d_k} x {d_v}', 'dtype': TYPES[dtype]}
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=dtype, device='meta')
+    memory, before, keys = empty(B, H, d_k, d_v), empty(n_chunks, B, H, d_k, d_v), empty(n_chunks, B, H, C, d_k)
+    values, carried = empty(n_chunks, B, H, C, d_v), empty(n_chunks, B, H)
+    for direction, is_back in (('on', False), ('back', True)):
+        gdn._walk_kernel = Recorder(KERNELS[gdn, '_walk_kernel'], rows, described | {'pattern': f'gdn, {direction}'})
+        gdn._walk_in_triton(memory, keys, keys, values, carried, before if is_back else None, before, values,
+                            memory, is_back)
     return rows
 
 

@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-import attn_kernels
+from common import kernel_check
 from common.files import (
     UserError,
     checked_json,
@@ -123,7 +123,7 @@ def choose_scan(model: torch.nn.Module) -> dict | None:
 
 
 def check_kernels(model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Lets a GPU's kernels prove themselves at the sizes of this model: `attn_kernels.check_kernels`.
+    """Lets a GPU's kernels prove themselves at the sizes of this model, by common/kernel_check.py.
 
     A Config with `head_size` has attention, one with `persistent` that of two streams. dtype: of the products, None for
     that of the weights.
@@ -131,7 +131,7 @@ def check_kernels(model: torch.nn.Module, dtype: torch.dtype | None = None) -> N
     weight, c = next(model.parameters()), model.config
     n_head = getattr(c, 'n_head', 1)
     group = n_head // (getattr(c, 'n_kv_head', None) or n_head)
-    attn_kernels.check_kernels(weight.device, dtype or weight.dtype, getattr(c, 'head_size', None), group,
+    kernel_check.check_kernels(weight.device, dtype or weight.dtype, getattr(c, 'head_size', None), group,
                                hasattr(c, 'persistent'))
 
 

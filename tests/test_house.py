@@ -5,14 +5,14 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory', 'muon'}
+          'memory', 'muon', 'kernel_check'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
     'data': {'data', 'common.start', 'common.files', 'common.settings', 'common.decoding'},
-    'common.runs': {'common.files', 'common.settings', 'data', 'attn_kernels'},
+    'common.runs': {'common.files', 'common.settings', 'common.kernel_check', 'data'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},
     'common.speculative': {'common.decoding'},
@@ -20,6 +20,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.benchmarks': {'common.files'},
     'common.memory': {'attn_kernels'},
     'common.muon': set(),
+    'common.kernel_check': {'attn_kernels'},
     'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans.delta_rule'},

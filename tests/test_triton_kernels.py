@@ -14,6 +14,7 @@ from test_models import decode_in_pieces
 import attn_kernels as K
 from bench import make_model
 from bench.compiled import innermost_loops
+from common import kernel_check
 from common.runs import read_log
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
@@ -152,18 +153,18 @@ def small_check(kernels_device, monkeypatch):
     monkeypatch.setattr(K, 'refused', set())
     monkeypatch.setitem(K.TILES, ('cpu', 128, 32), dict.fromkeys(('forward', 'query_gradient', 'key_gradient'),
                                                                  (64, 64, 1, 1)))
-    K.check_kernels.cache_clear()
+    kernel_check.check_kernels.cache_clear()
     yield torch.device(kernels_device)
-    K.check_kernels.cache_clear()
+    kernel_check.check_kernels.cache_clear()
 
 
 @pytest.mark.parametrize('D, group, two_streams', [(16, 1, False), pytest.param(70, 2, True, marks=pytest.mark.long)])
 def test_right_kernels_are_used(D, group, two_streams, small_check, capsys):
     case = small_check, torch.float32, D, group, two_streams
-    assert K.check_kernels(*case) == {} and K.refused == set()
+    assert kernel_check.check_kernels(*case) == {} and K.refused == set()
     line, = capsys.readouterr().err.splitlines()
     assert 'loss, attention, decoding equal their references' in line and f'heads of {D}' in line, line
-    assert K.check_kernels(*case) == {}
+    assert kernel_check.check_kernels(*case) == {}
     assert capsys.readouterr().err == ''  # once in a process
 
 
@@ -178,8 +179,8 @@ def off_by_one(window):
 def test_wrong_kernels_are_refused(name, broken, refused, small_check, capsys, monkeypatch):
     monkeypatch.setattr(K, name, broken)
     for other in {'attention', 'decoding'} - refused:  # in the interpreter it takes seconds
-        monkeypatch.setattr(K, f'_{other}_differences', lambda *case: {'nothing': 0.0})
-    assert set(K.check_kernels(small_check, torch.float32, 16)) == refused == K.refused
+        monkeypatch.setattr(kernel_check, f'_{other}_differences', lambda *case: {'nothing': 0.0})
+    assert set(kernel_check.check_kernels(small_check, torch.float32, 16)) == refused == K.refused
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(refused)
     for line in lines:
@@ -190,7 +191,7 @@ def test_wrong_kernels_are_refused(name, broken, refused, small_check, capsys, m
 def test_a_wrong_loss_is_refused(small_check, monkeypatch):
     right = K._fused_losses
     monkeypatch.setattr(K, '_fused_losses', lambda *args: [1.001 * x for x in right(*args)])
-    assert set(K.check_kernels(small_check, torch.float32)) == {'loss'}
+    assert set(kernel_check.check_kernels(small_check, torch.float32)) == {'loss'}
     h, w, targets = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
     torch.testing.assert_close(K.linear_cross_entropy(h, w, targets), K.linear_cross_entropy_reference(h, w, targets))
 

@@ -73,6 +73,8 @@ class FakeGPU(FakeTensorMode):
 
     def dispatch(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch._guards.TracingContext.try_get() is not None:  # torch.compile looks on, nothing runs yet
+            return super().dispatch(func, types, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         of_gpu = [x for x in tensors if x.device == GPU]
         target = torch.device(kwargs.get('device') or (tensors[0].device if tensors else 'cpu'))
@@ -194,7 +196,8 @@ def fake_gpu():
     """Yields the `FakeGPU` that all runs under."""
     gpu = FakeGPU()
     patch = mock.patch.object
-    normalize, make = FakeTensor._normalize_fake_device, torch.Tensor._make_subclass
+    normalize = functools.partial(_to_fake_device, FakeTensor._normalize_fake_device)
+    make = functools.partial(_make_subclass, torch.Tensor._make_subclass)
     make_cpu_generator = functools.partial(torch.Generator, 'cpu')
     with contextlib.ExitStack() as patches:
         if not torch.cuda.is_available():
@@ -202,9 +205,9 @@ def fake_gpu():
         for module, name in _kernels():
             patches.enter_context(patch(module, name, _Launch(gpu, name)))
         for patched in (
-                patch(FakeTensor, '_normalize_fake_device', staticmethod(functools.partial(_to_fake_device, normalize))),
+                patch(FakeTensor, '_normalize_fake_device', staticmethod(normalize)),
                 patch(FakeTensor, 'is_cuda', property(lambda x: x.device == GPU), create=True),
-                patch(torch.Tensor, '_make_subclass', functools.partial(_make_subclass, make)),
+                patch(torch.Tensor, '_make_subclass', make),
                 patch(torch.Tensor, 'pin_memory', _pin_memory),
                 patch(torch, 'Generator', lambda device='cpu': make_cpu_generator()),
                 patch(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: False),

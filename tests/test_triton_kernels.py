@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, train_tiny
 from test_attn_kernels import assert_close, documents, gradients
-from test_models import decode_in_pieces
+from test_models import decode_in_pieces, make, some_tokens
 
 import attn_kernels as K
 from bench import make_model
@@ -132,6 +132,15 @@ def test_operators_keep_pytorchs_rules(kernels_device):
     args = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(K._attention_op, (*args, doc_start, [17, 3], 0),
                           test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
+
+
+@pytest.mark.parametrize('variant', ['standard', 'sps'])
+def test_the_decoding_operator_keeps_pytorchs_rules(variant, kernels_device, monkeypatch):
+    calls, decode_op = [], K._decode_op
+    monkeypatch.setattr(K, '_decode_op', lambda *args: (calls.append(args), decode_op(*args))[1])
+    model = make(variant, kernels_device)
+    model.extend(some_tokens(2, 3).to(kernels_device), model.new_cache(2, 8, max_run=3))
+    torch.library.opcheck(decode_op, calls[0], test_utils=('test_schema', 'test_faketensor'))
 
 
 @pytest.mark.slow

@@ -308,33 +308,46 @@ def describe(s, c, data, world):
 
 def print_memory(s, c, machine):
     """Prints the estimated memory of a process, and whether it fits a GPU of s.memory GiB."""
-    n_params = sum(p.numel() for p in runs.blank_model(s.model, c).parameters())
-    copies = 4 if machine.world == 1 else 5  # weights, gradients, two moments; with DDP its buckets
+    model = runs.blank_model(s.model, c)
+    n_params = sum(p.numel() for p in model.parameters())
+    n_processes = processes_meant(s, machine.world)
+    most = math.ceil(s.batch_size / n_processes)  # sequences of a process
+    n_rows = min(s.micro_batch_size, most)
+    whole = 16 * n_params  # weights, gradients, two moments
+    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and AdamW'  # DDP has buckets besides
+    evaluation = 0
+    if s.parallel == 'fsdp' and n_processes > 1:
+        n_shards = s.shard or n_processes
+        gathered, evaluation = parallel.gathered_bytes(model, n_rows < most)
+        held, what = whole / n_shards + gathered, f'1/{n_shards} of {what}, and gathered parts'
+        evaluation += whole / n_shards
     # of windows too long for a CPU, the tiles of its attention would take minutes to count
     on_gpu = s.memory is not None or machine.device.type == 'cuda' or s.block_size > 1024
     dtype = pick_dtype(s.dtype, 'cuda') if on_gpu else machine.dtype
-    print(f'estimated memory per process: {4 * copies * n_params / 2**30:.2f} GiB for weights, gradients and AdamW',
-          end='', flush=True)
+    print(f'estimated memory per process: {held / 2**30:.2f} GiB for {what}', end='', flush=True)
     try:
         fixed, by_row = memory_by_rows(lambda: runs.blank_model(s.model, c), lambda model: make_optimizer(model, s),
                                        dtype, s.block_size, on_gpu)
     except Exception as error:  # an operator that only numbers can answer, in an edited model
         print(f'; activations cannot be told: {type(error).__name__}: {first_line(error)}')
         return
-    fixed += 4 * (copies - 4) * n_params
-    most = math.ceil(s.batch_size / machine.world)  # sequences of a process
-    n_rows = min(s.micro_batch_size, most)
-    needed = fixed + by_row * n_rows
+    fixed += held - whole
+    needed = max(fixed + by_row * n_rows, evaluation)
     print(f', {needed / 2**30:.2f} GiB at the peak of a step, micro-batches of {n_rows}, products in '
           f'{str(dtype)[6:]}, {"attention as on a GPU" if on_gpu else "on a CPU, whose allocator may take half more"}')
     if s.memory is None:
         return
     room = 0.95 * s.memory * 2 ** 30  # the rest is the driver's, and between tensors
-    largest = min(most, int((room - fixed) / by_row))
+    largest = min(most, int((room - fixed) / by_row)) if evaluation <= room else 0
     advice = f'the largest micro_batch_size that does is {largest}'
     if largest < 1:
         advice = 'no micro_batch_size does: choose a smaller block_size or model, or see checkpoint_ in --help'
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
+
+
+def processes_meant(s, world):
+    """How many processes there are; in a dry run with --shard=64 and no torchrun, the 64 that would be started."""
+    return s.shard if s.dry_run and s.shard and world == 1 else world
 
 
 def check_memory(s, model, device):
@@ -629,7 +642,7 @@ def main(argv: list[str] | None = None) -> None:
                 dist.barrier()
         if s.verify:
             data.verify()
-        check_settings(s, data, machine.world)
+        check_settings(s, data, processes_meant(s, machine.world))
         c = model_config(s, given_model, data, record)
         if is_new(s):
             runs.claim_folder(s.out_dir, s.overwrite)

@@ -75,6 +75,23 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
         fully_shard(module, mesh=mesh)
 
 
+def gathered_bytes(model: torch.nn.Module, accumulates: bool) -> tuple[int, int]:
+    """What a process of a sharded model holds at most besides its own parts: (bytes in training, in evaluation).
+
+    In training: the weights that are gathered all the time and their gradients; and, at its largest, either what is
+    sent of those gradients, or a block and the one gathered ahead, and of one block what is received, its gradients and
+    what is sent of them. With accumulates, where gradients of several micro-batches are summed first, those of all
+    blocks. In evaluation all weights are gathered. By `fully_shard`'s code, not by a measurement.
+    """
+    blocks = [sum(p.numel() for p in module.parameters()) for module in gathered_modules(model)]
+    n_params = sum(p.numel() for p in model.parameters())
+    always = n_params - sum(blocks)
+    numbers = 2 * always + max(always, 5 * max(blocks, default=0))
+    if accumulates:
+        numbers += sum(blocks)
+    return 4 * numbers, 4 * n_params
+
+
 def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # as what `fully_shard` has made of it
 

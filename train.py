@@ -116,7 +116,7 @@ class Settings:
             grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, eval_seed=(0, 2 ** 31),
             acceptance_prompts=at_least_0, log_interval=at_least_1, save_interval=at_least_1,
             keep_checkpoints=(2, math.inf), sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0,
-            shard=at_least_1)
+            shard=(2, math.inf))
 
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone

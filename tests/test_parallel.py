@@ -3,10 +3,12 @@ import json
 import os
 import random
 import shutil
+from concurrent.futures import Future
 
 import pytest
 from conftest import ROOT, STEP_TOKENS, TINY, run, run_apart
 from test_damage import flip_a_bit
+from torch.distributed.checkpoint.api import CheckpointException
 
 from common import parallel, runs
 from common.files import UserError
@@ -129,6 +131,29 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
 def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         parallel.check_sharding(*settings)
+
+
+def test_a_failure_to_write_on_any_process_names_it():
+    written = Future()
+    written.set_exception(CheckpointException('', {3: (OSError('no space left'), None), 1: (OSError('gone'), None)}))
+    with pytest.raises(OSError, match='process 1: gone'):
+        parallel.wait_for(written)
+
+
+def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
+    """Of 64 here, of which none runs: 16 bytes a parameter over 64, and what is gathered."""
+    args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
+            '--batch_size=64', '--dry_run', '--memory=8']
+    in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
+    model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    always = 50304 * 512 + 512
+    assert parallel.gathered_bytes(model, False) == (4 * (2 * always + max(always, 5 * block)),
+                                                     4 * (always + 3 * block))
+    assert parallel.gathered_bytes(model, True)[0] == parallel.gathered_bytes(model, False)[0] + 4 * 3 * block
+    held = 16 * (always + 3 * block) / 64 + parallel.gathered_bytes(model, False)[0]
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and AdamW, and gathered parts' in in_parts
+    assert 'the largest micro_batch_size that does is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 
 @pytest.mark.long

@@ -27,11 +27,12 @@ QUICK = ['standard', 'sps']  # the others are in a long test
 
 # Runs several trainings in the same processes, which spares the start of each.
 SEVERAL = '''
-import json, sys
+import json, os, sys
 import train
-train.os._exit = lambda code: None
+end, os._exit = os._exit, lambda code: None
 for argv in json.load(open(sys.argv[1])):
     train.main(argv)
+end(0)
 '''
 
 
@@ -151,6 +152,9 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
     assert parallel.gathered_bytes(model, False) == (4 * (2 * always + max(always, 5 * block)),
                                                      4 * (always + 3 * block))
     assert parallel.gathered_bytes(model, True)[0] == parallel.gathered_bytes(model, False)[0] + 4 * 3 * block
+    no_head = runs.blank_model('standard', runs.make_config('standard', {
+        'n_layer': 2, 'n_head': 2, 'n_embd': 512, 'vocab_size': 2, 'n_ids': 1, 'eos_id': None}))
+    assert parallel.gathered_bytes(no_head, False)[0] == 4 * (2 * 3 * 512 + 5 * block)
     held = 16 * (always + 3 * block) / 64 + parallel.gathered_bytes(model, False)[0]
     assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and AdamW, and gathered parts' in in_parts
     assert 'the largest micro_batch_size that does is 1\n' in in_parts and 'largest micro_batch_size' in whole

@@ -7,7 +7,7 @@ called, and the rest of the time each process keeps its rows alone, with their g
     all other weights         embedding, norms, heads, p_psi, ...: gathered from the start of `Model.forward` to the
                               end of its backward, so a model may read them without calling their module
 
-A model with a fast form of its equations (`choose_scan`) reads its blocks' weights without calling them: all its
+A model with a fast form of its equations (`choose_scan`) may read its blocks' weights without calling them: all its
 weights are in the second group, and so are those of a model that has no `blocks`.
 """
 import functools

@@ -18,10 +18,11 @@ MODELS = {
     'standard': ['--model=standard', '--checkpoint_blocks=True'],
     'sps': ['--model=sps', '--window=4'],
     'nextlat': ['--model=nextlat', '--horizon=3'],
-    # These read the weights of their blocks without calling them. At a high learning rate they amplify rounding.
+    # In one group: some of these read weights without calling modules. At a high learning rate they amplify rounding.
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
     'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
     'context_ready': ['--model=context_ready', '--learning_rate=1e-3'],
+    'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
 }
 QUICK = ['standard', 'sps']  # the others are in a long test
 

@@ -2,7 +2,7 @@
 
     python train.py config/quickstart.py                      a small one on this machine, in minutes
     python train.py config/standard_s.py --learning_rate=3e-4 any setting can be overridden
-    torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs: same batches, same losses
+    torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs: same batches, same losses (docs/scale.md)
     python train.py config/quickstart.py --resume             goes on after an interruption, on the very same batches
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   makes a run longer, in a folder of its own
 
@@ -33,7 +33,7 @@ os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wa
 import torch
 import torch.distributed as dist
 
-from common import runs
+from common import parallel, runs
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors
 from common.machine import (
@@ -105,6 +105,8 @@ class Settings:
     device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # of the products: bfloat16 or float32, weights are fp32; auto: bfloat16 where it is faster
     compile: bool | None = None  # torch.compile; None: on GPUs
+    parallel: str = 'ddp'  # several processes: ddp, each holds the whole model; fsdp, each a part of every weight
+    shard: int | None = None  # with fsdp: processes that share one copy of the weights; None: all
     threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes
 
     def __post_init__(self):
@@ -115,13 +117,14 @@ class Settings:
             decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=at_least_0,
             grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, eval_seed=(0, 2 ** 31),
             acceptance_prompts=at_least_0, log_interval=at_least_1, save_interval=at_least_1,
-            keep_checkpoints=(2, math.inf), sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0)
+            keep_checkpoints=(2, math.inf), sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0,
+            shard=(2, math.inf))
 
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
     'resume', 'overwrite', 'eval_only', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
-    'wandb_project', 'device', 'compile', 'threads',
+    'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads',
     'data',  # where it lies: what it holds is compared by its checksum
     'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
@@ -235,8 +238,12 @@ def check_settings(s, data, world):
         raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
     if s.optimizer not in ('adamw', 'muon'):
         raise UserError(f"optimizer is {s.optimizer!r}: expected 'adamw' or 'muon'")
+    if s.optimizer == 'muon' and s.parallel == 'fsdp':
+        raise UserError('optimizer = muon needs whole matrices, of which each process has a part with parallel = fsdp: '
+                        'use --parallel=ddp or --optimizer=adamw')
     if s.sample_tokens and has_data(s.data):
         load_tokenizer(data.tokenizer)  # now, not after the training
+    parallel.check_sharding(s.parallel, s.shard, world)
     if s.batch_size < world:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
     if s.wandb_project and importlib.util.find_spec('wandb') is None:
@@ -308,33 +315,46 @@ def describe(s, c, data, world):
 
 def print_memory(s, c, machine):
     """Prints the estimated memory of a process, and whether it fits a GPU of s.memory GiB."""
-    n_params = sum(p.numel() for p in runs.blank_model(s.model, c).parameters())
-    copies = 4 if machine.world == 1 else 5  # weights, gradients, two moments; with DDP its buckets
+    model = runs.blank_model(s.model, c)
+    n_params = sum(p.numel() for p in model.parameters())
+    n_processes = processes_meant(s, machine.world)
+    most = math.ceil(s.batch_size / n_processes)  # sequences of a process
+    n_rows = min(s.micro_batch_size, most)
+    whole = 16 * n_params  # weights, gradients, two moments
+    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and AdamW'  # DDP has buckets besides
+    evaluation = 0
+    if s.parallel == 'fsdp' and n_processes > 1:
+        n_shards = s.shard or n_processes
+        gathered, evaluation = parallel.gathered_bytes(model, n_rows < most)
+        held, what = whole / n_shards + gathered, f'1/{n_shards} of {what}, and gathered parts'
+        evaluation += whole / n_shards
     # of windows too long for a CPU, the tiles of its attention would take minutes to count
     on_gpu = s.memory is not None or machine.device.type == 'cuda' or s.block_size > 1024
     dtype = pick_dtype(s.dtype, 'cuda') if on_gpu else machine.dtype
-    print(f'estimated memory per process: {4 * copies * n_params / 2**30:.2f} GiB for weights, gradients and AdamW',
-          end='', flush=True)
+    print(f'estimated memory per process: {held / 2**30:.2f} GiB for {what}', end='', flush=True)
     try:
         fixed, by_row = memory_by_rows(lambda: runs.blank_model(s.model, c), lambda model: make_optimizer(model, s),
                                        dtype, s.block_size, on_gpu)
     except Exception as error:  # an operator that only numbers can answer, in an edited model
         print(f'; activations cannot be told: {type(error).__name__}: {first_line(error)}')
         return
-    fixed += 4 * (copies - 4) * n_params
-    most = math.ceil(s.batch_size / machine.world)  # sequences of a process
-    n_rows = min(s.micro_batch_size, most)
-    needed = fixed + by_row * n_rows
+    fixed += held - whole
+    needed = max(fixed + by_row * n_rows, evaluation)
     print(f', {needed / 2**30:.2f} GiB at the peak of a step, micro-batches of {n_rows}, products in '
           f'{str(dtype)[6:]}, {"attention as on a GPU" if on_gpu else "on a CPU, whose allocator may take half more"}')
     if s.memory is None:
         return
     room = 0.95 * s.memory * 2 ** 30  # the rest is the driver's, and between tensors
-    largest = min(most, int((room - fixed) / by_row))
+    largest = min(most, int((room - fixed) / by_row)) if evaluation <= room else 0
     advice = f'the largest micro_batch_size that does is {largest}'
     if largest < 1:
         advice = 'no micro_batch_size does: choose a smaller block_size or model, or see checkpoint_ in --help'
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
+
+
+def processes_meant(s, world):
+    """How many processes there are; in a dry run with --shard=64 and no torchrun, the 64 that would be started."""
+    return s.shard if s.dry_run and s.shard and world == 1 else world
 
 
 def check_memory(s, model, device):
@@ -502,13 +522,13 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
             x, y = x.pin_memory(), y.pin_memory()
         x, y = (t.to(machine.device, non_blocking=True) for t in (x, y))
         is_last = i == len(micro_batches) - 1
-        with contextlib.nullcontext() if world == 1 or is_last else ddp.no_sync():
-            with machine.autocast():
-                out = ddp(x, y)
-            (out['loss'] * (count / total * world)).backward()  # DDP takes the mean over processes
+        parallel.reduce_gradients(model, ddp, is_last)
+        with machine.autocast():
+            out = ddp(x, y)
+        (out['loss'] * (count / total * world)).backward()  # DDP and FSDP take the mean over processes
         for name, value in out.items():
             parts[name] = parts.get(name, 0) + value.detach() * (count / total)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     skip_if_not_finite(optimizer, norm, skips)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -552,6 +572,7 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
     The same model in three forms: as it is, compiled, and wrapped for several processes. Only the first process has a
     log.
     """
+    saving = None  # a checkpoint that is still being written
     progress = make_progress()
     tokens_per_step = s.batch_size * s.block_size
     peak = flops = None
@@ -588,7 +609,8 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | '
                  f'ETA {left // 60:.0f}m{left % 60:02.0f}s')
         if eval_due:
-            found = evaluate(compiled, data, s, machine) | (scores(model, data, s, machine) if log else {})
+            with parallel.whole_weights(model):
+                found = evaluate(compiled, data, s, machine) | (scores(model, data, s, machine) if log else {})
             line |= found
             further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
             say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token'
@@ -600,9 +622,21 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
             wandb.log(line, step=step)
         if log and (save_due or stopping):
             os.fsync(log.fileno())  # never behind the checkpoint
-            runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints, last_before_decay(s))
+        if save_due or stopping:
+            saving = save(s, model, optimizer, step, seconds, saving)
         since, since_step = time.perf_counter(), step  # evaluation and saving are not training time
+    if saving:
+        saving.result()
     return step, seconds, stopping
+
+
+def save(s, model, optimizer, step, seconds, saving=None):
+    """A checkpoint, when the one before is written: a Future of one that is written behind, else None."""
+    if saving:
+        saving.result()
+    if parallel.rank() == 0 or parallel.is_sharded(model):
+        return runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints,
+                                  last_before_decay(s))
 
 
 # ---- the story ----
@@ -622,7 +656,7 @@ def main(argv: list[str] | None = None) -> None:
                 dist.barrier()
         if s.verify:
             data.verify()
-        check_settings(s, data, machine.world)
+        check_settings(s, data, processes_meant(s, machine.world))
         c = model_config(s, given_model, data, record)
         if is_new(s):
             runs.claim_folder(s.out_dir, s.overwrite)
@@ -645,8 +679,10 @@ def run(s, c, data, record, machine, argv):
     device, world = machine.device, machine.world
     machine.dtype = pick_dtype(s.dtype, device.type, is_large)
     is_compiled = s.compile if s.compile is not None else device.type == 'cuda'
+    is_sharded = s.parallel == 'fsdp' and world > 1 and not s.eval_only
     print(f'{world} process{"es" * (world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}, '
-          f'{"" if is_compiled else "not "}compiled')
+          f'{"" if is_compiled else "not "}compiled'
+          + (f', weights in parts on {s.shard or world} processes' if is_sharded else ''))
     source, source_step, weights = read_weights(s, record)
     if source:
         runs.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
@@ -656,18 +692,20 @@ def run(s, c, data, record, machine, argv):
     check_memory(s, blank_model, device)
 
     model = make_model(s, c, data, device, source, weights)
+    runs.check_kernels(model, machine.dtype)
+    scan = choose_scan(model, machine)
+    if is_sharded:
+        parallel.shard_model(model, device, s.shard)
     if not s.eval_only:
         optimizer = make_optimizer(model, s)
         step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
-    runs.check_kernels(model, machine.dtype)
-    scan = choose_scan(model, machine)
     compiled = torch.compile(model) if is_compiled else model
     if s.eval_only:
         val = evaluate(compiled, data, s, machine)['val']
         print(f'validation loss {val:.4f} nats per token at step {source_step} of {source}')
         return
     ddp = compiled
-    if world > 1:
+    if world > 1 and not is_sharded:
         ddp = torch.nn.parallel.DistributedDataParallel(
             compiled, device_ids=[device] if device.type == 'cuda' else None,
             find_unused_parameters=bool(scan and model.scan_report['unused']))
@@ -678,18 +716,21 @@ def run(s, c, data, record, machine, argv):
             start_folder(s, c, data, machine)
         if is_extension(s):
             runs.copy_log(s.extend, s.out_dir, step)
-            runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints, last_before_decay(s))
         log, wandb = runs.open_log(s.out_dir, step), start_wandb(s, c)
         if scan:
             log.write(runs.log_line({'step': step, **scan}))
+    if is_extension(s) and (saving := save(s, model, optimizer, step, seconds)):
+        saving.result()
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
     with log or contextlib.nullcontext(), caught_signals() as stop:
         step, seconds, stopped = train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log,
                                        wandb, stop)
     if stopped:
         say(f'stopped after step {step}. Go on with: {resume_command(argv, world)}')
-    elif machine.rank == 0:
-        finish(s, model, data, machine, seconds)
+    else:
+        with parallel.whole_weights(model):
+            if machine.rank == 0:
+                finish(s, model, data, machine, seconds)
 
 
 def restore(s, model, optimizer) -> tuple[int, float]:

@@ -9,17 +9,10 @@ import torch.distributed as dist
 
 from common.decoding import decodable, pad, roomy_cache
 from common.files import UserError
+from common.parallel import rank, world
 
 MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
 SHARED = 64  # continuations of up to so many tokens share one reading of their context
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 # ---- validation loss ----

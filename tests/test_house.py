@@ -5,18 +5,19 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory', 'muon', 'kernel_check'}
+          'memory', 'muon', 'kernel_check', 'parallel'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
     'data': {'data', 'common.start', 'common.files', 'common.settings', 'common.decoding'},
-    'common.runs': {'common.files', 'common.settings', 'common.kernel_check', 'data'},
+    'common.parallel': {'common.files'},
+    'common.runs': {'common.files', 'common.settings', 'common.kernel_check', 'common.parallel', 'data'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},
     'common.speculative': {'common.decoding'},
-    'common.scoring': {'common.files', 'common.decoding'},
+    'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},
     'common.memory': {'attn_kernels'},
     'common.muon': set(),

@@ -65,3 +65,5 @@ def test_a_run_resumes_on_the_same_losses(tiny_data, tmp_path):
     result = run('train.py', f'--out_dir={tmp_path / "cut"}', '--resume', '--optimizer=adamw')
     assert_sentence(result, "has optimizer = 'muon'")
     assert_sentence(train_tiny(tiny_data, tmp_path / 'other', '--optimizer=lion'), "optimizer is 'lion'")
+    in_parts = train_tiny(tiny_data, tmp_path / 'other', '--optimizer=muon', '--parallel=fsdp')
+    assert_sentence(in_parts, 'needs whole matrices')

@@ -1,0 +1,234 @@
+"""Several processes: FSDP trains as DDP does, and any number of processes goes on from what any other has saved."""
+import json
+import os
+import random
+import shutil
+from concurrent.futures import Future
+
+import pytest
+from conftest import ROOT, STEP_TOKENS, TINY, run, run_apart
+from test_damage import flip_a_bit
+from torch.distributed.checkpoint.api import CheckpointException
+
+from common import parallel, runs
+from common.files import UserError
+
+STEPS = 50
+MODELS = {
+    'standard': ['--model=standard', '--checkpoint_blocks=True'],
+    'sps': ['--model=sps', '--window=4'],
+    'nextlat': ['--model=nextlat', '--horizon=3'],
+    # In one group: some of these read weights without calling modules. At a high learning rate they amplify rounding.
+    'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
+    'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
+    'context_ready': ['--model=context_ready', '--learning_rate=1e-3'],
+    'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
+}
+QUICK = ['standard', 'sps']  # the others are in a long test
+
+# Runs several trainings in the same processes, which spares the start of each.
+SEVERAL = '''
+import json, os, sys
+import train
+end, os._exit = os._exit, lambda code: None
+for argv in json.load(open(sys.argv[1])):
+    train.main(argv)
+end(0)
+'''
+
+
+def arguments(data, out, model, *args):
+    return [*TINY, f'--data={data}', f'--out_dir={out}', *MODELS[model], '--micro_batch_size=1',
+            f'--max_tokens={STEPS * STEP_TOKENS}', '--save_interval=10', '--keep_checkpoints=9', '--eval_interval=25',
+            *map(str, args)]
+
+
+def train_several(folder, processes, trainings):
+    """Trainings one after the other, each an argv of train.py, on so many processes: the result of the processes."""
+    (folder / 'several.py').write_text(SEVERAL)
+    (folder / 'trainings.json').write_text(json.dumps(trainings))
+    start = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    return run_apart(*start, folder / 'several.py', folder / 'trainings.json',
+                     env={**os.environ, 'PYTHONPATH': str(ROOT)})
+
+
+def losses(out):
+    return [record['loss'] for record in runs.read_log(out)]
+
+
+def is_close(have, want):
+    return len(have) == len(want) == STEPS and max(abs(a - b) for a, b in zip(have, want)) < 1e-5
+
+
+def goes_on_from(source, out, step):
+    """A copy of a run folder as a kill after the checkpoint of a step leaves it."""
+    shutil.copytree(source, out)
+    for path in runs.checkpoints(out):
+        if runs.step_of(path) > step:
+            shutil.rmtree(path)
+    return out
+
+
+@pytest.fixture(scope='module')
+def trained(tiny_data, tmp_path_factory):
+    """Runs <model>_ddp and <model>_fsdp of two processes."""
+    folder = tmp_path_factory.mktemp('parallel')
+    result = train_several(folder, 2, [
+        arguments(tiny_data, folder / f'{model}_{kind}', model, f'--parallel={kind}', '--sample_tokens=8')
+        for model in QUICK for kind in ('ddp', 'fsdp')])
+    assert result.returncode == 0, result.stderr
+    assert 'weights in parts on 2 processes' in result.stdout
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model', QUICK)
+def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
+    assert is_close(losses(trained / f'{model}_fsdp'), losses(trained / f'{model}_ddp'))
+    assert {path.name for path in runs.checkpoints(trained / f'{model}_fsdp')[0].glob('*.safetensors')} == {
+        f'shard-0000{rank}-model-0000{number}-of-00002.safetensors' for rank in (1, 2) for number in (1, 2)}
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_from_what_two_have_saved_in_parts(trained, tmp_path):
+    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 20)
+    result = run('train.py', f'--out_dir={out}', '--resume')
+    assert result.returncode == 0 and 'from step 20;' in result.stdout, result.stderr
+    assert is_close(losses(out), losses(trained / 'standard_fsdp'))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_parts_is_read_as_one_file_is(trained, tmp_path):
+    """sample.py, eval.py and --init_from give the same of both."""
+    parts = trained / 'sps_fsdp'
+    state, files = runs.load_checkpoint(parts)
+    whole = shutil.copytree(parts, tmp_path / 'whole')
+    shutil.rmtree(whole / 'ckpt')
+    runs.save_checkpoint(whole, STEPS, files, state)
+    assert (whole / f'ckpt/step_{STEPS:08d}/model.safetensors').exists()
+    of_parts, of_whole = (run('sample.py', out, 'ab', '--max_new_tokens=8') for out in (parts, whole))
+    assert of_parts.returncode == 0 and of_parts.stdout == of_whole.stdout, of_parts.stderr
+    of_parts, of_whole = (run('eval.py', out, '--val') for out in (parts, whole))
+    assert of_parts.returncode == 0 and 'nats_per_token' in of_parts.stdout, of_parts.stderr
+    assert of_parts.stdout.splitlines()[1:] == of_whole.stdout.splitlines()[1:]  # the first names the run
+    said = run('train.py', f'--out_dir={parts}', '--eval_only').stdout
+    assert f'validation loss {runs.read_log(parts)[-1]["val"]:.4f}' in said
+
+
+@pytest.mark.slow
+def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(trained, tmp_path, capsys):
+    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 30)
+    flip_a_bit(out / 'ckpt/step_00000030/shard-00002-model-00001-of-00002.safetensors', random.Random(0))
+    (out / 'ckpt/step_00000020/shard-00001-model-00001-of-00002.safetensors').unlink()
+    assert runs.load_checkpoint(out, ('model.safetensors',))[0]['step'] == 10
+    said = capsys.readouterr().err
+    assert 'step_00000030 is damaged (shard-00002-model-00001-of-00002.safetensors does not match' in said
+    assert 'step_00000020 is damaged (shard-00001-model-00001-of-00002.safetensors is missing)' in said
+
+
+@pytest.mark.parametrize('settings, sentence', [
+    (('zero', None, 2), "parallel is 'zero': expected 'ddp' or 'fsdp'"),
+    (('ddp', 2, 4), 'shard is 2, but with parallel = ddp'),
+    (('fsdp', 3, 4), 'shard is 3, which does not divide the 4 processes')])
+def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parallel.check_sharding(*settings)
+
+
+def test_a_failure_to_write_on_any_process_names_it():
+    written = Future()
+    written.set_exception(CheckpointException('', {3: (OSError('no space left'), None), 1: (OSError('gone'), None)}))
+    with pytest.raises(OSError, match='process 1: gone'):
+        parallel.wait_for(written)
+
+
+def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
+    """Of 64 here, of which none runs: 16 bytes a parameter over 64, and what is gathered."""
+    args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
+            '--batch_size=64', '--dry_run', '--memory=8']
+    in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
+    model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    always = 50304 * 512 + 512
+    assert parallel.gathered_bytes(model, False) == (4 * (2 * always + max(always, 5 * block)),
+                                                     4 * (always + 3 * block))
+    assert parallel.gathered_bytes(model, True)[0] == parallel.gathered_bytes(model, False)[0] + 4 * 3 * block
+    no_head = runs.blank_model('standard', runs.make_config('standard', {
+        'n_layer': 2, 'n_head': 2, 'n_embd': 512, 'vocab_size': 2, 'n_ids': 1, 'eos_id': None}))
+    assert parallel.gathered_bytes(no_head, False)[0] == 4 * (2 * 3 * 512 + 5 * block)
+    held = 16 * (always + 3 * block) / 64 + parallel.gathered_bytes(model, False)[0]
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and AdamW, and gathered parts' in in_parts
+    assert 'the largest micro_batch_size that does is 1\n' in in_parts and 'largest micro_batch_size' in whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('processes', [2, 4])
+def test_every_model_trains_in_parts_as_with_ddp(tiny_data, tmp_path, processes):
+    """On 4 processes also in two copies of two parts; and against one process."""
+    kinds = {'ddp': ['--parallel=ddp'], 'fsdp': ['--parallel=fsdp']}
+    if processes == 4:
+        kinds['hsdp'] = ['--parallel=fsdp', '--shard=2']
+    result = train_several(tmp_path, processes, [
+        arguments(tiny_data, tmp_path / f'{model}_{kind}', model, *args)
+        for model in MODELS for kind, args in kinds.items()])
+    assert result.returncode == 0, result.stderr
+    for model in MODELS:
+        assert run('train.py', *arguments(tiny_data, tmp_path / model, model)).returncode == 0
+        for kind in kinds:
+            assert is_close(losses(tmp_path / f'{model}_{kind}'), losses(tmp_path / model)), (model, kind)
+
+
+@pytest.mark.long
+def test_a_run_on_two_then_one_then_four_processes_is_the_uninterrupted_run(trained, tmp_path):
+    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 20)
+    shutil.rmtree(out / 'ckpt/step_00000010')
+    assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
+    out = goes_on_from(out, tmp_path / 'further', 30)
+    assert (out / 'ckpt/step_00000030/optimizer.safetensors').exists()
+    result = train_several(tmp_path, 4, [[f'--out_dir={out}', '--resume']])
+    assert result.returncode == 0 and 'from step 30;' in result.stdout, result.stderr
+    assert len(list((out / 'ckpt/step_00000050').glob('shard-*'))) == 8
+    assert is_close(losses(out), losses(trained / 'standard_fsdp'))
+    for kind in ('ddp', 'fsdp'):  # and from parts to other parts, or to whole weights
+        again = goes_on_from(out, tmp_path / kind, 40)
+        result = train_several(tmp_path, 2, [[f'--out_dir={again}', '--resume', f'--parallel={kind}']])
+        assert result.returncode == 0 and 'from step 40;' in result.stdout, result.stderr
+        assert is_close(losses(again), losses(trained / 'standard_fsdp'))
+
+
+@pytest.mark.long
+def test_all_processes_take_the_checkpoint_before_a_damaged_one(trained, tmp_path):
+    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 30)
+    flip_a_bit(out / 'ckpt/step_00000030/shard-00002-model-00002-of-00002.safetensors', random.Random(0))
+    result = train_several(tmp_path, 2, [[f'--out_dir={out}', '--resume']])
+    assert result.returncode == 0 and 'from step 20;' in result.stdout, result.stderr
+    assert result.stderr.count('step_00000030 is damaged') == 1
+    assert is_close(losses(out), losses(trained / 'standard_fsdp'))
+
+
+# Ends all processes while a checkpoint is written behind, as kill -9 does.
+KILLED = '''
+import os, sys
+from common import runs
+import train
+def publish_checkpoint(folder, step, publish=runs.publish_checkpoint):
+    if step == 20:
+        os.kill(os.getpid(), 9)
+    publish(folder, step)
+runs.publish_checkpoint = publish_checkpoint
+train.main(sys.argv[1:])
+'''
+
+
+@pytest.mark.long
+def test_a_kill_while_parts_are_written_leaves_the_checkpoint_before(tiny_data, trained, tmp_path):
+    (tmp_path / 'killed.py').write_text(KILLED)
+    args = arguments(tiny_data, tmp_path / 'run', 'standard', '--parallel=fsdp')
+    result = run_apart('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', tmp_path / 'killed.py',
+                       *args, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert result.returncode != 0
+    assert [path.name for path in runs.checkpoints(tmp_path / 'run')] == ['step_00000010']
+    result = train_several(tmp_path, 2, [[*args, '--resume']])
+    assert result.returncode == 0 and 'from step 10;' in result.stdout, result.stderr
+    assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))
+    assert is_close(losses(tmp_path / 'run'), losses(trained / 'standard_ddp'))

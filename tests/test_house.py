@@ -5,7 +5,7 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory'}
+          'memory', 'int8'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
@@ -15,6 +15,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.runs': {'common.files', 'common.settings', 'data'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},
+    'common.int8': {'common.files', 'common.decoding'},
     'common.speculative': {'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding'},
     'common.benchmarks': {'common.files'},

@@ -1087,7 +1087,13 @@ def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     chunk_rows = max(1, max_logits // (256 * weight.shape[0] * len(states))) * 256  # whole tiles of the products
     with_grad = torch.is_grad_enabled()  # autograd does not tell the function below
-    return _FusedLosses.apply(states, weight, targets, row_weights, counts, head_frozen, dtype, chunk_rows, with_grad)
+    apply = _losses_on_cpu if device == 'cpu' else _FusedLosses.apply
+    return apply(states, weight, targets, row_weights, counts, head_frozen, dtype, chunk_rows, with_grad)
+
+
+@torch.compiler.disable  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
+def _losses_on_cpu(*args):
+    return _FusedLosses.apply(*args)
 
 
 class _FusedLosses(torch.autograd.Function):
@@ -1119,7 +1125,7 @@ class _FusedLosses(torch.autograd.Function):
                     p = torch.softmax(part[0], -1, dtype=softmax_dtype)
                     index = targets[here].clamp(min=0).unsqueeze(1)
                     p_target = p.gather(1, index).squeeze(1)
-                    if on_cpu and not torch.compiler.is_compiling() and p_target.min() > 1e-30:
+                    if on_cpu and p_target.min() > 1e-30:
                         nll = -p_target.log()
                     else:  # the target's probability may underflow, the largest one cannot
                         nll = _log_sum_exp(part[0], p) - part[0].gather(1, index).squeeze(1)

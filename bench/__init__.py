@@ -1,6 +1,7 @@
 """Side-by-side benchmarks. Machines are shared and noisy, so both sides run alternately and the figure is their ratio.
 
-    python -m bench.train_step      a training step beside Hugging Face Llama; objectives: NextLat, MTP, JTP over plain
+    python -m bench.train_step      a training step beside Hugging Face Llama; nanogpt: beside nanoGPT's
+                                    shape; objectives: NextLat, MTP, JTP over plain
     python -m bench.generate        decoding beside Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
     python -m bench.context_ready   backpropagation through time, and few wide layers, beside the plain forms

@@ -2,6 +2,7 @@
 
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--toy]
+    python -m bench.train_step nanogpt [--toy]
     python -m bench.train_step scales              on a GPU
 
 'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator. 'as a user
@@ -13,9 +14,13 @@ tenth of its pairs): parameters, steps/s beside ntp's in turn, and peak memory, 
 GPU, 8 x 1024 tokens; on CPU 12 layers, 384 wide, 8 x 256 tokens: times at the vocabulary of bytes, as a small model's
 time is its head's otherwise, memory at 50304.
 
+`nanogpt`: ours and a model of nanoGPT's shape, at about as many parameters, each eager and compiled, in turns in one
+process.
+
 `scales`: the papers' scales S and L, and the share of the GPU's arithmetic that they use.
 """
 import contextlib
+import copy
 import json
 import os
 import statistics
@@ -29,7 +34,7 @@ import model_bst
 import model_nextlat
 import model_standard
 import train
-from bench import FAMILY, alternate, make_model, over_standard, resident, write_results
+from bench import FAMILY, alternate, make_model, nanogpt, over_standard, resident, write_results
 from common import llama, machine
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -90,6 +95,29 @@ def same_terms(shape: dict = SHAPE, rounds: int = 12) -> Iterator[dict]:
         tokens = BATCH * (T if shape == SHAPE else 16)
         yield {'terms': 'same', 'dtype': str(dtype)[6:], 'ours_tokens_per_s': round(tokens / seconds['ours']),
                'hf_tokens_per_s': round(tokens / seconds['hf']), 'ratio': round(seconds['hf'] / seconds['ours'], 3)}
+
+
+def beside_nanogpt(toy: bool = False) -> Iterator[dict]:
+    """Ours and nanoGPT's shape, each at its best of eager and compiled: a text model of 50304 ids, and one of bytes."""
+    machine.start_processes(train.Settings())
+    sizes = [(SHAPE, VOCABULARY, BATCH), (dict(n_layer=6, n_head=6, n_embd=384), 320, 16)]
+    block_size, dtype = T, machine.pick_dtype('auto', DEVICE.type)
+    if toy:
+        sizes, block_size = [(TOY_SHAPE, 320, 2)], 16
+    for shape, vocabulary, batch_size in sizes:
+        torch.manual_seed(0)
+        config = model_standard.Config(eos_id=None, vocab_size=vocabulary, n_ids=vocabulary, **shape)
+        models = {'ours': model_standard.Model(config),
+                  'nanogpt': nanogpt.Model(vocab_size=vocabulary, block_size=block_size, **shape)}
+        tokens = torch.randint(0, vocabulary, (2, batch_size, block_size), device=DEVICE)
+        steps = {(name, form): our_step(copy.deepcopy(model).to(DEVICE), tokens, dtype, form == 'compiled')
+                 for name, model in models.items() for form in ('eager', 'compiled')}
+        seconds = alternate(steps, rounds=1 if toy else 9)
+        best = {name: min(seconds[name, form] for form in ('eager', 'compiled')) for name in models}
+        yield {'terms': 'beside nanogpt', 'dtype': str(dtype)[6:], **shape, 'vocabulary': vocabulary,
+               'parameters': ' and '.join(str(sum(p.numel() for p in model.parameters())) for model in models.values()),
+               **{f'{name}_{form}_tokens_per_s': round(tokens[0].numel() / s) for (name, form), s in seconds.items()},
+               'ratio': round(best['nanogpt'] / best['ours'], 3)}
 
 
 def as_a_user_runs_it() -> Iterator[dict]:
@@ -238,12 +266,14 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(peak_memory(args[0], int(args[1]))))
     elif what == 'scales':
         write_results('scales', scales())
+    elif what == 'nanogpt':
+        write_results('nanogpt', beside_nanogpt(toy), toy=toy)
     elif what == 'objectives':
         write_results('objectives', objectives(toy), markdown=True, toy=toy)
     elif what == '':
         write_results('train_step', toy_figures() if toy else figures(), toy=toy)
     else:
-        sys.exit(f'bench.train_step: unknown {what!r}: expected objectives, scales or nothing')
+        sys.exit(f'bench.train_step: unknown {what!r}: expected nanogpt, objectives, scales or nothing')
 
 
 if __name__ == '__main__':

@@ -215,3 +215,19 @@ def test_weighted_linear_cross_entropy_equals_reference(device):
                      hidden.double(), weight.double())
     assert_close(gradients(lambda h, w: K.linear_cross_entropy(h, w, targets, 300 * 320, row_weights), hidden, weight),
                  want, 2e-5)
+
+
+def test_a_compiler_does_not_unroll_the_parts_of_the_loss_on_a_cpu():
+    hidden, weight, targets = torch.randn(200, 8, requires_grad=True), torch.randn(50304, 8), torch.arange(200)
+    sizes = []
+
+    def count(graph, _):
+        sizes.extend(len(part.graph.nodes) for part in graph.modules() if hasattr(part, 'graph'))
+        return graph
+    compiled = torch.compile(lambda h: K.linear_cross_entropy(2 * h, weight, targets), backend=count)
+    loss = compiled(hidden)
+    loss.backward()
+    assert sum(sizes) < 20
+    want = K.linear_cross_entropy_reference(2 * hidden, weight, targets)
+    assert abs(loss - want) < 1e-4
+    assert torch.allclose(hidden.grad, torch.autograd.grad(want, hidden)[0], atol=1e-6)

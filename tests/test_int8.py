@@ -1,4 +1,6 @@
 """Weights of 8 bits: the products are what they say, decoding keeps the model's contract, and the scripts tell."""
+import json
+
 import pytest
 import torch
 import torch.nn as nn
@@ -7,7 +9,6 @@ from test_models import make, some_tokens
 
 from common import int8
 from common.files import UserError
-from common.runs import load_run
 from common.scoring import loss_from_logits
 
 needs_product = pytest.mark.skipif(not int8.has_cpu_product(), reason='needs a CPU and a PyTorch with 8-bit products')
@@ -85,6 +86,10 @@ def test_a_model_that_reads_its_weights_refuses():
         int8.quantize(make('gpn'))
 
 
+def read_records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('int8') / 'run'
@@ -103,11 +108,10 @@ def test_sampling_tells_the_bytes_and_drafts_are_quantized_too(trained):
 def test_evaluation_shows_what_the_rounding_costs(trained):
     result = run('eval.py', trained, '--val', '--weights=int8', '--dtype=float32', '--device=cpu')
     assert result.returncode == 0, result.stderr
-    values = {name: float(value) for name, value in
-              (line.removeprefix('val ').rsplit(None, 1) for line in result.stdout.splitlines() if line[:4] == 'val ')}
-    model, _ = load_run(trained)
-    plain = run('eval.py', trained, '--val', '--dtype=float32', '--device=cpu').stdout
-    own = next(float(line.split()[-1]) for line in plain.splitlines() if 'nats_per_token' in line)
+    values = read_records(trained / 'eval.jsonl')[-1]['results']['val']
+    run('eval.py', trained, '--val', '--dtype=float32', '--device=cpu')
+    own = read_records(trained / 'eval.jsonl')[-1]['results']['val']['nats_per_token']
     assert abs(values['with full weights'] - own) < 0.1  # the padding of the vocabulary has a share in training's loss
+    assert values['int8 costs'] == values['nats_per_token'] - values['with full weights']
     assert 0 < abs(values['int8 costs']) < 0.01
     assert values['MiB of weights'] < 0.3 * values['MiB of full weights']

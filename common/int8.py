@@ -44,6 +44,8 @@ def quantize(model: nn.Module) -> nn.Module:
     A table of embeddings stays as it is; a head that shares it gets a copy. UserError for a model that multiplies by
     its matrices without calling its layers.
     """
+    if getattr(model, 'scan_report', 0) is None:
+        model.choose_scan()  # its check moves the weights by noise, which whole numbers cannot be
     if getattr(model, 'reads_weights', False):
         raise UserError(f'{type(model).__module__} multiplies by its weights without calling its linear layers, as '
                         'this run uses it, so they cannot be int8: leave --weights out')

@@ -81,9 +81,10 @@ def test_the_loss_from_logits_is_the_models_own():
         assert abs(loss_from_logits(model, idx, targets)['nll'] - model(idx, targets)['nll']) < 1e-5
 
 
-def test_a_model_that_reads_its_weights_refuses():
-    with pytest.raises(UserError, match='model_gpn multiplies by its weights without calling its linear layers'):
-        int8.quantize(make('gpn'))
+@pytest.mark.parametrize('variant, file', [('gpn', 'model_gpn'), ('context_ready, bptt', 'model_context_ready')])
+def test_a_model_that_reads_its_weights_refuses(variant, file):
+    with pytest.raises(UserError, match=f'{file} multiplies by its weights without calling its linear layers'):
+        int8.quantize(make(variant))
 
 
 def read_records(path):

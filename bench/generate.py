@@ -3,7 +3,7 @@
     python -m bench.generate [--toy]
     python -m bench.generate int8           beside Hugging Face alone, to a file of its own
 
-8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens and 64 new ones, greedy. 'float32': both in fp32. 'best':
+8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens and 32 new ones, greedy. 'float32': both in fp32. 'best':
 each in the dtype that is fastest for it; ours with packed weights. 'int8': ours with 8-bit weights (common/int8.py),
 fp32 else, beside Hugging Face at its best. All take turns in one process; a ratio is the median of the rounds' own, as
 the machine may slow down for a while. Then the time of each two-stream method, which runs a pair of positions per
@@ -23,7 +23,7 @@ from common.llama import to_llama
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
-PROMPT = 16  # tokens
+PROMPT, NEW = 16, 32  # tokens: few, so that many short rounds take turns
 DTYPES = torch.float32, torch.bfloat16
 
 
@@ -90,9 +90,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     toy = '--toy' in argv
     if 'int8' in argv:
-        rows = (row for batch_size in (1, 16) for row in beside_hugging_face(SHAPE, batch_size, 64, rounds=7))
+        rows = (row for batch_size in (1, 16) for row in beside_hugging_face(SHAPE, batch_size, NEW, rounds=7))
         return write_results('generate_int8', rows)
-    rows = figures(TOY_SHAPE, (2,), 4, rounds=1) if toy else figures(SHAPE, (1, 16), 64, rounds=7)
+    rows = figures(TOY_SHAPE, (2,), 4, rounds=1) if toy else figures(SHAPE, (1, 16), NEW, rounds=7)
     write_results('generate', rows, toy=toy)
 
 

@@ -54,7 +54,7 @@ def quantize(model: nn.Module) -> nn.Module:
             weight, scale = int8_rows(module.weight.detach())
             if weight.device.type == 'cpu' and has_cpu_product():
                 weight = torch.ops.onednn.qlinear_prepack(weight, None)
-                module.forward = functools.partial(_cpu_linear, weight, scale, module.bias)
+                module.forward = functools.partial(_cpu_linear, weight, scale, _zeros(scale), module.bias)
             else:
                 module.forward = functools.partial(_plain_linear, weight, scale, module.bias)
             module.weight = nn.Parameter(weight, requires_grad=False)
@@ -68,22 +68,25 @@ def int8_rows(weight) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
-def _cpu_linear(weight, w_scale, bias, x):
-    """x (..., K) -> (..., N), with a packed weight."""
+def _cpu_linear(weight, w_scale, w_zeros, bias, x):
+    """x (..., K) -> (..., N), with a packed weight; w_zeros: what stands for 0 in each of its rows, 0."""
     rows = x.reshape(-1, x.shape[-1]).float()
-    x_scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    x_scale = rows.abs().amax(-1, keepdim=True) / 127  # 0 for a vector of zeros: so is its product, whatever its x8
     x8 = (rows / x_scale).add_(X_ZERO + 0.5).to(torch.uint8)  # which cuts off: the half rounds
-    y = _cpu_product(x8, weight, w_scale) * x_scale
+    y = _cpu_product(x8, weight, w_scale, w_zeros) * x_scale
     if bias is not None:
         y += bias
     return y.to(x.dtype).view(*x.shape[:-1], len(w_scale))
 
 
-def _cpu_product(x8, weight, w_scale):
+def _cpu_product(x8, weight, w_scale, w_zeros):
     """(x8 - 128) W^T times the scales of W's rows. x8 (M, K) uint8, weight packed -> (M, N) fp32."""
-    w_zeros = torch.zeros_like(w_scale, dtype=torch.int64)
     return torch.ops.onednn.qlinear_pointwise(x8, 1.0, X_ZERO, weight, w_scale, w_zeros, None, 1.0, 0, torch.float32,
                                               'none', [], '')
+
+
+def _zeros(w_scale):
+    return torch.zeros_like(w_scale, dtype=torch.int64)
 
 
 @functools.cache
@@ -92,7 +95,7 @@ def has_cpu_product() -> bool:
     weight = torch.full((32, 64), 127, dtype=torch.int8)
     x8 = torch.full((2, 64), 255, dtype=torch.uint8)
     try:
-        y = _cpu_product(x8, torch.ops.onednn.qlinear_prepack(weight, None), torch.ones(32))
+        y = _cpu_product(x8, torch.ops.onednn.qlinear_prepack(weight, None), torch.ones(32), _zeros(torch.ones(32)))
     except (AttributeError, RuntimeError):
         return False
     return bool((y == 64 * 127 * 127).all())

@@ -38,6 +38,7 @@ def test_a_product_is_that_of_rows_rounded_to_8_bits_each_with_its_own_scale():
     assert ((got - want).abs() <= 1e-5 * want.abs().amax(-1, keepdim=True)).all()
     assert layer(x[:, 2]).equal(got[:, 2])  # whatever is multiplied beside it
     assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert layer(torch.zeros(2, 64)).equal(layer.bias.expand(2, 48))
 
 
 def test_without_such_a_product_only_the_weights_are_rounded(monkeypatch):
@@ -98,11 +99,13 @@ def trained(tiny_data, tmp_path_factory):
     return out
 
 
-def test_sampling_tells_the_bytes_and_drafts_are_quantized_too(trained):
+def test_sampling_tells_the_bytes_and_drafts_are_quantized_too(trained, monkeypatch):
+    quantize, quantized = int8.quantize, []
+    monkeypatch.setattr(int8, 'quantize', lambda model: quantized.append(model) or quantize(model))
     result = run('sample.py', trained, 'ab', '--weights=int8', f'--draft={trained}', '--draft_len=2',
                  '--max_new_tokens=9', '--temperature=0', '--dtype=float32', '--device=cpu')
     assert result.returncode == 0 and 'int8 weights: ' in result.stderr, result.stderr
-    assert 'acceptance by position: 1.00 1.00' in result.stderr  # the same model drafts
+    assert len(quantized) == 2 and 'acceptance by position: 1.00 1.00' in result.stderr  # the same model drafts
     assert_sentence(run('sample.py', trained, 'ab', '--weights=int4'), "weights is 'int4': expected int8")
 
 

@@ -7,6 +7,7 @@ Each has a plain reference that defines it, and the form that is fast. In this o
     layers          rms_norm, rope_table, rotate
     losses          linear_cross_entropy, linear_cross_entropy_kl: without holding all logits
     KVCache, Place  what `extend` keeps of the tokens it has read
+    check_kernels   compares the kernels with their references, on the device where they are to run
     choose_scan     a model's equations or their fast form in scans/, by comparing both
 
 A pattern says which keys a query sees. Here it is causal, cut at document starts, and optionally limited to a window:
@@ -42,7 +43,8 @@ The streams stay apart in memory: a tile of queries of both reads a triangle of 
 the other's.
 
 A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks. In the environment, ATTENTION=reference makes every
-pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
+pattern its definition, TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU, and KERNEL_CHECK=0 leaves
+out `check_kernels`.
 
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
 h // (H / HK).
@@ -73,6 +75,8 @@ except ImportError:  # no Triton for this platform: the PyTorch forms remain
 
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
+KERNEL_CHECK = os.environ.get('KERNEL_CHECK') != '0'
+refused = set()  # of 'attention', 'decoding' and 'loss': what `check_kernels` found wrong, and PyTorch does instead
 # Up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention_cpu.py), but
 # T^2 memory.
 DENSE_T = 1024
@@ -368,17 +372,20 @@ def _query_tile(doc_start, b, first, T, windows, NQ: constexpr, NK: constexpr, F
 
 
 @jit
-def _walked_tile(i, x, rho, M: constexpr, FULL: constexpr):
-    """The i-th full or masked tile of two walks: its stream and first key."""
-    if FULL:
-        of_x = x[2]
-    else:
-        of_x = x[1] + x[3]
-    stream = (i >= of_x).to(tl.int32)
-    i = i - stream * of_x
-    lo = tl.where(stream == 0, x[0], rho[0])
-    left = tl.where(stream == 0, x[1], rho[1])
-    full = tl.where(stream == 0, x[2], rho[2])
+def _walked_tile(i, x, rho, NK: constexpr, M: constexpr, FULL: constexpr):
+    """The i-th full or masked tile of the walks over NK streams: its stream and first key."""
+    stream = 0
+    lo, left, full = x[0], x[1], x[2]
+    if NK == 2:
+        if FULL:
+            of_x = x[2]
+        else:
+            of_x = x[1] + x[3]
+        stream = (i >= of_x).to(tl.int32)
+        i = i - stream * of_x
+        lo = tl.where(stream == 0, x[0], rho[0])
+        left = tl.where(stream == 0, x[1], rho[1])
+        full = tl.where(stream == 0, x[2], rho[2])
     if FULL:
         i += left
     else:
@@ -406,9 +413,9 @@ def _softmax_step(s, m, l, scale):
 
 @jit
 def _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, h, position, stream, start,
-                  windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr, M: constexpr,
-                  FULL: constexpr):
-    key_stream, n = _walked_tile(i, x, rho, M, FULL)
+                  windows, T, scale, NK: constexpr, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
+                  M: constexpr, FULL: constexpr):
+    key_stream, n = _walked_tile(i, x, rho, NK, M, FULL)
     rows = tl.arange(0, M)
     seen = n + rows < T
     k0, k1 = _load(_at(k, k_strides, b, h, key_stream, n, A), _rows(k_strides, 0, rows, A), seen, D, D0, D1, not FULL)
@@ -448,10 +455,10 @@ def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_stride
     acc1 = acc0 if D1 == 0 else tl.zeros((NQ * N, D1), tl.float32)
     for i in range(0, x[2] + rho[2]):
         acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, key_h,
-                                         position, stream, start, windows, T, scale, D, D0, D1, A, M, True)
+                                         position, stream, start, windows, T, scale, NK, D, D0, D1, A, M, True)
     for i in range(0, x[1] + x[3] + rho[1] + rho[3]):
         acc0, acc1, m, l = _forward_tile(i, x, rho, acc0, acc1, m, l, q0, q1, k, v, k_strides, v_strides, b, key_h,
-                                         position, stream, start, windows, T, scale, D, D0, D1, A, M, False)
+                                         position, stream, start, windows, T, scale, NK, D, D0, D1, A, M, False)
     l = tl.where(seen, l, 1.0)
     rows = _rows(out_strides, part, row % N, A)
     _store(_at(out, out_strides, b, h, 0, first, A), rows, seen, acc0 / l[:, None], acc1 / l[:, None], D, D0, D1)
@@ -462,7 +469,7 @@ def _forward_kernel(q, k, v, out, lse, doc_start, q_strides, k_strides, v_stride
 def _query_gradient_tile(i, x, rho, acc0, acc1, q0, q1, g0, g1, lse, delta, k, v, k_strides, v_strides, b, h, position,
                          stream, start, windows, T, scale, D: constexpr, D0: constexpr, D1: constexpr, A: constexpr,
                          M: constexpr, FULL: constexpr):
-    key_stream, n = _walked_tile(i, x, rho, M, FULL)
+    key_stream, n = _walked_tile(i, x, rho, 2, M, FULL)  # with NK it takes more registers, and one block fits an SM
     rows = tl.arange(0, M)
     seen = n + rows < T
     k0, k1 = _load(_at(k, k_strides, b, h, key_stream, n, A), _rows(k_strides, 0, rows, A), seen, D, D0, D1, not FULL)
@@ -603,7 +610,7 @@ TILES = {
                         'key_gradient, groups': (32, 128, 8, 2)},
     ('sm_90', 96, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2),
                         'key_gradient, groups': (32, 64, 8, 2)},
-    ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (64, 64, 8, 2),
+    ('sm_90', 128, 16): {'forward': (128, 64, 8, 3), 'query_gradient': (128, 64, 8, 2), 'key_gradient': (32, 128, 8, 2),
                          'key_gradient, groups': (32, 64, 8, 2)},
     ('sm_90', 64, 32): {'forward': (32, 32, 8, 2), 'query_gradient': (32, 32, 4, 2), 'key_gradient': (32, 32, 8, 1)},
     ('sm_90', 128, 32): {'forward': (32, 16, 8, 1), 'query_gradient': (16, 16, 8, 1), 'key_gradient': (16, 16, 8, 1)},
@@ -712,7 +719,8 @@ _attention_op.register_autograd(_attention_backward, setup_context=_save_for_bac
 
 def use_triton(q):
     """Whether the Triton kernels run for this tensor."""
-    return triton is not None and (q.is_cuda or KERNELS_ON_CPU) and q.shape[-1] <= 128 and q.dtype != torch.float64
+    there = triton is not None and (q.is_cuda or KERNELS_ON_CPU) and 'attention' not in refused
+    return there and q.shape[-1] <= 128 and q.dtype != torch.float64
 
 
 def _kernel_attention(q, k, v, doc_start, windows, first):
@@ -917,7 +925,7 @@ def _(q, *args):
 
 def has_decode_kernel(cache, rows):
     """Whether `decode_attention` serves a run of so many query rows over this cache (a tensor)."""
-    return use_triton(cache) and not REFERENCE and rows <= 16
+    return use_triton(cache) and not REFERENCE and 'decoding' not in refused and rows <= 16
 
 
 def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_start, windows, *, queries='both',
@@ -1059,6 +1067,8 @@ def linear_cross_entropy(hidden, weight, targets, max_logits=2 ** 26, row_weight
     at a time. Products run in the autocast dtype, the softmax in fp32. Returns a scalar; 0 if no row counts. With
     row_weights (N,) it is the sum of row_weights times the rows' negative log-likelihoods.
     """
+    if 'loss' in refused:
+        return linear_cross_entropy_reference(hidden, weight, targets, row_weights)
     return _fused_losses(hidden.unsqueeze(0), weight, targets, row_weights, None, True, max_logits)[0]
 
 
@@ -1079,6 +1089,8 @@ def linear_cross_entropy_kl(states, weight, targets, counts, head_frozen=True, m
     softmax(states[0] weight^T) and q_i = softmax(states[i] weight^T). Nothing of it is learned by p; by the weight
     through the q_i, unless head_frozen.
     """
+    if 'loss' in refused:
+        return linear_cross_entropy_kl_reference(states, weight, targets, counts, head_frozen)
     return _fused_losses(states, weight, targets, None, counts, head_frozen, max_logits)
 
 
@@ -1385,6 +1397,165 @@ class Place:
         if self.cache.ring_stream == 1:
             mask = mask.roll(in_ring.shape[1], -1)
         return slice(ring.start, memory.stop), mask
+
+
+# ---- the kernels, compared with their references where they run ----
+#
+# Compilers have got kernels wrong on new GPUs, and training went on in silence. So before their first use on a device
+# each is compared with its reference in float64, on that device.
+
+# The largest difference that is rounding: of a row of a result, relative to the row. In the interpreter fp32 shows
+# 3e-6 and fp16 2e-3; bf16 has three bits less than fp16.
+KERNEL_TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 0.06}
+
+
+@functools.cache
+def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
+    """Compares the fused loss, attention and decoding with their references: what is found wrong is not used.
+
+    device: torch.device; dtype: of queries, keys and values; head_size: None for a model without attention; group:
+    query heads for each key head; two_streams: attention of two streams, else of one. Call it before torch.compile.
+
+    A line on stderr says what was found, or what is refused, what runs instead and what to report. Returns
+    {'loss', 'attention' or 'decoding': why it is refused}; None where no kernel runs, or with KERNEL_CHECK=0. It is
+    done once in a process. With several processes all must come here, and what one refuses none uses.
+    """
+    if not KERNEL_CHECK or REFERENCE or not use_triton(torch.empty(0, device=device, dtype=dtype)):
+        return None
+    start, largest, failed = time.perf_counter(), 0.0, {}
+    case, checks = (device, dtype, head_size, group, two_streams), {'loss': _loss_differences}
+    if head_size is not None and head_size <= 128:
+        checks |= {'attention': _attention_differences, 'decoding': _decoding_differences}
+    for name, differences in checks.items():
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                found = differences(*case)
+        except Exception as error:  # of Triton's compiler, for one
+            failed[name] = f'fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})'
+            continue
+        where = max(found, key=found.get)
+        largest = max(largest, found[where])
+        if found[where] > KERNEL_TOLERANCE[dtype]:
+            failed[name] = f'differs from its reference by {found[where]:.1%} of a row in {where}'
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed:
+        of_all = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_all, failed)
+        failed = {name: why for of_one in of_all for name, why in of_one.items()}
+    refused.update(failed)
+    if not distributed or torch.distributed.get_rank() == 0:
+        _say_what_failed(failed, checks, largest, time.perf_counter() - start, *case)
+    return failed
+
+
+def _say_what_failed(failed, checks, largest, seconds, device, dtype, head_size, group, two_streams):
+    """A line on stderr for each kernel refused, or one that all are right."""
+    where = torch.cuda.get_device_name(device) if device.type == 'cuda' else "Triton's interpreter"
+    case = str(dtype)[6:] if head_size is None else f'{str(dtype)[6:]}, heads of {head_size}'
+    if not failed:
+        print(f'kernels: {", ".join(checks)} equal their references on {where} ({case}), differences up to '
+              f'{largest:.1g} of a row; checked in {seconds:.1f} s', file=sys.stderr, flush=True)
+    for name, why in failed.items():
+        arch = ' sm_{}{}'.format(*torch.cuda.get_device_capability(device)) if device.type == 'cuda' else ''
+        print(f"kernels: {name} {why} on {where}. PyTorch's own operators run instead, slower. Please report this "
+              f'line: {case}, {group} query heads for a key head, {1 + two_streams} streams,{arch} PyTorch '
+              f'{torch.__version__}, Triton {triton.__version__}. KERNEL_CHECK=0 in the environment skips the check',
+              file=sys.stderr, flush=True)
+
+
+def _row_difference(got, want):
+    """The largest difference of a row (the last axis), relative to the row, or to a typical one where that is more."""
+    size = torch.linalg.vector_norm(want, dim=-1)
+    typical = size.square().mean().sqrt().clamp(min=1e-30)
+    apart = torch.linalg.vector_norm(got.double() - want, dim=-1) / size.maximum(typical)
+    return apart.nan_to_num(math.inf, math.inf).max().item()
+
+
+def _differences_with_gradients(fast, reference, inputs, names):
+    """{name: `_row_difference`} of the output and the gradient of each input; the reference in float64."""
+    results = []
+    for function, dtype in ((fast, inputs[0].dtype), (reference, torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = function(*leaves)
+        weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64)
+        cotangent = (40 * weights).sin().view(out.shape).to(inputs[0].dtype).to(dtype)
+        results.append([out, *torch.autograd.grad(out, leaves, cotangent)])
+    return {name: _row_difference(got.detach(), want.detach()) for name, got, want in zip(names, *results)}
+
+
+def _loss_differences(device, dtype, *_):
+    """Of `linear_cross_entropy` in several parts, some rows without a target, and of its gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(600, 64, device=device, generator=generator).to(dtype)
+    weight = (torch.randn(1000, 64, device=device, generator=generator) / 8).to(dtype)
+    targets = torch.randint(-1, 1000, (600,), device=device, generator=generator)
+    names = 'the loss', 'the gradient of the hidden states', 'the gradient of the head'
+
+    def fast(hidden, weight):
+        return _fused_losses(hidden.unsqueeze(0), weight, targets, None, None, True, 256 * 1000)[0].reshape(1)
+
+    def reference(hidden, weight):
+        return F.cross_entropy(hidden @ weight.T, targets, ignore_index=-1).reshape(1)
+    return _differences_with_gradients(fast, reference, [hidden, weight], names)
+
+
+def _check_case(device, dtype, head_size, group, two_streams):
+    """Random (B, T, streams, heads, D) and tokens (B, T) whose id 1 ends documents, and a window.
+
+    T and the window are long enough that a walk has tiles of every kind: left, full and right ones.
+    """
+    passes = [tiles(device, head_size, dtype, kind, 1, group) for kind in ('forward', 'query_gradient', 'key_gradient')]
+    largest = max(max(rows, keys) for rows, keys, *_ in passes)
+    T, window = 5 * largest // 2 + 16, 3 * largest // 2 + 16  # multiples of 16, as a model's mostly are
+    generator = torch.Generator(device).manual_seed(0)
+    heads = 2 * group + 2 + 2  # queries, keys, values
+    x = torch.randn(2, T, 1 + two_streams, heads, head_size, device=device, generator=generator).to(dtype)
+    idx = torch.zeros(2, T, device=device, dtype=torch.int64)
+    idx[0, [T // 8, T // 2]] = 1
+    return x, idx, window
+
+
+def _attention_differences(device, dtype, head_size, group, two_streams):
+    """Of attention with documents and a window, and of its gradients; with two streams also where rho asks alone."""
+    x, idx, window = _check_case(device, dtype, head_size, group, two_streams)
+    doc_start, (q, k, v) = document_starts(idx, 1), x.transpose(1, 2).split([2 * group, 2, 2], -2)
+
+    def differences(q, windows, queries, reference):
+        def fast(q, k, v):
+            return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
+        names = [f'{name}, {queries} asking' for name in ('the output', 'dq', 'dk', 'dv')]
+        return _differences_with_gradients(fast, reference, [q, k, v], names)
+
+    def two_streams_asking(queries):
+        windows = [None, window]
+        return differences(q[:, STREAMS[queries]], windows, queries,
+                           lambda q, k, v: _two_stream_reference(q, k, v, windows, doc_start, queries))
+
+    if two_streams:
+        return two_streams_asking('both') | two_streams_asking('predict')
+    return differences(q, [window, None], 'input', lambda q, k, v: attention_reference(
+        q[:, 0], k[:, 0], v[:, 0], doc_start, window).unsqueeze(1))
+
+
+def _decoding_differences(device, dtype, head_size, group, two_streams):
+    """Of one step over a filled cache, and of what the cache then holds."""
+    x, idx, window = _check_case(device, dtype, head_size, group, two_streams)
+    windows, ring_stream = ([None, window], 1) if two_streams else ([window], None)
+
+    def results(x):
+        cache = KVCache(1, 2, head_size, 2, idx.shape[1], 1, 1, windows, ring_stream, eos_id=1, device=device,
+                        dtype=x.dtype)
+        for run in (slice(0, -1), slice(-1, None)):
+            place = cache.begin(idx[:, run])
+            qk, v = x[:, run].split([2 * group + 2, 2], -2)
+            qk, v = (x.transpose(1, 2) if two_streams else x.squeeze(2) for x in (qk, v))
+            q, k = place.rotate(qk).split([2 * group, 2], -2)
+            out = cache.attend(place, 0, q, k, v, 'both' if two_streams else 'input')
+            cache.end(place, x.new_zeros(*idx[:, run].shape, 1))
+        return out, cache.k, cache.v
+    names = 'the output of a step', 'the keys it stores', 'the values it stores'
+    fast, reference = results(x), results(x.double())  # no kernel takes float64
+    return {name: _row_difference(got, want) for name, got, want in zip(names, fast, reference)}
 
 
 # ---- equations and their fast form ----

@@ -76,6 +76,10 @@ class Config:
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_text = self.n_text or self.n_ffn
 
+    @property
+    def head_size(self):
+        return self.n_embd // self.n_head
+
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):

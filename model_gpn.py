@@ -110,6 +110,10 @@ class Write(nn.Module):
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus gives dt, as Gated DeltaNet
 
+    def strength(self, g):
+        """beta (..., H) of grounded states g (..., C), the write's gate, eq. 9."""
+        return torch.sigmoid(self.beta(self.norm(g)).to(g.dtype))
+
     def log_decay(self, g):
         """gamma (..., H) of grounded states g (..., C), eq. 9."""
         return -self.log_rate.exp() * F.softplus(self.decay(self.norm(g)) + self.dt_bias)
@@ -119,11 +123,9 @@ class Write(nn.Module):
         def heads(x):  # (B, H size) -> (B, H, size), in the memory's dtype
             return x.to(memory.dtype).unflatten(-1, (self.n_head, -1))
 
-        n = self.norm(g)
         k = l2_normalize(F.relu(heads(self.key(self.norm(last)))))  # eq. 8
-        v = heads(self.value(n))
-        beta = torch.sigmoid(heads(self.beta(n)))  # (B, H, 1)
-        decay = heads(self.log_decay(g)).exp()
+        v = heads(self.value(self.norm(g)))
+        beta, decay = self.strength(g).unsqueeze(-1), self.log_decay(g).exp().unsqueeze(-1)  # (B, H, 1)
         error = v - read(memory, k)
         return decay.unsqueeze(-1) * memory + k.unsqueeze(-1) * (beta * error).unsqueeze(-2)  # eq. 10
 
@@ -157,6 +159,7 @@ class Layer(nn.Module):
 
 class Model(nn.Module):
     reads_weights = True  # scans/gpn.py multiplies by the matrices, without calling the layers
+    write_type = Write
 
     def __init__(self, config):
         super().__init__()
@@ -164,7 +167,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.d_emb)
         self.embed_norm, self.fuse = RMSNorm(c.d_emb, c.norm_eps), nn.Linear(c.d_emb, c.n_embd, bias=False)
         self.ground_norm, self.ground_gate = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)
-        self.write = Write(c) if c.n_head else None
+        self.write = self.write_type(c) if c.n_head else None
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.n_layer))
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
         self.decode = nn.Linear(c.n_embd, c.d_emb, bias=c.decoder_bias)
@@ -185,14 +188,23 @@ class Model(nn.Module):
         """What each token adds to the state, W_fuse rms(emb(x_t)) in eq. 4. idx (B, n) -> u (B, n, C)."""
         return self.fuse(self.embed_norm(self.embed(idx)))
 
-    def step(self, u, s, g, memory):
-        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> its s, g, M."""
-        last, g = g, torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u  # eq. 4
+    def ground(self, u, s):
+        """The state predicted before, s (B, C), and what a token adds to it, u (B, C) -> g (B, C); eq. 4."""
+        return torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u
+
+    def predict(self, last, g, memory):
+        """Grounded states of the last token and of this one (B, C), M before it -> s (B, C), M; eq. 5, 7 to 11."""
         if self.write is not None:
             memory = self.write(last, g, memory)
         s = g
         for layer in self.layers:
             s = layer(s, memory)
+        return s, memory
+
+    def step(self, u, s, g, memory):
+        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> its s, g, M."""
+        last, g = g, self.ground(u, s)  # eq. 1
+        s, memory = self.predict(last, g, memory)  # eq. 2
         return s, g, memory
 
     def head_input(self, s):

@@ -5,6 +5,11 @@
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
+On many machines, each with a part of the source, which are then made one data folder without copying (data/parts.py):
+
+    python prepare_fineweb.py --max_tokens=41e9 --part=3/64         in data/built/fineweb_edu_part_03_of_64
+    python prepare_fineweb.py --merge data/built/fineweb_edu_part_*
+
 The source is streamed: what is not needed is not downloaded. Local files are parquet, jsonl, jsonl.gz or txt (one
 document a file, or with --split_lines a line), given by path, pattern, or as a folder: of texts, one that `datasets`
 understands, or one that `save_to_disk` wrote (data/sources.py). The shards depend on the source and the settings alone,
@@ -54,6 +59,7 @@ from common.files import (
 )
 from common.machine import no_bars_in_logs
 from common.settings import check_ranges, load_settings
+from data.parts import finish_part, merge_parts, part_folder, part_numbers
 from data.shards import (
     BUILT,
     TOKENIZER_FILES,
@@ -90,6 +96,8 @@ class Settings:
     shuffle: int = 0  # documents shuffled at a time, and the files' order; 0: as in the source. FineWeb-Edu: 200,000
     shard_tokens: int = 100_000_000  # tokens of a shard; the document that fills it is its last
     workers: int | None = None  # processes that encode; None: one per core
+    part: str | None = None  # 3/64: the third of 64 parts of the source, and of max_tokens; all else as for the others
+    merge: bool = False  # make one data folder of the parts whose folders are given
 
 
 # ---- encoding in worker processes ----
@@ -146,8 +154,9 @@ def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple], ahead: int) -> 
 
 def check_folder(folder: Path) -> None:
     """Raises UserError unless the folder is new, empty, or begun by a start of this script that did not finish."""
-    if (folder / 'meta.json').exists():
-        raise UserError(f'{folder} is complete (it has a meta.json): remove it first, or write to another --out_dir')
+    for name in ('meta.json', 'part.json'):
+        if (folder / name).exists():
+            raise UserError(f'{folder} is complete (it has a {name}): remove it first, or write to another --out_dir')
     if folder.exists() and not folder.is_dir():
         raise UserError(f'{folder} is a file: give --out_dir a folder')
     files = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -265,7 +274,11 @@ class Report:
 def prepare(name: str, s: Settings) -> None:
     """Writes the data folder of a source, or goes on with it."""
     plain = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_')
-    folder = Path(s.out_dir) if s.out_dir else BUILT / (plain or 'files')
+    folder = BUILT / (plain or 'files')
+    if s.part:
+        folder = part_folder(folder, s.part)
+    if s.out_dir:
+        folder = Path(s.out_dir)
     check_folder(folder)  # before anything is written there, the lock included
     tokenizer = load_tokenizer(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer, s.bos)
     is_new = not folder.exists()
@@ -276,23 +289,38 @@ def prepare(name: str, s: Settings) -> None:
         read, source_checksum, n_records = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': tokenizer_checksum(tokenizer.name)}
-        for of_this_start in ('out_dir', 'workers', 'vocab_dir'):
+        for of_this_start in ('out_dir', 'workers', 'vocab_dir', 'merge'):
             del arguments[of_this_start]
         writer, position, val_share = load_progress(folder, arguments, tokenizer, s.shard_tokens)
         if val_share is None:
-            val_share = fitting_share(read, s, s.max_tokens)
+            # of the whole source, so that it is the same for each part
+            whole = open_source(name, dataclasses.replace(s, part=None))[0] if s.part else read
+            val_share = fitting_share(whole, s, s.max_tokens)
         s = dataclasses.replace(s, val_share=val_share)
-        save = partial(save_progress, folder, {**arguments, 'fitting_share': val_share}, writer)
+        arguments['fitting_share'] = val_share
+        save = partial(save_progress, folder, arguments, writer)
         save(position)  # by which the next start knows the folder
-        fill(writer, encoded(pool, batches(read, s, position), AHEAD), position, save, s.max_tokens, n_records)
+        max_tokens = -(-s.max_tokens // part_numbers(s.part)[1]) if s.part and s.max_tokens else s.max_tokens
+        fill(writer, encoded(pool, batches(read, s, position), AHEAD), position, save, max_tokens, n_records)
         if not writer.splits:
-            raise UserError(f'{name} has no records: expected some with a field {s.text_field!r}')
-        writer.finish()
+            which = f'part {s.part} of {name}' if s.part else name
+            raise UserError(f'{which} has no records: expected some with a field {s.text_field!r}')
+        if s.part:
+            finish_part(writer, arguments)
+        else:
+            writer.finish()
         for path in (folder / 'progress.json', *folder.glob('.pending_*')):
             path.unlink()
-    for split, info in sorted(writer.splits.items()):
+    if s.part:
+        print(f'{folder} is part {s.part}: give it with the others to prepare_fineweb.py --merge')
+    else:
+        print_summary(folder, writer.splits)
+
+
+def print_summary(folder: Path, splits: dict) -> None:
+    for split, info in sorted(splits.items()):
         print(f'{split}: {info["documents"]:,} documents, {info["tokens"]:,} tokens in {len(info["shards"])} shards')
-    print(f'{folder} is ready: {training_command(folder, writer.splits)}')
+    print(f'{folder} is ready: {training_command(folder, splits)}')
 
 
 @contextmanager
@@ -351,6 +379,14 @@ def fill(writer: ShardWriter, encoded_batches, position: dict, save: Callable, m
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, given = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if s.merge:
+            if others := sorted(given.keys() - {'merge', 'out_dir'}):
+                raise UserError(f'--merge is given with --{others[0]}: the settings are those of the parts; give '
+                                '--out_dir alone')
+            print_summary(*merge_parts(positional, s.out_dir, BUILT))
+            return
+        if s.part:
+            part_numbers(s.part)
         if len(positional) > 1:
             raise UserError(f'one source is expected, got {len(positional)}: {" ".join(positional)}; '
                             "quote a pattern: 'texts/*.jsonl'")

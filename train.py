@@ -47,6 +47,7 @@ from common.machine import (
     start_processes,
 )
 from common.memory import memory_by_rows
+from common.muon import MuonAndAdamW, is_hidden_matrix
 from common.scoring import counted, validation_loss
 from common.settings import check_ranges, join_values, load_settings, saved_settings
 from common.speculative import longest_draft, speculative_generate
@@ -79,14 +80,15 @@ class Settings:
     micro_batch_size: int = 8  # sequences per forward pass of one process; changes memory and speed, not the result
     block_size: int = 4096  # tokens per sequence, T
     max_tokens: int = 20_000_000_000  # tokens to train on, the decay included
-    # optimizer: AdamW
+    # optimizer
+    optimizer: str = 'adamw'  # adamw, or muon: Muon for hidden matrices, its updates as large as AdamW's
     learning_rate: float = 6e-4  # peak
     min_lr: float | None = None  # at the end of the schedule; None: learning_rate / 10
     schedule: str = 'wsd'  # after a linear warm-up: wsd (constant, then linear decay), cosine or constant
     warmup_tokens: int = 50_000_000  # tokens of linear warm-up
     decay_fraction: float = 0.1  # share of max_tokens that wsd decays over
-    beta1: float = 0.9  # decay of the gradient's running mean
-    beta2: float = 0.95  # decay of the squared gradient's running mean
+    beta1: float = 0.9  # AdamW's decay of the gradient's running mean
+    beta2: float = 0.95  # AdamW's decay of the squared gradient's running mean
     weight_decay: float = 0.1  # on tensors of two and more dimensions, the embedding included
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     # evaluation and records, in steps
@@ -231,6 +233,8 @@ def check_settings(s, data, world):
     """Raises UserError for what would fail later."""
     if s.schedule not in ('wsd', 'cosine', 'constant'):
         raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
+    if s.optimizer not in ('adamw', 'muon'):
+        raise UserError(f"optimizer is {s.optimizer!r}: expected 'adamw' or 'muon'")
     if s.sample_tokens and has_data(s.data):
         load_tokenizer(data.tokenizer)  # now, not after the training
     if s.batch_size < world:
@@ -408,12 +412,19 @@ def learning_rate(s: Settings, tokens: int) -> float:
     return floor + (s.learning_rate - floor) * left
 
 
-def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW:
-    """AdamW; weight decay on tensors of two and more dimensions."""
+def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | MuonAndAdamW:
+    """The optimizer; weight decay on tensors of two and more dimensions."""
     params = [p for p in model.parameters() if p.requires_grad]
+    if s.optimizer == 'muon':
+        hidden = [p for p in params if is_hidden_matrix(p, model.config.vocab_size)]
+        params = [p for p in params if not is_hidden_matrix(p, model.config.vocab_size)]
     groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': s.weight_decay},
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
-    return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=True)
+    if s.optimizer == 'adamw':
+        return adamw
+    muon = torch.optim.Muon(hidden, lr=s.learning_rate, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')
+    return MuonAndAdamW(muon, adamw)
 
 
 # ---- evaluation ----
@@ -518,7 +529,7 @@ def skip_if_not_finite(optimizer, norm, skips):
     skips (3,) on the device counts: steps skipped since it was last read, those in a row now, the most in a row.
     """
     bad = (~norm.isfinite()).float()
-    optimizer.found_inf = bad  # for fused AdamW; all processes have the same norm
+    optimizer.found_inf = bad  # all processes have the same norm
     in_a_row = (skips[1] + 1) * bad
     skips.copy_(torch.stack([skips[0] + bad, in_a_row, torch.maximum(skips[2], in_a_row)]))
 
@@ -648,6 +659,7 @@ def run(s, c, data, record, machine, argv):
     if not s.eval_only:
         optimizer = make_optimizer(model, s)
         step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
+    runs.check_kernels(model, machine.dtype)
     scan = choose_scan(model, machine)
     compiled = torch.compile(model) if is_compiled else model
     if s.eval_only:

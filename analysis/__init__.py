@@ -12,6 +12,7 @@
     python -m analysis.context_ready out/cr_*              Context-Ready paper, tables 6, A7, A8: unrolls
     python -m analysis.scores out/chase_*                  its appendix B: a task's scores over steps
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
+    python -m analysis.gpn_ablations                       what each of GPN's equations adds: trains its own runs
     python -m analysis.manhattan out/manhattan_*           NextLat paper, Manhattan: detours, compression, rank, the map
 
 They write beside the runs, here to out/, or to where --out says.

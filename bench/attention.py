@@ -170,7 +170,7 @@ def decoding():
 def tune():
     """Times candidates of each pass on documents, one stream and two; prints the rows for `TILES`."""
     arch = 'sm_{}{}'.format(*torch.cuda.get_device_capability())
-    candidates = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
+    candidates = list(itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
     for largest in (64, 96, 128):
         row, D = {}, {64: 64, 96: 88, 128: 128}[largest]
         best = K.TILES['sm_90', largest, 16]

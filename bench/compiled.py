@@ -1,7 +1,9 @@
 """Compiles every Triton kernel for an H100 (sm_90), GPU or not: what each takes of registers, stack, shared memory.
 
-    python -m bench.compiled            fails if a kernel spills registers or asks for more shared memory than there is
+    python -m bench.compiled            fails if a kernel spills registers, asks for more shared memory than there is,
+                                        or is attention in 16 bits without HGMMA
     python -m bench.compiled --short    each kernel once at each head size
+    python -m bench.compiled --beside   the main loops beside those of FlexAttention and of Triton's tutorial
 
 Compiling is not running: it proves that a variant builds and fits, not that it is right or fast.
 """
@@ -21,13 +23,14 @@ from triton.compiler import ASTSource
 import attn_kernels as K
 from bench import markdown_table
 
-delta_rule, scan = K.import_scan('delta_rule'), K.import_scan('gpn')  # None where the folder scans/ has been removed
+# None where the folder scans/ has been removed
+delta_rule, scan, gdn = (K.import_scan(name) for name in ('delta_rule', 'gpn', 'gdn'))
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32',
          torch.bool: 'i1'}
 KERNELS = {(module, name): getattr(module, name) for module, names in (
     (K, ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel', '_combine_kernel')),
-    (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')),
+    (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')), (gdn, ('_walk_kernel',)),
     (scan, ('_gated_add_norm_kernel', '_gated_add_norm_backward_kernel', '_glu_kernel', '_glu_backward_kernel',
             '_memory_inputs_kernel', '_memory_inputs_backward_kernel')))
     for name in names if module}
@@ -64,32 +67,63 @@ def compile_launch(kernel, args, num_warps, num_stages):
                           options=dict(num_warps=num_warps, num_stages=num_stages))
 
 
-def resources(built):
-    """(registers of a thread, bytes of stack, bytes of shared memory); spilled registers live on the stack."""
-    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+def run_tool(name, *options, built):
+    """What a tool of Triton's, cuobjdump or nvdisasm, prints of a kernel."""
+    tool = Path(triton.__file__).parent / 'backends/nvidia/bin' / name
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         file.write(built.asm['cubin'])
         file.flush()
-        usage = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r'REG:(\d+)', usage)[1]), int(re.search(r'STACK:(\d+)', usage)[1]), built.metadata.shared
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(built):
+    """A kernel's machine code (SASS): a list of labels and instructions."""
+    text = run_tool('nvdisasm', '-c', built=built)
+    lines = (re.match(r'(\.L_x_\d+):|\s+/\*[0-9a-f]+\*/\s+(.+?) *;', line) for line in text.splitlines())
+    return [line[1] or line[2] for line in lines if line]
+
+
+def innermost_loops(lines):
+    """The instructions of each loop that has no other within: from a label to the branch back to it."""
+    place = {line: i for i, line in enumerate(lines) if line.startswith('.L_x_')}
+    loops = []
+    for i, line in enumerate(lines):
+        back = re.search(r'BRA.* `\((\.L_x_\d+)\)', line)
+        if back and place.get(back[1], i) < i:
+            loops.append((place[back[1]], i))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [[line for line in lines[a:b + 1] if not line.startswith('.L_x_')] for a, b in inner]
+
+
+def resources(built):
+    """Registers of a thread, bytes of stack, bytes of shared memory; spilled registers live on the stack.
+
+    How many instructions there are for matrix products of a warp group (HGMMA), of one warp (HMMA, slower on an H100)
+    and for a thread's own memory (local).
+    """
+    usage, code = run_tool('cuobjdump', '-res-usage', built=built), disassembled(built)
+    n_lines = lambda names: sum(bool(re.search(rf'\b({names})\b', line)) for line in code)
+    return {'registers': int(re.search(r'REG:(\d+)', usage)[1]), 'stack': int(re.search(r'STACK:(\d+)', usage)[1]),
+            'shared': built.metadata.shared, 'HGMMA': n_lines('HGMMA'), 'HMMA': n_lines('HMMA'),
+            'local': n_lines('LDL|STL')}
 
 
 class Recorder:
-    """Stands in for a kernel: a launch compiles it instead."""
+    """Stands in for a kernel: a launch compiles it instead, and notes what `measure` finds."""
 
-    def __init__(self, kernel, rows, variant):
-        self.kernel, self.rows, self.variant = kernel, rows, variant
+    def __init__(self, kernel, rows, variant, measure=resources):
+        self.kernel, self.rows, self.variant, self.measure = kernel, rows, variant, measure
 
     def __getitem__(self, grid):
         def launch(*args, num_warps, num_stages):
-            registers, stack, shared = resources(compile_launch(self.kernel, args, num_warps, num_stages))
-            self.rows.append(self.variant | {
-                'kernel': self.kernel.__name__.strip('_'), 'warps': num_warps, 'stages': num_stages,
-                'registers': registers, 'stack': stack, 'shared': shared})
+            built = compile_launch(self.kernel, args, num_warps, num_stages)
+            self.rows.append(self.variant | {'kernel': self.kernel.__name__.strip('_'), 'warps': num_warps,
+                                             'stages': num_stages, **self.measure(built)})
         return launch
 
 
 GPN_SIZES = (2496, 6656, 15, 128, 256), (1920, 5120, 11, 128, 256), (256, 683, 4, 32, 64), (100, 300, 2, 70, 48)
+GDN_SIZES = (64, 128, 256), (64, 64, 64), (64, 32, 64), (20, 70, 48)  # chunk_len, d_k, d_v
 
 
 def short_variants():
@@ -104,6 +138,8 @@ def short_variants():
         yield 'one stream, groups of 4', True, D, torch.bfloat16, 1
     for sizes in GPN_SIZES if scan else ():
         yield 'gpn', True, sizes, torch.bfloat16
+    for sizes in GDN_SIZES if gdn else ():
+        yield 'gdn', True, sizes, torch.float32
 
 
 def variants():
@@ -127,19 +163,24 @@ def variants():
     for sizes in GPN_SIZES if scan else ():
         for documents in (False, True):
             yield 'gpn', documents, sizes, torch.bfloat16
+    for sizes in GDN_SIZES if gdn else ():
+        yield 'gdn', True, sizes, torch.float32
 
 
-def build(variant):
+def build(variant, measure=resources):
     """A row for each kernel launched: by one attention, forward and backward; by one over a cache; or by a step of GPN,
-    its gradient and a replay of the memory."""
+    its gradient and a replay of the memory; by Gated DeltaNet's walk over chunks and its walk back. measure(built
+    kernel) -> dict."""
     pattern, documents, D, dtype, *run = variant
     if pattern == 'gpn':
         return build_gpn(documents, *D, dtype)
+    if pattern == 'gdn':
+        return build_gdn(*D, dtype)
     NQ, NK, first, group = PATTERNS[pattern]
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
     for (module, name), kernel in KERNELS.items():
-        setattr(module, name, Recorder(kernel, rows, described))
+        setattr(module, name, Recorder(kernel, rows, described, measure))
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device='meta')
     q, k = empty(B, NQ, T, H, D), empty(B, NK, T, H // group, D)
     doc_start = empty(B, T, dtype=torch.int64) if documents else None
@@ -189,17 +230,38 @@ def build_gpn(documents, C, n_ffn, H, d_k, d_v, dtype):
     return rows
 
 
+def build_gdn(C, d_k, d_v, dtype):
+    """Rows of the kernel of Gated DeltaNet's walk over chunks of C tokens, on and back."""
+    B, H, n_chunks, rows = 2, 6, 32, []
+    described = {'pattern': 'gdn', 'documents': True, 'run': C, 'head': f'{d_k} x {d_v}', 'dtype': TYPES[dtype]}
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=dtype, device='meta')
+    memory, before, keys = empty(B, H, d_k, d_v), empty(n_chunks, B, H, d_k, d_v), empty(n_chunks, B, H, C, d_k)
+    values, carried = empty(n_chunks, B, H, C, d_v), empty(n_chunks, B, H)
+    for direction, is_back in (('on', False), ('back', True)):
+        gdn._walk_kernel = Recorder(KERNELS[gdn, '_walk_kernel'], rows, described | {'pattern': f'gdn, {direction}'})
+        gdn._walk_in_triton(memory, keys, keys, values, carried, before if is_back else None, before, values,
+                            memory, is_back)
+    return rows
+
+
 def main(argv=None):
     short = '--short' in (sys.argv[1:] if argv is None else argv)
     if os.environ.get('TRITON_INTERPRET') == '1':
         sys.exit('bench.compiled: TRITON_INTERPRET=1 is set, and an interpreted kernel cannot be compiled: unset it')
+    if '--beside' in (sys.argv[1:] if argv is None else argv):
+        from bench import beside  # which imports this module
+        return beside.main()
     with ProcessPoolExecutor() as pool:
         rows = [row for rows in pool.map(build, short_variants() if short else variants()) for row in rows]
     print(markdown_table(rows))
-    bad = [row for row in rows if row['stack'] > 0 or row['shared'] > SHARED_LIMIT]
+    trained = 'forward_kernel', 'query_gradient_kernel', 'key_gradient_kernel'
+    bad = [row for row in rows if row['stack'] > 0 or row['local'] > 0 or row['shared'] > SHARED_LIMIT
+           or row['kernel'] in trained and row['dtype'] != 'fp32' and (row['HGMMA'] == 0 or row['HMMA'] > 0)]
     if bad:
-        sys.exit(f'\nbench.compiled: these spill registers or ask for more than {SHARED_LIMIT} bytes of shared memory: '
-                 f'choose smaller tiles\n\n{markdown_table(bad)}')
+        sys.exit(f'\nbench.compiled: these spill registers, ask for more than {SHARED_LIMIT} bytes of shared memory or '
+                 f'do not use HGMMA: choose other tiles\n\n{markdown_table(bad)}')
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ Read `load_run` first: what every script does with a trained run. Then the folde
 import dataclasses
 import difflib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -24,13 +25,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TextIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import attn_kernels
 from common.files import (
     UserError,
     checked_json,
@@ -58,11 +60,21 @@ UNSTATED = {'eval_seed': None}  # what older code did without a setting for it, 
 
 # ---- models ----
 
-def model_file(name: str) -> ModuleType:
+def model_file(name: str) -> ModuleType | SimpleNamespace:
     """The module model_<name>.py of the repository.
 
-    The name is checked, so that a stranger's run folder cannot name other code.
+    'gpn.NoDecay' is model_gpn.py with the subclass NoDecay of analysis/gpn_ablations.py in place of its Model. The name
+    is checked, so that a stranger's run folder cannot name other code.
     """
+    base, _, subclass = str(name).partition('.')
+    if subclass and (ROOT / f'analysis/{base}_ablations.py').is_file():
+        module = model_file(base)
+        of_file = vars(importlib.import_module(f'analysis.{base}_ablations')).values()
+        classes = [value for value in of_file if inspect.isclass(value) and issubclass(value, module.Model)]
+        known = {c.__name__: c for c in classes if c is not module.Model}
+        if subclass not in known:
+            raise UserError(f'unknown model {name!r}: analysis/{base}_ablations.py has {", ".join(known)}')
+        return SimpleNamespace(Config=module.Config, Model=known[subclass])
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
     if name not in known:
         near = difflib.get_close_matches(str(name), known, 1, 0.4) or known
@@ -108,6 +120,19 @@ def choose_scan(model: torch.nn.Module) -> dict | None:
         return model.choose_scan()
     except ValueError as error:
         raise UserError(str(error))
+
+
+def check_kernels(model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Lets a GPU's kernels prove themselves at the sizes of this model: `attn_kernels.check_kernels`.
+
+    A Config with `head_size` has attention, one with `persistent` that of two streams. dtype: of the products, None for
+    that of the weights.
+    """
+    weight, c = next(model.parameters()), model.config
+    n_head = getattr(c, 'n_head', 1)
+    group = n_head // (getattr(c, 'n_kv_head', None) or n_head)
+    attn_kernels.check_kernels(weight.device, dtype or weight.dtype, getattr(c, 'head_size', None), group,
+                               hasattr(c, 'persistent'))
 
 
 def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
@@ -197,6 +222,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
     model = model_file(record['model']).Model(config)
     load_weights(model, tensors, folder)
     model = model.eval().to(device=device, dtype=dtype)
+    check_kernels(model)
     choose_scan(model)
     return model, record
 

@@ -34,6 +34,9 @@ def open_data(name) -> Data | Generated:
         files = text_files(str(name))
         if files:
             folder, build = text_data(folder, files)
+    if (folder / 'part.json').is_file():
+        raise UserError(f'{folder} is a part of data alone: make a data folder of all its parts with python '
+                        'prepare_fineweb.py --merge PARTS --out_dir=DATA')
     if not build and not (folder / 'meta.json').is_file():
         raise UserError(f'no data at {folder}: expected a folder with meta.json or with .txt files, '
                         f'or built-in data ({", ".join(builtin_data())})')

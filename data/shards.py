@@ -102,18 +102,30 @@ class ShardWriter:
 
         Raises UserError if a split has no documents, or none but empty ones.
         """
+        self.flush()
+        check_not_empty(self.folder, self.splits)
+        write_json(self.folder / 'meta.json', checked_json(self.meta()))
+
+    def flush(self) -> None:
+        """Writes what is pending."""
         for split, parts in self.pending.items():
             if parts:
                 self._flush(split)
-        n_bytes = {split: self.splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')}
-        if 0 in n_bytes.values():
-            raise UserError(f'{self.folder} would have {n_bytes["train"]:,} bytes of text in its split train and '
-                            f"{n_bytes['val']:,} in val: expected documents for 'train' and for 'val'; give more text, "
-                            'or a larger --max_tokens if that ended the reading')
-        write_json(self.folder / 'meta.json', checked_json({
-            'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name),
-            'n_ids': self.tokenizer.n_ids, 'eos_id': self.tokenizer.eos_id,
-            'bos': bool(self.tokenizer.start), 'dtype': self.dtype_name, 'splits': self.splits}))
+
+    def meta(self) -> dict:
+        """What meta.json says. Puts a copy of the tokenizer's file into the folder."""
+        return {'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name),
+                'n_ids': self.tokenizer.n_ids, 'eos_id': self.tokenizer.eos_id,
+                'bos': bool(self.tokenizer.start), 'dtype': self.dtype_name, 'splits': self.splits}
+
+
+def check_not_empty(folder, splits: dict) -> None:
+    """Raises UserError if the splits of a data folder have no text to train on or to validate on."""
+    n_bytes = {split: splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')}
+    if 0 in n_bytes.values():
+        raise UserError(f'{folder} would have {n_bytes["train"]:,} bytes of text in its split train and '
+                        f"{n_bytes['val']:,} in val: expected documents for 'train' and for 'val'; give more text, "
+                        'or a larger --max_tokens if that ended the reading')
 
 
 def keep_tokenizer(folder, name: str) -> str:
@@ -187,8 +199,11 @@ def hash_share(text: str, val_hash: str = 'sha256') -> float:
 # ---- reading ----
 
 
-def check_meta(meta: dict) -> None:
-    """Raises ValueError for a value that no meta.json has. A file name with a folder in it could leave the data's."""
+def check_meta(meta: dict, is_part: bool = False) -> None:
+    """Raises ValueError for a value that no meta.json has. A file name with a folder in it could leave the data's.
+
+    is_part: a part of a preparation may lack a split, or have empty documents alone in it (parts.py).
+    """
     tokenizer, n_ids, eos_id, splits = (meta.get(name) for name in ('tokenizer', 'n_ids', 'eos_id', 'splits'))
     is_path = isinstance(tokenizer, str) and os.path.isabs(tokenizer)  # `write_data` of old did not copy the file
     expect(is_plain_name(tokenizer) or is_path, 'tokenizer', tokenizer)
@@ -196,10 +211,11 @@ def check_meta(meta: dict) -> None:
     expect(is_count(eos_id, least=0) and eos_id < n_ids, 'eos_id', eos_id)
     expect(type(meta.get('bos', False)) is bool, 'bos', meta.get('bos'))  # older code did not write it
     expect(meta.get('dtype') in [*DTYPES], 'dtype', meta.get('dtype'))
-    for name in ('train', 'val'):
+    names = [*splits] if is_part and isinstance(splits, dict) else ['train', 'val']
+    for name in names:
         split = splits.get(name) if isinstance(splits, dict) else None
         check_split(name, split)
-        expect(split['bytes'] > 0, f'bytes of {name}', 0)
+        expect(is_part or split['bytes'] > 0, f'bytes of {name}', 0)
         tokens = sum(shard['tokens'] for shard in split['shards'])
         expect(tokens == split['tokens'], f'tokens of {name}', f'{split["tokens"]}, as its shards have {tokens}')
 

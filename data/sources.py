@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from common.files import UserError
+from data.parts import part_numbers
 from data.shards import hash_share, is_count, split_of
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
@@ -72,7 +73,9 @@ def open_source(name: str, s) -> tuple[Callable, str, int | None]:
     read(position) yields batches (state, [(place, record, split)]): where in the source the batch begins, and for each
     record, a dict, what is said of its place in an error, and its split where its hash does not decide that. The
     checksum is of the names, sizes and times of local files, and of the revision of a dataset on the hub.
-    s: as prepare_fineweb.Settings.
+    s: as prepare_fineweb.Settings. With s.part = '3/64' read yields that part alone, by whole files: the parts together
+    are each document once. Where the source has fewer files than parts, of its documents every 64th from the third on.
+    The checksum is of the whole source.
     """
     read, checksum, n_records = source_in_order(name, s)
     return (shuffled_read(read, s.shuffle) if s.shuffle else read), checksum, n_records
@@ -81,12 +84,15 @@ def open_source(name: str, s) -> tuple[Callable, str, int | None]:
 def source_in_order(name: str, s) -> tuple[Callable, str, int | None]:
     """`open_source` of the documents in their order; with s.shuffle the files are in another."""
     files = local_files(name)
+    part = part_numbers(s.part) if s.part else (0, 1)
     if files and not files[0].endswith('.parquet'):
         checksum = checksum_of_files(files)
         shuffle_files(files, s)
-        return lambda position: file_batches(files, s, position['state']), checksum, None
+        if len(files) < part[1]:
+            return part_of_records(lambda position: file_batches(files, s, position['state']), *part), checksum, None
+        return lambda position: file_batches(files, s, position['state'], *part), checksum, None
     if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):
-        return saved_source(name, s)
+        return saved_source(name, s, part)
     import datasets
     config = s.config or ('sample-100BT' if name == FINEWEB else None)  # of a preparation that older code began
     try:
@@ -103,11 +109,33 @@ def source_in_order(name: str, s) -> tuple[Callable, str, int | None]:
     except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
     info = stream.info.splits and stream.info.splits.get(s.split)
-    return (lambda position: stream_batches(name, stream.with_format('arrow'), s, position), checksum_of(identity),
-            info and info.num_examples)
+    index, n_parts = part
+    is_by_file = stream.n_shards >= n_parts
+    if is_by_file:
+        stream = stream.shard(n_parts, index)
+
+    def read(position):
+        return stream_batches(name, stream.with_format('arrow'), s, position)
+    return (read if is_by_file else part_of_records(read, *part), checksum_of(identity),
+            info and info.num_examples // n_parts)
 
 
-def saved_source(name: str, s) -> tuple[Callable, str, int]:
+def part_of_records(read: Callable, index: int, n_parts: int) -> Callable:
+    """A `read` of every n_parts-th record of another one, from the index-th on. All are read, few are encoded."""
+    print(f'the source has fewer than {n_parts} files: this part is every {n_parts}-th of its documents', flush=True)
+
+    def read_part(position):
+        begin = position['state'] or {'source': None, 'records': 0}
+        if not is_count(begin.get('records'), 0) or not isinstance(begin.get('source'), dict | None):
+            raise no_such_place(begin)
+        n_read = begin['records']
+        for state, batch in read({'state': begin['source'], 'skip': 0, 'documents': n_read}):
+            yield {'source': state, 'records': n_read}, batch[(index - n_read) % n_parts::n_parts]
+            n_read += len(batch)
+    return read_part
+
+
+def saved_source(name: str, s, part: tuple[int, int]) -> tuple[Callable, str, int]:
     """`open_source` of a folder that `save_to_disk` of a dataset, or of a dict of them, wrote."""
     import datasets
     try:
@@ -118,6 +146,8 @@ def saved_source(name: str, s) -> tuple[Callable, str, int]:
         if s.split not in saved:
             raise UserError(f'{name} has no split {s.split!r}: set --split to one of {", ".join(saved)}')
         saved = saved[s.split]
+    index, n_parts = part
+    saved = saved.shard(n_parts, index, contiguous=True)
     stream = saved.to_iterable_dataset().with_format('arrow')
     files = sorted(str(path) for path in Path(name).rglob('*') if path.is_file())
     return lambda position: stream_batches(name, stream, s, position), checksum_of_files(files), len(saved)
@@ -191,23 +221,27 @@ def stream_batches(name: str, stream, s, position: dict) -> Iterator[tuple]:
         state = stream.state_dict()
 
 
-def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
-    """`read` of json and txt files."""
-    state = state or {'file': 0, 'line': 0}
+def file_batches(files: list[str], s, state: dict | None, first: int = 0, step: int = 1) -> Iterator[tuple]:
+    """`read` of json and txt files: of every step-th, from the first-th on."""
+    state = state or {'file': first, 'line': 0}
     if not (is_count(state.get('file'), 0) and state['file'] < len(files) and is_count(state.get('line'), 0)):
         raise no_such_place(state)
-    records = file_records(files, s, state)
+    records = file_records(files, s, state, step)
     while batch := list(islice(records, BATCH)):
         yield batch[0][0], [record for _, *record in batch]
 
 
-def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
-    """Yields (state, place, record, split) from a line of a file on: a state is the number of a file and of a line."""
+def file_records(files: list[str], s, state: dict, step: int) -> Iterator[tuple]:
+    """Yields (state, place, record, split) from a line of a file on: a state is the number of a file and of a line.
+
+    Of the files that follow, every step-th.
+    """
     read = json_records
     if files[0].endswith('.txt'):
         is_cut = len(files) == 1 and not s.split_lines
         read = partial(line_records if s.split_lines else cut_text if is_cut else whole_text, s)
-    for i, file in enumerate(files[state['file']:], state['file']):
+    for i in range(state['file'], len(files), step):
+        file = files[i]
         first = state['line'] if i == state['file'] else 0
         n_read = first
         try:

@@ -29,7 +29,8 @@ import attn_kernels
 from data import write_data
 from data.tokenizers import load_tokenizer
 
-attn_kernels.import_scan('gpn')  # and its kernels
+for name in ('gpn', 'gdn'):
+    attn_kernels.import_scan(name)  # and their kernels
 os.environ.pop('TRITON_INTERPRET', None)
 attn_kernels.KERNELS_ON_CPU = False
 

@@ -60,10 +60,10 @@ def by_the_recurrence(q, k, v, log_decay, beta, starts):
             torch.stack(last).view(B, H, v.shape[-1], K))
 
 
-def some_inputs(T, dtype=torch.float64, decay=1.0):
+def some_inputs(T, dtype=torch.float64, decay=1.0, K=6, D=5):
     torch.manual_seed(T)
-    q, k = (F.normalize(torch.randn(2, T, 2, 6, dtype=dtype), dim=-1) for _ in range(2))
-    v, log_decay = torch.randn(2, T, 2, 5, dtype=dtype), -decay * torch.rand(2, T, 2, dtype=dtype)
+    q, k = (F.normalize(torch.randn(2, T, 2, K, dtype=dtype), dim=-1) for _ in range(2))
+    v, log_decay = torch.randn(2, T, 2, D, dtype=dtype), -decay * torch.rand(2, T, 2, dtype=dtype)
     return [x.requires_grad_() for x in (q, k, v, log_decay, torch.rand(2, T, 2, dtype=dtype))]
 
 
@@ -88,6 +88,39 @@ def test_every_form_is_the_papers_recurrence_with_all_gradients(form, T, chunk_l
         return torch.autograd.grad(sum((x * w).sum() for x, w in zip(outputs, weights)), inputs)
     for expected, x in zip([*want, *gradients(want)], [*got, *gradients(got)]):
         torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(scan is None or attn_kernels.triton is None, reason='needs scans/ and Triton')
+@pytest.mark.parametrize('T, chunk_len, K, D, documents', [
+    (1, 64, 16, 32, False), (13, 4, 6, 5, True), (40, 16, 16, 33, True), (33, 32, 24, 64, False),
+    (70, 64, 40, 16, True)])
+def test_the_kernel_is_the_papers_recurrence_with_all_gradients(T, chunk_len, K, D, documents, kernels_device,
+                                                                monkeypatch):
+    calls, launch = [], scan._walk_in_triton
+    monkeypatch.setattr(scan, '_walk_in_triton', lambda *args: calls.append(args[-1]) or launch(*args))
+    exact = some_inputs(T, K=K, D=D)
+    inputs = [x.detach().float().to(kernels_device).requires_grad_() for x in exact]
+    starts = torch.rand(2, T) < 0.1 if documents else None
+    want = by_the_recurrence(*exact, starts)
+    memory = torch.zeros(2, 2, K, D, device=kernels_device)
+    got = scan.scan_chunks(memory, *inputs, None if starts is None else starts.to(kernels_device), None, chunk_len)
+    got = got[0], got[1].transpose(-1, -2)
+    weights = [torch.randn_like(x) for x in want]
+    of_exact = torch.autograd.grad(sum((x * w).sum() for x, w in zip(want, weights)), exact)
+    of_kernel = torch.autograd.grad(sum((x * w.to(x)).sum() for x, w in zip(got, weights)), inputs)
+    assert calls == [False, True]  # on, and back
+    for expected, x in zip([*want, *of_exact], [*got, *of_kernel]):
+        torch.testing.assert_close(x.double().cpu(), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+def test_a_walk_is_an_operator_whose_shapes_and_gradient_a_compiler_may_trust():
+    torch.manual_seed(0)
+    sizes = (2, 3, 6, 5), (4, 2, 3, 8, 6), (4, 2, 3, 8, 6), (4, 2, 3, 8, 5), (4, 2, 3)
+    inputs = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    torch.library.opcheck(scan.walk, inputs,
+                          test_utils=('test_schema', 'test_autograd_registration', 'test_faketensor'))
+    assert torch.autograd.gradcheck(scan.walk, [x[:1, :1] if x.dim() == 4 else x[:2, :1, :1] for x in inputs])
 
 
 @pytest.mark.parametrize('documents', [False, True])
@@ -240,9 +273,9 @@ def test_the_loop_holds_the_memory_of_segments_not_of_steps():
 
 @pytest.mark.long
 def test_a_compiled_model_gives_the_same_loss_and_gradients():
-    model, idx = make(n_layer=1, eos_id=59)
+    model, idx = make(n_layer=2, eos_id=59)
     want = loss_and_gradients(model, idx)
-    compiled = torch.compile(model, backend='aot_eager')
+    compiled = torch.compile(model, backend='aot_eager', fullgraph=scan is not None)
     loss = compiled(idx, idx.roll(-1, 1))['loss']
     for got, expected in zip([loss, *torch.autograd.grad(loss, list(model.parameters()))], want):
         assert (got - expected).norm() <= 1e-10 * expected.norm()

@@ -5,14 +5,14 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory', 'int8'}
+          'memory', 'muon', 'int8'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
     'data': {'data', 'common.start', 'common.files', 'common.settings', 'common.decoding'},
-    'common.runs': {'common.files', 'common.settings', 'data'},
+    'common.runs': {'common.files', 'common.settings', 'data', 'attn_kernels'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},
     'common.int8': {'common.files', 'common.decoding'},
@@ -20,6 +20,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.scoring': {'common.files', 'common.decoding'},
     'common.benchmarks': {'common.files'},
     'common.memory': {'attn_kernels'},
+    'common.muon': set(),
     'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans.delta_rule'},

@@ -7,12 +7,14 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, train_tiny
 from test_attn_kernels import assert_close, documents, gradients
 from test_models import decode_in_pieces
 
 import attn_kernels as K
 from bench import make_model
+from bench.compiled import innermost_loops
+from common.runs import read_log
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
 PATTERNS = {  # of two streams: (persistent stream, streams that ask); None: one stream
@@ -144,6 +146,70 @@ def test_models_compile_to_one_graph(name, kernels_device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.fixture
+def small_check(kernels_device, monkeypatch):
+    """`check_kernels` on few small tiles, and what it refuses, which is forgotten afterwards."""
+    monkeypatch.setattr(K, 'refused', set())
+    monkeypatch.setitem(K.TILES, ('cpu', 128, 32), dict.fromkeys(('forward', 'query_gradient', 'key_gradient'),
+                                                                 (64, 64, 1, 1)))
+    K.check_kernels.cache_clear()
+    yield torch.device(kernels_device)
+    K.check_kernels.cache_clear()
+
+
+@pytest.mark.parametrize('D, group, two_streams', [(16, 1, False), pytest.param(70, 2, True, marks=pytest.mark.long)])
+def test_right_kernels_are_used(D, group, two_streams, small_check, capsys):
+    case = small_check, torch.float32, D, group, two_streams
+    assert K.check_kernels(*case) == {} and K.refused == set()
+    line, = capsys.readouterr().err.splitlines()
+    assert 'loss, attention, decoding equal their references' in line and f'heads of {D}' in line, line
+    assert K.check_kernels(*case) == {}
+    assert capsys.readouterr().err == ''  # once in a process
+
+
+def off_by_one(window):
+    return lambda q, k, v, doc_start, windows, first: window(q, k, v, doc_start, [w and w + 1 for w in windows], first)
+
+
+@pytest.mark.parametrize('name, broken, refused', [
+    ('_kernel_attention', off_by_one(K._kernel_attention), {'attention'}),
+    ('decode_attention', lambda q, *args, **options: torch.zeros_like(q), {'decoding'}),
+    ('_launch', lambda *args: 1 / 0, {'attention', 'decoding'})])
+def test_wrong_kernels_are_refused(name, broken, refused, small_check, capsys, monkeypatch):
+    monkeypatch.setattr(K, name, broken)
+    for other in {'attention', 'decoding'} - refused:  # in the interpreter it takes seconds
+        monkeypatch.setattr(K, f'_{other}_differences', lambda *case: {'nothing': 0.0})
+    assert set(K.check_kernels(small_check, torch.float32, 16)) == refused == K.refused
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(refused)
+    for line in lines:
+        assert 'report this line' in line and torch.__version__ in line and 'KERNEL_CHECK=0' in line, line
+        assert 'ZeroDivisionError' in line or 'differs from its reference by' in line, line
+
+
+def test_a_wrong_loss_is_refused(small_check, monkeypatch):
+    right = K._fused_losses
+    monkeypatch.setattr(K, '_fused_losses', lambda *args: [1.001 * x for x in right(*args)])
+    assert set(K.check_kernels(small_check, torch.float32)) == {'loss'}
+    h, w, targets = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
+    torch.testing.assert_close(K.linear_cross_entropy(h, w, targets), K.linear_cross_entropy_reference(h, w, targets))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='the tiny run is on a CPU, whose kernels are interpreted')
+def test_training_goes_on_without_a_broken_kernel(small_check, tiny_data, tmp_path, monkeypatch):
+    def nll(name):
+        result = train_tiny(tiny_data, tmp_path / name, steps=3)
+        assert result.returncode == 0, result.stderr
+        return result.stderr, [line['nll'] for line in read_log(tmp_path / name)]
+
+    monkeypatch.setattr(K, '_launch', lambda *args: 1 / 0)
+    said, got = nll('broken kernels')
+    assert 'kernels: attention fails (ZeroDivisionError' in said, said
+    monkeypatch.setattr(K, 'KERNELS_ON_CPU', False)
+    said, want = nll('no kernels')
+    assert 'kernels' not in said and got == pytest.approx(want, abs=1e-6)
+
+
 def test_reference_can_be_forced(monkeypatch):
     monkeypatch.setattr(K, 'REFERENCE', True)
     monkeypatch.setattr(K, 'attention_reference', lambda *args: 'reference')
@@ -152,11 +218,16 @@ def test_reference_can_be_forced(monkeypatch):
     assert K.attention(x[:, 0], x[:, 0], x[:, 0]) == K.two_stream_attention(x, x, x, 'input', 1) == 'reference'
 
 
+def test_innermost_loops_are_found_in_machine_code():
+    code = ['.L_x_0', 'MOV', '.L_x_1', 'HGMMA', '@P0 BRA `(.L_x_1)', '@P1 BRA `(.L_x_0)', 'BRA `(.L_x_2)', '.L_x_2']
+    assert innermost_loops(code) == [['HGMMA', '@P0 BRA `(.L_x_1)']]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('args', [['--short'], pytest.param([], marks=pytest.mark.long)], ids=['short', 'all'])
 def test_every_variant_compiles_for_sm_90(args):
-    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more memory than there
-    is."""
+    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no local memory, no more
+    shared memory than there is, and attention in 16 bits by HGMMA."""
     command = [sys.executable, '-m', 'bench.compiled', *args]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

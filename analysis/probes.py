@@ -1,0 +1,165 @@
+"""What a frozen state knows of the tokens to come: linear probes (NextLat paper, the TinyStories figures).
+
+    python -m analysis.probes RUN RUN ... --out=NAME
+
+For each offset k = 1 ... 20 a linear layer learns to predict x_{t+k} from a trained model's state after x_t, on the
+run's training data, with its learning rate, batch and weight decay; the model learns nothing. The state is `state(idx,
+'trunk')` where a model has that (mtp before its last layer, jtp before Fetch, bst's forward encoder), else
+`final_hidden`. Offsets that leave the document do not count. Writes the validation nats of each offset to NAME.csv, and
+to NAME.png their difference to those of the first run's configuration: give next-token runs first.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import statistics
+import sys
+from dataclasses import dataclass
+from math import inf
+
+import torch
+import torch.nn.functional as F
+
+from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import group, not_comparable
+from analysis.outcomes import settings_of
+from common.files import UserError, friendly_errors
+from common.machine import make_progress, pick_device, pick_dtype
+from common.runs import check_vocabulary, load_run, run_data
+from common.settings import check_ranges, load_settings
+from data.shards import Data
+from train import make_optimizer
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without ending; None: probes beside the runs
+    data: str | None = None  # data folder; None: the runs' own
+    offsets: int = 20  # probes predict 1 to so many tokens ahead
+    steps: int = 20_000  # training steps of the probes
+    eval_tokens: int = 1_000_000  # validation tokens that they are judged on, or all if there are fewer
+    dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+    device: str = 'auto'  # auto, cuda, cpu or mps
+
+    def __post_init__(self):
+        check_ranges(self, offsets=(1, inf), steps=(1, inf), eval_tokens=(1, inf))
+
+
+def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:
+    """x_{t+offset} at each t of windows: tokens (B, T + 1) -> (B, T) int64; -1 past the window or its document."""
+    B, T = tokens.shape[0], tokens.shape[1] - 1
+    targets = torch.full((B, T), -1, dtype=torch.int64, device=tokens.device)
+    ends = F.pad((tokens == eos_id).cumsum(1), (1, 0))  # of documents, before each token
+    within = ends[:, offset:-1] == ends[:, :T - offset + 1]  # none among x_t ... x_{t+offset-1}
+    targets[:, :T - offset + 1] = tokens[:, offset:].masked_fill(~within, -1)
+    return targets
+
+
+@torch.no_grad()
+def states(model, idx: torch.Tensor, s: Settings) -> torch.Tensor:
+    """The states that probes read. idx (B, T) -> (B, T, C) fp32."""
+    dtype = pick_dtype(s.dtype, idx.device.type)
+    with torch.autocast(idx.device.type, dtype, enabled=dtype != torch.float32):
+        h = model.state(idx, 'trunk') if hasattr(model, 'state') else model.final_hidden(idx)
+    return h.float()
+
+
+def nats(probe, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum of a probe's negative log-likelihoods: h (B, T, C), targets (B, T), of which -1 do not count."""
+    return F.cross_entropy(probe(h).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+
+
+def train_step(model, probes, optimizers, windows: torch.Tensor, eos_id: int, rows: int, s: Settings, clip: float):
+    """One step of every probe on windows (B, T + 1), `rows` of them at a time."""
+    totals = [int((offset_targets(windows, k, eos_id) >= 0).sum()) for k in range(1, s.offsets + 1)]
+    for part in windows.split(rows):
+        h = states(model, part[:, :-1], s)
+        for k, (probe, total) in enumerate(zip(probes, totals), 1):
+            (nats(probe, h, offset_targets(part, k, eos_id)) / max(1, total)).backward()
+    for probe, optimizer in zip(probes, optimizers):
+        torch.nn.utils.clip_grad_norm_(probe.parameters(), clip or inf)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def judged(model, probes, data: Data, train_settings, s: Settings, device) -> list[float]:
+    """Mean validation nats of each probe."""
+    T, rows = train_settings.block_size, train_settings.micro_batch_size
+    n = max(1, min(s.eval_tokens // T, data.n_windows('val', T)))
+    sums, counts = torch.zeros(2, len(probes), dtype=torch.float64)
+    for first in range(0, n, rows):
+        idx, targets = (x.to(device) for x in data.val_batch(range(first, min(n, first + rows)), T))
+        windows, h = torch.cat([idx, targets[:, -1:]], 1), states(model, idx, s)
+        for i, probe in enumerate(probes):
+            wanted = offset_targets(windows, i + 1, data.eos_id)
+            sums[i] += nats(probe, h, wanted).item()
+            counts[i] += (wanted >= 0).sum().item()
+    return (sums / counts).tolist()
+
+
+def measure(run: str, s: Settings) -> list[float]:
+    """Trains probes on a run's states: their validation nats at offsets 1, 2, ..."""
+    device = pick_device(s.device)
+    model, record = load_run(run, device)
+    data, t = run_data(record, s.data), settings_of(run)
+    if not isinstance(data, Data):
+        raise UserError(f'{data.folder} is a task, whose rows have no text to probe for: give --data=FOLDER')
+    check_vocabulary(record, data, run)
+    if s.offsets > t.block_size:
+        raise UserError(f'offsets is {s.offsets}, but {run} reads windows of {t.block_size} tokens: give fewer')
+    model.requires_grad_(False)
+    torch.manual_seed(t.seed)
+    width = states(model, torch.zeros(1, 2, dtype=torch.int64, device=device), s).shape[-1]
+    probes = [torch.nn.Linear(width, data.n_ids, device=device) for _ in range(s.offsets)]
+    optimizers = [make_optimizer(probe, t) for probe in probes]
+    progress = make_progress()
+    for step in range(s.steps):
+        idx, targets = (x.to(device) for x in data.train_batch(step, t.batch_size, t.block_size, t.seed))
+        train_step(model, probes, optimizers, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
+                   t.grad_clip)
+        progress(f'{run}: step {step + 1}/{s.steps}')
+    return judged(model, probes, data, t, s, device)
+
+
+def table(measured: dict[str, list[list[float]]]) -> list[dict]:
+    """Rows of the CSV from {label: [nats by offset, one list a run]}; `difference` is to the first label."""
+    means = {label: [statistics.mean(at_offset) for at_offset in zip(*runs)] for label, runs in measured.items()}
+    first = next(iter(means.values()))
+    return [{'label': label, 'offset': i + 1, 'nll': mean, 'lowest': min(run[i] for run in measured[label]),
+             'highest': max(run[i] for run in measured[label]), 'difference': mean - first[i],
+             'runs': len(measured[label])} for label, of_label in means.items() for i, mean in enumerate(of_label)]
+
+
+def plot(rows: list[dict], path) -> None:
+    figure, axes = new_figure(figsize=(7, 4.5))
+    labels = list(dict.fromkeys(row['label'] for row in rows))
+    for label, style in zip(labels, line_styles(len(labels))):
+        points = [row for row in rows if row['label'] == label]
+        axes.plot([row['offset'] for row in points], [row['difference'] for row in points], marker='o', markersize=3,
+                  label=label, **style)
+    axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {labels[0]}')
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if not runs:
+            raise UserError('which runs? python -m analysis.probes RUN RUN ... --out=NAME, next-token runs first')
+        if warning := not_comparable(runs):
+            print(warning, file=sys.stderr)
+        out = output_path(s.out, runs, 'probes')
+        rows = table({label: [measure(run, s) for run in folders] for label, folders in group(runs).items()})
+        write_csv(f'{out}.csv', rows)
+        plot(rows, f'{out}.png')
+        for row in rows:
+            if row['offset'] in (1, s.offsets):
+                print(f'{row["label"]}, {row["offset"]} ahead: {row["nll"]:.4f} nats, {row["difference"]:+.4f}')
+        print(f'written to {out}.png and {out}.csv')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,17 @@
+# The Belief State Transformer on Countdown, a baseline of the NextLat paper: 12 layers in each of its two encoders, all
+# pairs.
+model = 'bst'
+data = 'countdown:val_rows=1000'
+block_size = 27
+max_tokens = 100_000 * 1024 * 27
+documents = False
+n_layer = 12
+n_head = 12
+n_embd = 768
+batch_size = 1024
+micro_batch_size = 128
+learning_rate = 3e-4
+schedule = 'constant'
+warmup_tokens = 0
+eval_interval = 1000
+sample_tokens = 0

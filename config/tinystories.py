@@ -1,0 +1,19 @@
+# TinyStories of the NextLat paper (table of hyperparameters), which also takes horizon = 8. The baselines:
+# --objective=ntp, mtp or jtp, for which it swept lambda_mtp over 0.1 ... 1, and tinystories_bst. The data, in a
+# vocabulary of 1,000 trained on it: docs/nextlat.md. The ablations: --lambda_kl=0, --lambda_h=0, --token_loss=ce,
+# --stop_target=False, --stop_head=False.
+model = 'nextlat'
+data = 'data/built/tinystories'
+horizon = 1
+n_layer = 8
+n_head = 8
+n_embd = 768
+n_dynamics = 2048
+block_size = 256
+batch_size = 256
+micro_batch_size = 64
+max_tokens = 100_000 * 256 * 256
+learning_rate = 3e-4
+schedule = 'constant'
+warmup_tokens = 0
+eval_interval = 1000

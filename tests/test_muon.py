@@ -1,0 +1,67 @@
+"""Muon and AdamW as one optimizer: who takes what, and what a run with them keeps."""
+import copy
+
+import pytest
+import torch
+from conftest import assert_sentence, run
+from test_train import losses, train_tiny
+
+import model_nextlat
+import train
+from common.muon import is_hidden_matrix
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return model_nextlat.Model(model_nextlat.Config(n_layer=2, n_head=2, n_embd=16, n_dynamics=24, vocab_size=64,
+                                                    n_ids=60, eos_id=59))
+
+
+def with_gradients(model):
+    idx = torch.arange(40).view(2, 20)
+    model.zero_grad()
+    model(idx[:, :-1], idx[:, 1:])['loss'].backward()
+    return model
+
+
+def test_muon_takes_the_matrices_between_hidden_vectors_and_adamw_the_rest(model):
+    other, s = copy.deepcopy(model), train.Settings(optimizer='muon', learning_rate=0.01)
+    optimizer = train.make_optimizer(model, s)
+    named = dict(model.named_parameters())
+    of_muon = {name for name, p in named.items() if is_hidden_matrix(p, 64)}
+    assert of_muon == {name for name in named if name.endswith('.weight') and 'norm' not in name} - {
+        'embed.weight', 'head.weight'}
+    assert sum(len(group['params']) for group in optimizer.param_groups) == len(named)
+    with_gradients(model)
+    optimizer.step()
+    theirs = dict(with_gradients(other).named_parameters())
+    torch.optim.Muon([p for name, p in theirs.items() if name in of_muon], lr=0.01, weight_decay=0.1,
+                     adjust_lr_fn='match_rms_adamw').step()
+    for decay, dims in ((0.1, (2, 3)), (0.0, (1,))):
+        torch.optim.AdamW([p for name, p in theirs.items() if name not in of_muon and p.dim() in dims], lr=0.01,
+                          betas=(0.9, 0.95), weight_decay=decay, fused=True).step()
+    assert all(torch.equal(p, theirs[name]) for name, p in named.items())
+
+
+def test_a_step_whose_gradients_are_not_finite_changes_nothing(model):
+    optimizer = train.make_optimizer(with_gradients(model), train.Settings(optimizer='muon'))
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), list(optimizer.state.values())))
+    model.head.weight.grad.fill_(torch.nan)
+    train.skip_if_not_finite(optimizer, torch.tensor(torch.nan), torch.zeros(3))
+    optimizer.step()
+    after = model.state_dict(), list(optimizer.state.values())
+    assert all(torch.equal(a, b) for a, b in zip(before[0].values(), after[0].values()))
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(before[1], after[1]) for key in a)
+
+
+def test_a_run_resumes_on_the_same_losses(tiny_data, tmp_path):
+    assert train_tiny(tiny_data, tmp_path / 'whole', '--optimizer=muon', steps=6).returncode == 0
+    assert train_tiny(tiny_data, tmp_path / 'cut', '--optimizer=muon', '--save_interval=3', steps=6).returncode == 0
+    (tmp_path / 'cut/ckpt/step_00000006').rename(tmp_path / 'away')
+    assert run('train.py', f'--out_dir={tmp_path / "cut"}', '--resume').returncode == 0
+    assert losses(tmp_path / 'cut') == losses(tmp_path / 'whole')
+    result = run('train.py', f'--out_dir={tmp_path / "cut"}', '--resume', '--optimizer=adamw')
+    assert_sentence(result, "has optimizer = 'muon'")
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'other', '--optimizer=lion'), "optimizer is 'lion'")

@@ -1,0 +1,67 @@
+"""Linear probes of frozen states: what they are to predict, and that they learn it."""
+import csv
+
+import pytest
+import torch
+from conftest import assert_sentence, run
+
+from analysis import probes
+
+
+@pytest.mark.parametrize('offset', [1, 2, 5])
+def test_a_target_is_so_many_tokens_ahead_and_in_the_same_document(offset):
+    torch.manual_seed(offset)
+    tokens = torch.randint(0, 4, (3, 13))  # 0 ends a document
+    want = torch.full((3, 12), -1)
+    for b in range(3):
+        for t in range(12):
+            if t + offset <= 12 and 0 not in tokens[b, t:t + offset]:
+                want[b, t] = tokens[b, t + offset]
+    assert torch.equal(probes.offset_targets(tokens, offset, 0), want)
+
+
+class Ahead(torch.nn.Module):
+    """A model whose state after x_t is x_{t+2}, one-hot."""
+
+    def final_hidden(self, idx):
+        return torch.nn.functional.one_hot(idx.roll(-2, 1), 4).float()
+
+
+def test_the_probe_of_an_offset_learns_what_the_state_knows():
+    torch.manual_seed(0)
+    s = probes.Settings(offsets=3, steps=60)
+    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in layers]
+    for _ in range(60):
+        probes.train_step(Ahead(), layers, optimizers, torch.randint(1, 4, (8, 17)), 0, 3, s, 1.0)
+    windows = torch.randint(1, 4, (8, 17))
+    h = probes.states(Ahead(), windows[:, :-1], s)
+    losses = []
+    for k in (1, 2, 3):
+        wanted = probes.offset_targets(windows, k, 0)
+        wanted[:, 14:] = -1  # the state of the last two wraps round
+        losses.append(probes.nats(layers[k - 1], h, wanted).item() / (wanted >= 0).sum().item())
+    assert losses[1] < 0.5 and min(losses[0], losses[2]) > 0.9
+
+
+def test_the_table_has_a_row_for_each_offset_beside_the_first_label():
+    rows = probes.table({'ntp': [[1.0, 2.0], [3.0, 4.0]], 'nextlat': [[2.5, 2.0]]})
+    assert [(row['label'], row['offset'], row['nll'], row['difference'], row['runs']) for row in rows] == [
+        ('ntp', 1, 2.0, 0.0, 2), ('ntp', 2, 3.0, 0.0, 2), ('nextlat', 1, 2.5, 0.5, 1), ('nextlat', 2, 2.0, -1.0, 1)]
+    assert (rows[0]['lowest'], rows[0]['highest']) == (1.0, 3.0)
+
+
+def test_probes_of_trained_runs_are_drawn_and_written(tmp_path):
+    sizes = ['--data=python_docs', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
+             '--max_tokens=128', '--warmup_tokens=0', '--eval_tokens=64', '--sample_tokens=0']
+    for objective in ('ntp', 'mtp'):
+        assert run('train.py', '--model=nextlat', f'--objective={objective}', *sizes,
+                   f'--out_dir={tmp_path / objective}').returncode == 0
+    result = run('-m', 'analysis.probes', tmp_path / 'ntp', tmp_path / 'mtp', f'--out={tmp_path / "probes"}',
+                 '--offsets=3', '--steps=2', '--eval_tokens=64')
+    assert result.returncode == 0, result.stderr
+    rows = list(csv.DictReader(open(tmp_path / 'probes.csv')))
+    assert [row['offset'] for row in rows] == ['1', '2', '3'] * 2 and (tmp_path / 'probes.png').stat().st_size > 1000
+    assert all(4 < float(row['nll']) < 7 for row in rows)
+    assert_sentence(run('-m', 'analysis.probes', tmp_path / 'ntp', '--offsets=17'), 'offsets is 17')
+    assert_sentence(run('-m', 'analysis.probes', tmp_path / 'ntp', '--data=path_star:degree=2,length=3'), 'is a task')

@@ -5,6 +5,7 @@
     python eval.py RUN --tasks=arc_easy,lambada_openai         zero-shot accuracy
     python eval.py RUN --paper=sps                             the sets and averages of a paper: sps, nextlat or gpn
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
+    python eval.py RUN --val --weights=int8                    what 8-bit weights cost, in nats, and save, in bytes
     python eval.py RUN --speculative                           drafts: accepted tokens, speed-up; --draft=RUN drafts
     python eval.py RUN --to_llama=FOLDER                       a Standard run as a Hugging Face Llama folder
     python eval.py FOLDER --from_llama=RUN                     a Llama, Mistral or Qwen folder as a new run
@@ -48,14 +49,15 @@ import torch
 import torch.distributed as dist
 
 from common.benchmarks import local_records, task_files
-from common.decoding import check_sampling, generate, pack_weights
+from common.decoding import check_sampling, generate
 from common.files import UserError, first_line, friendly_errors, write_file
+from common.int8 import check_weights, prepare_weights
 from common.llama import export_llama, import_llama
 from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
 from common.runs import check_vocabulary, load_run, run_data
 from common.scoring import Scorer, perplexity, rank, validation_loss, world
 from common.settings import check_ranges, load_settings
-from common.speculative import AutoLength, longest_draft, read_length, speculative_generate
+from common.speculative import AutoLength, longest_draft, read_length, speculative_generate, weight_bytes
 from data.tokenizers import Tokenizer, load_tokenizer
 from sample import load_draft
 
@@ -95,6 +97,7 @@ class Settings:
     scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
     device: str = 'auto'  # auto, cuda, cpu or mps
     dtype: str = 'auto'  # auto, bfloat16 or float32
+    weights: str | None = None  # int8: weights of 8 bits, and what they cost beside the run's own; None: its own
     to_llama: str | None = None  # write the run to this folder as a Hugging Face Llama
     from_llama: str | None = None  # make a new run of this name from a Llama, Mistral or Qwen folder
     tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
@@ -104,6 +107,7 @@ class Settings:
         check_ranges(self, val_tokens=at_least_1, limit=at_least_1, n_prompts=at_least_1, prompt_tokens=at_least_1,
                      new_tokens=(2, inf), batch_size=at_least_1, batch_tokens=at_least_1, max_length=(2, inf))
         check_sampling(self.temperature)
+        check_weights(self.weights)
 
 
 # ---- lm-eval ----
@@ -281,8 +285,11 @@ def data_for(record: dict, s: Settings):
 
 
 @torch.inference_mode()
-def validation(model, record: dict, s: Settings) -> dict[str, float]:
-    """Nats a token, perplexity and bits a byte, or a task's scores, on validation data: the run's own or --data."""
+def validation(model, record: dict, s: Settings, full=None) -> dict[str, float]:
+    """Nats a token, perplexity and bits a byte, or a task's scores, on validation data: the run's own or --data.
+
+    full: the model with all bits of its weights, where `model` has int8: then its loss too, and the difference.
+    """
     data = data_for(record, s)
     is_task, device = hasattr(data, 'score'), next(model.parameters()).device
     T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
@@ -290,9 +297,15 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     batch_size = s.batch_size or max(1, s.batch_tokens // T)
     seed = record['settings']['eval_seed']
-    parts, n_counted = validation_loss(model, data, T, s.val_tokens, seed, batch_size, device)
+    windows = data, T, s.val_tokens, seed, batch_size, device
+    parts, n_counted = validation_loss(model, *windows, from_logits=full is not None)
     nats = parts['nll']
     values = {'nats_per_token': nats, 'perplexity': perplexity(nats)}
+    if full is not None:
+        full_nats = validation_loss(full, *windows, from_logits=True)[0]['nll']
+        values |= {'with full weights': full_nats, 'int8 costs': nats - full_nats,
+                   'MiB of weights': weight_bytes(model.modules()) / 2 ** 20,
+                   'MiB of full weights': weight_bytes(full.modules()) / 2 ** 20}
     values |= {name: mean for name, mean in parts.items() if name not in ('loss', 'nll')}
     if is_task:  # exact, on all its held-out rows
         values |= data.score(model, device, batch_size)
@@ -318,7 +331,7 @@ def speculative(model, record: dict, s: Settings) -> list[dict]:
     prompts = speculative_prompts(record, s)
     draft = None
     if s.draft is not None:
-        draft = load_draft(s.draft, record, next(model.parameters()).device.type, s.dtype)
+        draft = load_draft(s.draft, record, next(model.parameters()).device.type, s.dtype, s.weights)
     lengths = draft_lengths(s.draft_lens, model, draft)
     seconds, statistics_of = time_decoding(decoders(model, draft, lengths, s), prompts, s)
     table = []
@@ -438,14 +451,20 @@ def plot_speculative(tables: dict[str, list[dict]], path) -> None:
 
 # ---- one run, several runs ----
 
-def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
-    """A run's Scorer, its tokenizer and its config.json."""
+def load_model(folder, s: Settings, weights: str | None) -> tuple:
+    """A run's model, with int8 weights or None for its own, and its config.json."""
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
     if device == 'cuda' and world() > 1:
         device = f'cuda:{torchrun_ranks()[2]}'
     model, record = load_run(folder, device, dtype, s.scan)
-    scorer = Scorer(pack_weights(model), s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
+    return prepare_weights(model, weights), record
+
+
+def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
+    """A run's Scorer, its tokenizer and its config.json."""
+    model, record = load_model(folder, s, s.weights)
+    scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
 
@@ -455,7 +474,8 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> tuple
     scorer, tokenizer, record = load_scorer(folder, s)
     model, results, table = scorer.model, {}, []
     if s.val:
-        results['val'] = validation(model, record, s)
+        full = load_model(folder, s, None)[0] if s.weights == 'int8' else None
+        results['val'] = validation(model, record, s, full)
     if s.speculative:
         table = speculative(model, record, s)
         results['speculative'] = {f'{what} {row["draft_len"]}': row[what] for what in ('speedup', 'accepted')

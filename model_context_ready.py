@@ -404,7 +404,7 @@ class Model(nn.Module):
         relatively; or until only rounding changes them; or until all are exact (Lemma 1).
         """
         device = e.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.head.weight.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps
         corrects = counts[:, 1:]  # what z of the position before is read for
         n_counted, last, last_change = int(counts.sum(1).max()), None, math.inf
@@ -467,6 +467,11 @@ class Model(nn.Module):
         scan = fast if c.block == 'gpt' else None
         self.scan_report = attn_kernels.choose_scan(self, scan, dropout=0.0, segment_len=4, window=window)
         return self.scan_report
+
+    @property
+    def reads_weights(self):
+        """Whether it multiplies by weights without calling the layers, as scans/context_ready.py does."""
+        return self.scan_report is not None and self.scan_report['scan'] == 'fast'
 
     @torch.compiler.disable
     def loop(self, idx, compiled=False):

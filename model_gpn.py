@@ -158,6 +158,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    reads_weights = True  # scans/gpn.py multiplies by the matrices, without calling the layers
     write_type = Write
 
     def __init__(self, config):

@@ -1,6 +1,7 @@
 """Generates text from a trained run.
 
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
+    python sample.py out/quickstart "Return the" --weights=int8               faster on a CPU; eval.py tells the cost
     python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt a line, greedy
     echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
     python sample.py out/quickstart                                           prompts as you type them, to Ctrl-D
@@ -27,12 +28,13 @@ from math import inf
 
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait leave the core to others
 
-from common.decoding import check_sampling, generate, pack_weights, roomy_cache
+from common.decoding import check_sampling, generate, roomy_cache
 from common.files import UserError, friendly_errors
+from common.int8 import check_weights, prepare_weights
 from common.machine import pick_device, pick_dtype
 from common.runs import load_run, same_vocabulary
 from common.settings import check_ranges, load_settings
-from common.speculative import longest_draft, read_length, speculative_generate
+from common.speculative import longest_draft, read_length, speculative_generate, weight_bytes
 from data.tokenizers import load_tokenizer
 
 
@@ -54,10 +56,12 @@ class Settings:
     scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
     device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # float32, bfloat16; auto: bfloat16 on GPUs and on CPUs with bf16 units
+    weights: str | None = None  # int8: weights of 8 bits, to decode faster; eval.py --val tells what they cost
 
     def __post_init__(self):
         check_ranges(self, max_new_tokens=(1, inf), seed=(0, inf))
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        check_weights(self.weights)
         try:
             (self.stop or '').encode()
         except UnicodeEncodeError:
@@ -125,13 +129,13 @@ def fit(ids: list[int], n_new: int, truncate: bool, block_size: int) -> list[int
 
 # ---- drafts ----
 
-def load_draft(folder, record: dict, device: str, dtype: str):
+def load_draft(folder, record: dict, device: str, dtype: str, weights: str | None = None):
     """The model of a run folder, to draft for the run of this record; UserError if it has another tokenizer."""
     draft, of_draft = load_run(folder, device, pick_dtype(dtype, device))
     if not same_vocabulary(of_draft['data'], record['data']):
         drafts, own = (f'{data["tokenizer"]!r} with {data["n_ids"]} ids' for data in (of_draft['data'], record['data']))
         raise UserError(f'the draft run {folder} has tokenizer {drafts}, the run {own}: they must have one tokenizer')
-    return pack_weights(draft)
+    return prepare_weights(draft, weights)
 
 
 def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
@@ -140,7 +144,7 @@ def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
         if s.compare:
             raise UserError('--compare sets drafts beside plain decoding: give --draft_len or --draft too')
         return None
-    draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype)
+    draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype, s.weights)
     draft_len = read_length('auto' if s.draft_len is None else s.draft_len)
     try:
         longest_draft(model, draft, draft_len)
@@ -233,8 +237,11 @@ def main(argv: list[str] | None = None) -> None:
         device = pick_device(s.device)
         model, record = load_run(run, device, pick_dtype(s.dtype, device), s.scan)
         tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
-        drafting = speculation(s, model, record, device)
-        pack_weights(model)
+        drafting, full_bytes = speculation(s, model, record, device), weight_bytes(model.modules())
+        prepare_weights(model, s.weights)
+        if s.weights is not None:
+            print(f'int8 weights: {weight_bytes(model.modules()) / 2**20:.1f} MiB, {full_bytes / 2**20:.1f} MiB before',
+                  file=sys.stderr)
         if not is_typed:
             return write_texts(s, model, tokenizer, record, texts, drafting)
         for text in typed_prompts():

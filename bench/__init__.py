@@ -23,6 +23,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,16 +61,32 @@ def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
 
     sides {name: function} -> {name: s}.
     """
+    return {name: statistics.median(times) for name, times in alternate_times(sides, rounds, warmup).items()}
+
+
+def alternate_times(sides: dict, rounds: int, warmup: int = 2) -> dict[object, list[float]]:
+    """Seconds of each side's function in every round, the sides taking turns; one line on stderr tells how far it is.
+
+    sides {name: function} -> {name: [s]}.
+    """
     times = {name: [] for name in sides}
     for i in range(warmup + rounds):
         for name, function in sides.items():
+            progress(f'round {i + 1} of {warmup + rounds}: {name}')
             start = time.perf_counter()
             function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
+    progress('')
+    return times
+
+
+def progress(text: str) -> None:
+    """Shows what is being measured, in place of the last such text; nothing where stderr is no terminal."""
+    if sys.stderr.isatty():
+        print(f'\r\x1b[K{text}', end='', file=sys.stderr, flush=True)
 
 
 def resident() -> dict[str, int]:
@@ -104,6 +121,7 @@ def markdown_table(rows: list[dict]) -> str:
 
 def show(row: dict) -> dict:
     """Prints a row of figures; returns it."""
+    progress('')
     print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
     return row
 

@@ -197,19 +197,22 @@ def tune():
         print(f'    ({arch!r}, {largest}, 16): {row},')
 
 
+def figures():
+    yield from decoding()
+    for D, T in itertools.product((64, 128), LENGTHS):
+        for pattern, documents in itertools.product(('causal', 'window', 'sps'), (False, True)):
+            # T = 4096 for every pattern; elsewhere what the length changes
+            if T == 4096 or (pattern != 'window' and D == 64):
+                yield from compare(T, D, pattern, documents)
+                torch.compiler.reset()
+
+
 def main(argv=None):
     if not torch.cuda.is_available():
         sys.exit('bench.attention: PyTorch sees no GPU here; bench.attention_cpu measures the forms for a CPU')
     if (sys.argv[1:] if argv is None else argv) == ['--tune']:
         return tune()
-    rows = decoding()
-    for D, T in itertools.product((64, 128), LENGTHS):
-        for pattern, documents in itertools.product(('causal', 'window', 'sps'), (False, True)):
-            # T = 4096 for every pattern; elsewhere what the length changes
-            if T == 4096 or (pattern != 'window' and D == 64):
-                rows += compare(T, D, pattern, documents)
-                torch.compiler.reset()
-    write_results('attention', rows, markdown=True)
+    write_results('attention', figures(), markdown=True)
 
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import train
-from bench import write_results
+from bench import progress, write_results
 from common import machine, runs
 from data.shards import MIB, Data, write_data
 from data.tokenizers import Tokenizer
@@ -64,8 +64,9 @@ def in_turn(sides: dict, rounds: int) -> dict[str, float]:
     shared machine does not count in; with a GPU, by the clock."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     times = {name: [] for name in sides}
-    for _ in range(rounds):
+    for i in range(rounds):
         for name, function in sides.items():
+            progress(f'round {i + 1} of {rounds}: {name}')
             start = clock()
             function()
             if torch.cuda.is_available():

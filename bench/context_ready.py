@@ -73,18 +73,16 @@ def peak_mb(shape, form):
 
 
 def bptt(shapes, rounds):
-    rows = []
     if fast is None:  # there is no folder scans/
-        return rows
+        return
     for shape in shapes:
         step = bptt_step(shape)
         seconds = alternate({'loop': lambda step=step: step('loop'), 'fast': lambda step=step: step('fast')}, rounds, 1)
         C, batch_size, T, window = shape
-        rows.append({'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window,
-                     'scan_ms': round(seconds['fast'] * 1e3),
-                     'loop_over_scan': round(seconds['loop'] / seconds['fast'], 2),
-                     'scan_peak_mb': peak_mb(shape, 'fast'), 'loop_peak_mb': peak_mb(shape, 'loop')})
-    return rows
+        yield {'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window,
+               'scan_ms': round(seconds['fast'] * 1e3),
+               'loop_over_scan': round(seconds['loop'] / seconds['fast'], 2),
+               'scan_peak_mb': peak_mb(shape, 'fast'), 'loop_peak_mb': peak_mb(shape, 'loop')}
 
 
 @torch.inference_mode()
@@ -98,7 +96,6 @@ def decode_eagerly(model, new):
 
 
 def generation(pairs, new):
-    rows = []
     for pair in pairs:
         models = []
         for values in pair:
@@ -114,22 +111,24 @@ def generation(pairs, new):
             seconds = alternate(sides, rounds=3, warmup=1)
             for i, (model, values) in enumerate(zip(models, pair)):
                 n = sum(p.numel() for p in model.parameters())
-                rows.append({'what': 'generation', 'mode': mode, 'D': values['n_layer'], 'C': values['n_embd'],
-                             'correction': i == 0, 'million_parameters': round(n / 1e6),
-                             'tokens_per_s': round(new / seconds[i], 1),
-                             'speed_over_roformer': round(seconds[1] / seconds[i], 2),
-                             'weights_read_over_roformer': round(read[i] / read[1], 2),
-                             'cache_bytes_per_token': 2 * 2 * values['n_layer'] * values['n_embd']})
-    return rows
+                yield {'what': 'generation', 'mode': mode, 'D': values['n_layer'], 'C': values['n_embd'],
+                       'correction': i == 0, 'million_parameters': round(n / 1e6),
+                       'tokens_per_s': round(new / seconds[i], 1),
+                       'speed_over_roformer': round(seconds[1] / seconds[i], 2),
+                       'weights_read_over_roformer': round(read[i] / read[1], 2),
+                       'cache_bytes_per_token': 2 * 2 * values['n_layer'] * values['n_embd']}
+
+
+def figures(shapes, rounds, pairs, new):
+    yield from bptt(shapes, rounds)
+    yield from generation(pairs, new)
 
 
 def main(argv):
     start_processes(Settings())
-    if '--toy' in argv:
-        for row in bptt(TOY_SHAPES, rounds=1) + generation(TOY_PAIRS, new=2):
-            print('  '.join(f'{k} {v}' for k, v in row.items()))
-    else:
-        write_results('context_ready', bptt(SHAPES, rounds=5) + generation(PAIRS, NEW))
+    toy = '--toy' in argv
+    rows = figures(TOY_SHAPES, 1, TOY_PAIRS, 2) if toy else figures(SHAPES, 5, PAIRS, NEW)
+    write_results('context_ready', rows, toy=toy)
 
 
 if __name__ == '__main__':

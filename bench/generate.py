@@ -1,33 +1,38 @@
 """Decoding tokens/s of model_standard beside Hugging Face `generate` with its cache, same weights.
 
     python -m bench.generate [--toy]
+    python -m bench.generate int8           beside Hugging Face alone, to a file of its own
 
-8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens and 128 new ones, greedy. 'float32': both in fp32. 'best':
-each in the dtype that is fastest for it; ours with packed weights. Then the time of each two-stream method, which runs
-a pair of positions per token, over Standard's.
+8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens and 32 new ones, greedy. 'float32': both in fp32. 'best':
+each in the dtype that is fastest for it; ours with packed weights. 'int8': ours with 8-bit weights (common/int8.py),
+fp32 else, beside Hugging Face at its best. All take turns in one process; a ratio is the median of the rounds' own, as
+the machine may slow down for a while. Then the time of each two-stream method, which runs a pair of positions per
+token, over Standard's.
 """
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
 
 import model_standard
-from bench import FAMILY, alternate, make_model, over_standard, write_results
+from bench import FAMILY, alternate, alternate_times, make_model, over_standard, write_results
 from common.decoding import generate, pack_weights
+from common.int8 import prepare_weights
 from common.llama import to_llama
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
-PROMPT = 16  # tokens
+PROMPT, NEW = 16, 32  # tokens: few, so that many short rounds take turns
 DTYPES = torch.float32, torch.bfloat16
 
 
-def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Callable]:
+def make_sides(shape: dict, dtype, batch_size: int, n_new: int, weights: str | None = None) -> dict[str, Callable]:
     """{side: function that generates}, after checking that our tokens are the other's likeliest, but for rounding."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE).eval()
     llama = to_llama(model).to(dtype)
-    model = pack_weights(model.to(dtype))
+    model = prepare_weights(model.to(dtype), weights)
     prompts = torch.randint(0, 50257, (batch_size, PROMPT))
     on_device = prompts.to(DEVICE)
 
@@ -38,7 +43,8 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Cal
         texts = llama.generate(on_device, attention_mask=torch.ones_like(on_device), do_sample=False,
                                max_new_tokens=n_new, min_new_tokens=n_new)
         return texts[:, PROMPT:].tolist()
-    if dtype == torch.float32:  # texts may part where two logits are equal but for rounding: compare what comes before
+    if weights is None and dtype == torch.float32:
+        # texts may part where two logits are equal but for rounding: compare what comes before
         new = torch.tensor(ours(), device=DEVICE)
         with torch.no_grad():
             logits = llama(input_ids=torch.cat([on_device, new], 1)[:, :-1]).logits[:, PROMPT - 1:]
@@ -47,14 +53,20 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Cal
 
 
 def beside_hugging_face(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[dict]:
-    seconds = {dtype: alternate(make_sides(shape, dtype, batch_size, n_new), rounds, warmup=1) for dtype in DTYPES}
-    best = {side: min(seconds, key=lambda dtype: seconds[dtype][side]) for side in ('ours', 'hf')}
-    for terms, dtypes in (('float32', dict.fromkeys(best, torch.float32)), ('best', best)):
-        speed = {side: batch_size * n_new / seconds[dtype][side] for side, dtype in dtypes.items()}
-        yield {'terms': terms, 'batch': batch_size,
-               'ours_tokens_per_s': round(speed['ours']), 'hf_tokens_per_s': round(speed['hf']),
-               'ours_dtype': str(dtypes['ours'])[6:], 'hf_dtype': str(dtypes['hf'])[6:],
-               'ratio': round(speed['ours'] / speed['hf'], 3)}
+    sides = {(side, str(dtype)[6:]): function for dtype in DTYPES
+             for side, function in make_sides(shape, dtype, batch_size, n_new).items()}
+    sides['ours', 'int8'] = make_sides(shape, torch.float32, batch_size, n_new, 'int8')['ours']
+    times = alternate_times(sides, rounds, warmup=1)
+
+    def fastest(side):
+        return min(('float32', 'bfloat16'), key=lambda dtype: statistics.median(times[side, dtype]))
+    for terms, ours, hf in (('float32', 'float32', 'float32'), ('best', fastest('ours'), fastest('hf')),
+                            ('int8', 'int8', fastest('hf'))):
+        pair = times['ours', ours], times['hf', hf]
+        our_speed, hf_speed = (batch_size * n_new / statistics.median(seconds) for seconds in pair)
+        yield {'terms': terms, 'batch': batch_size, 'ours_tokens_per_s': round(our_speed),
+               'hf_tokens_per_s': round(hf_speed), 'ours_dtype': ours, 'hf_dtype': hf,
+               'ratio': round(statistics.median(b / a for a, b in zip(*pair)), 3)}
 
 
 def methods(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[dict]:
@@ -75,8 +87,12 @@ def figures(shape: dict, batch_sizes: tuple, n_new: int, rounds: int) -> Iterato
 
 
 def main(argv: list[str] | None = None) -> None:
-    toy = '--toy' in (sys.argv if argv is None else argv)
-    rows = figures(TOY_SHAPE, (2,), 4, rounds=1) if toy else figures(SHAPE, (1, 16), 128, rounds=5)
+    argv = sys.argv[1:] if argv is None else argv
+    toy = '--toy' in argv
+    if 'int8' in argv:
+        rows = (row for batch_size in (1, 16) for row in beside_hugging_face(SHAPE, batch_size, NEW, rounds=7))
+        return write_results('generate_int8', rows)
+    rows = figures(TOY_SHAPE, (2,), 4, rounds=1) if toy else figures(SHAPE, (1, 16), NEW, rounds=7)
     write_results('generate', rows, toy=toy)
 
 

@@ -92,7 +92,8 @@ def on_cpu(with_jax, toy):
         sys.exit('bench.gpn: no C compiler (cc, or CC in the environment) to build the steps with: install one')
     machine.start_processes(train.Settings())
     B, T, shape = (2, 16, TOY) if toy else (8, 256, SHAPE)
-    rows = [memory_of_the_scan(B, 32 if toy else 2048, shape, toy), loop_as_users_get_it(B, T, toy)]
+    yield memory_of_the_scan(B, 32 if toy else 2048, shape, toy)
+    yield loop_as_users_get_it(B, T, toy)
     for n_layer in (1, 2):
         sides = sides_on_cpu(B, T, with_jax and n_layer == 1, n_layer=n_layer, **shape)
         losses = [step() for step in sides.values()]
@@ -101,8 +102,7 @@ def on_cpu(with_jax, toy):
         for rival in [name for name in seconds if name not in ('operators', 'c')]:
             row = {'what': f'{rival} over the scan', 'n_layer': n_layer, 'loss': round(losses[0], 5)}
             row |= {name: round(seconds[rival] / seconds[name], 2) for name in ('operators', 'c')}
-            rows.append(row | {f'{name}_ms': round(1e3 * seconds[name], 1) for name in ('operators', 'c', rival)})
-    return rows
+            yield row | {f'{name}_ms': round(1e3 * seconds[name], 1) for name in ('operators', 'c', rival)}
 
 
 def memory_of_the_scan(B, T, shape, toy):
@@ -160,7 +160,6 @@ def loop_as_users_get_it(B, T, toy):
 
 
 def on_gpu(toy):
-    rows = []
     for B, T, with_loop in ((2, 16, True),) if toy else ((4, 256, True), (128, 2048, False)):
         torch.cuda.reset_peak_memory_stats()
         values = TOY if toy else {}
@@ -176,12 +175,11 @@ def on_gpu(toy):
         c, name = fast[0].config, torch.cuda.get_device_name()
         bandwidth = next((x for gpu, x in BANDWIDTH.items() if gpu in name), 3.35e12)
         moved = 2 * sum(w.numel() for w in scan.fold(fast[0])) + 4 * B * c.n_head * c.d_k * c.d_v  # weights and M, once
-        rows.append({'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']),
-                     'of_bandwidth_bound': round(2 * T * moved / bandwidth / seconds['scan'], 3),
-                     'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
-                     'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
-                     'peak_gb': round(peak / 1e9, 1)})
-    return rows
+        yield {'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']),
+               'of_bandwidth_bound': round(2 * T * moved / bandwidth / seconds['scan'], 3),
+               'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
+               'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
+               'peak_gb': round(peak / 1e9, 1)}
 
 
 def jax_step(model, tokens, official):
@@ -254,11 +252,7 @@ def main(argv=None):
         sys.exit('bench.gpn: there is no folder scans/ here, and so nothing to compare')
     toy = '--toy' in argv
     rows = on_gpu(toy) if torch.cuda.is_available() else on_cpu('--jax' in argv, toy)
-    if toy:
-        print(*rows, sep='\n')
-    else:
-        write_results('gpn', rows)
-    return rows
+    write_results('gpn', rows, toy=toy)
 
 
 if __name__ == '__main__':

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from bench import FAMILY, alternate, make_model, over_standard, resident, write_results
+from bench import FAMILY, alternate, make_model, over_standard, progress, resident, write_results
 from common.decoding import generate, pack_weights, roomy_cache
 from common.files import ROOT, UserError, friendly_errors
 from common.settings import check_ranges, load_settings, read_config_file
@@ -87,6 +87,7 @@ def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
 
 def memory_apart(name: str, scale: str, s: Settings) -> dict[str, int]:
     """`memory` in a process of its own."""
+    progress(f'memory of {name} at scale {scale}')
     options = asdict(replace(s, memory_of=name, scales=scale))
     command = [sys.executable, '-m', 'bench.inference', *(f'--{key}={value}' for key, value in options.items())]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout

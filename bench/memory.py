@@ -15,7 +15,7 @@ import sys
 import torch
 
 import train
-from bench import resident, write_results
+from bench import progress, resident, write_results
 from common import runs
 from common.memory import memory_by_rows
 
@@ -73,6 +73,7 @@ def steps(name, c, T, rows):
 
 
 def in_a_process(case, toy) -> int:
+    progress(f'measuring {case}')
     code = f'from bench.memory import measured; print(measured(*{case!r}, toy={toy}))'
     every_block_apart = {'MALLOC_MMAP_THRESHOLD_': '65536'}
     ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import write_results
+from bench import progress, write_results
 from data.shards import Data
 from data.tokenizers import load_tokenizer
 
@@ -44,7 +44,8 @@ def measure(file, tokenizer_name: str, options: list[str], folder: Path) -> tupl
 
 def compare(file, tokenizer_name: str, options: list[str], rounds: int) -> Iterator[dict]:
     figures = []
-    for _ in range(rounds):
+    for i in range(rounds):
+        progress(f'round {i + 1} of {rounds}')
         with tempfile.TemporaryDirectory() as folder:
             figures.append(measure(file, tokenizer_name, options, Path(folder)))
     figures.sort(key=lambda figure: figure[1] / figure[2])

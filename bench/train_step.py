@@ -34,7 +34,7 @@ import model_bst
 import model_nextlat
 import model_standard
 import train
-from bench import FAMILY, alternate, make_model, nanogpt, over_standard, resident, write_results
+from bench import FAMILY, alternate, make_model, nanogpt, over_standard, progress, resident, write_results
 from common import llama, machine
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -235,18 +235,27 @@ def objectives(toy: bool = False) -> Iterator[dict]:
 
 # ---- the command line ----
 
-def in_a_process(what: str, *args: str):
-    """What `python -m bench.train_step WHAT` prints last; all but 'hf' with train.py's environment."""
+def lines_of_a_process(what: str, *args: str) -> Iterator:
+    """What `python -m bench.train_step WHAT` prints, as it comes; all but 'hf' with train.py's environment."""
     env = os.environ | ({} if what == 'hf' else {'GOMP_SPINCOUNT': '1000'})
     command = [sys.executable, '-m', 'bench.train_step', what, *args]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
-    return json.loads(out.splitlines()[-1])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        yield from map(json.loads, process.stdout)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def in_a_process(what: str, *args: str):
+    """The one value that `python -m bench.train_step WHAT` prints."""
+    progress(f'{what} {" ".join(args)}, in a process of its own')
+    value, = lines_of_a_process(what, *args)
+    return value
 
 
 def figures() -> Iterator[dict]:
-    yield from in_a_process('same')
+    yield from lines_of_a_process('same')
     yield from as_a_user_runs_it()
-    yield from in_a_process('two_streams')
+    yield from lines_of_a_process('two_streams')
 
 
 def toy_figures() -> Iterator[dict]:
@@ -261,7 +270,8 @@ def main(argv: list[str] | None = None) -> None:
     if what in ('ours', 'hf'):  # what in_a_process starts
         print(json.dumps(user_step(what)))
     elif what in ('same', 'two_streams'):
-        print(json.dumps(list(same_terms() if what == 'same' else two_streams())))
+        for row in same_terms() if what == 'same' else two_streams():
+            print(json.dumps(row), flush=True)
     elif what == 'peak_memory':
         print(json.dumps(peak_memory(args[0], int(args[1]))))
     elif what == 'scales':

@@ -6,6 +6,7 @@ from math import inf
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from common.decoding import decodable, pad, roomy_cache
 from common.files import UserError
@@ -26,26 +27,27 @@ def counted(idx, targets, eos_id: int | None) -> int:
 
 
 @torch.no_grad()
-def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None, batch_size: int,
-                    device) -> tuple[dict[str, float], int]:
+def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None, batch_size: int, device,
+                    from_logits: bool = False) -> tuple[dict[str, float], int]:
     """({part of the loss: mean over the tokens that count}, how many count) on validation windows of T tokens.
 
     n_tokens: of so many tokens, whose windows lie at random offsets by `seed`, or with seed None one after the other
     from the start. Where the split has no more than n_tokens, or n_tokens is None: all of it, in order. The windows are
     the same for any number of processes. 'nll' is in nats per token; a part that counts other positions than the nll is
-    a mean of the batches' means. Summed in float64.
+    a mean of the batches' means. Summed in float64. from_logits: `loss_from_logits` in place of the model's own loss.
     """
     n_windows = data.n_windows('val', T)
     if n_tokens is None or n_tokens // T >= n_windows:
         seed = None
     else:
         n_windows = max(1, n_tokens // T)
+    find_loss = functools.partial(loss_from_logits, model) if from_logits else model
     totals, n_counted = {}, 0
     mine = range(rank(), n_windows, world())
     for start in range(0, len(mine), batch_size):
         idx, targets = data.val_batch(mine[start:start + batch_size], T, seed)
         count = counted(idx, targets, model.config.eos_id)
-        for name, mean in model(idx.to(device), targets.to(device)).items():
+        for name, mean in find_loss(idx.to(device), targets.to(device)).items():
             totals[name] = totals.get(name, 0.0) + mean.item() * count
         n_counted += count
     shares = [(totals, n_counted)]
@@ -55,6 +57,19 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     n_counted = sum(count for _, count in shares)
     names = dict.fromkeys(name for totals, _ in shares for name in totals)
     return {name: sum(totals.get(name, 0.0) for totals, _ in shares) / n_counted for name in names}, n_counted
+
+
+def loss_from_logits(model, idx, targets) -> dict[str, torch.Tensor]:
+    """{'nll'} of idx and targets (B, T) as the model's own forward counts it, but by the logits that it decodes with.
+
+    So a head of 8-bit weights is judged, where the fused loss would read it as a plain matrix.
+    """
+    if model.config.eos_id is not None:
+        targets = targets.masked_fill(idx == model.config.eos_id, -1)
+    n_rows = max(1, MAX_LOGITS // (idx.shape[1] * model.config.vocab_size))
+    nats = [F.cross_entropy(model.logits(rows).flatten(0, 1).float(), wanted.flatten(), ignore_index=-1,
+                            reduction='sum') for rows, wanted in zip(idx.split(n_rows), targets.split(n_rows))]
+    return {'nll': sum(nats) / (targets >= 0).sum().clamp(min=1)}
 
 
 def perplexity(nats: float) -> float:

@@ -5,7 +5,7 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory', 'muon', 'kernel_check', 'parallel'}
+          'memory', 'muon', 'kernel_check', 'parallel', 'int8'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
@@ -16,6 +16,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.runs': {'common.files', 'common.settings', 'common.kernel_check', 'common.parallel', 'data'},
     'common.llama': {'common.runs', 'data'},
     'common.decoding': {'common.files'},
+    'common.int8': {'common.files', 'common.decoding'},
     'common.speculative': {'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},

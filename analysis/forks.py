@@ -22,6 +22,7 @@ from pathlib import Path
 from analysis.figures import new_figure, save_figure, write_csv
 from analysis.loss_curves import flops_per_token
 from analysis.outcomes import final_loss, settings_of
+from analysis.seeds import difference
 from analysis.sweep import best_rates, train_all
 from common.files import UserError, friendly_errors, write_file
 from common.settings import load_settings
@@ -75,7 +76,6 @@ def at_flops(points: list[tuple[float, float]], x: float) -> float | None:
 
 def table(runs: dict[str, list[Path]]) -> list[dict]:
     """A row a method of {name: its runs, one a seed}; the first methods are Standard, by budget."""
-    from scipy.stats import ttest_ind
     losses = {name: [final_loss(run) for run in folders] for name, folders in runs.items()}
     costs = {name: flops(folders[0]) for name, folders in runs.items()}
     standard = [name for name in runs if name.startswith('Standard')]
@@ -87,10 +87,10 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
         beside = [at_flops([(costs[budget], losses[budget][i]) for budget in standard], costs[name])
                   for i in range(len(values))]
         if None not in beside:
-            row |= {'standard': statistics.mean(beside), 'difference': row['loss'] - statistics.mean(beside)}
-        if None not in beside and len(values) > 1 and name not in standard:
-            interval = ttest_ind(values, beside, equal_var=False).confidence_interval()
-            row |= {'low': interval.low, 'high': interval.high}
+            gap, low, high = difference(values, beside)
+            row |= {'standard': statistics.mean(beside), 'difference': gap}
+            if name not in standard:
+                row |= {'low': low, 'high': high}
         rows.append(row)
     return rows
 

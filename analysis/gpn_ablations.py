@@ -25,7 +25,7 @@ import torch
 
 from analysis.figures import write_csv
 from analysis.outcomes import final_loss
-from analysis.seeds import interval
+from analysis.seeds import between, difference, interval
 from analysis.sweep import train_all
 from bench import markdown_table
 from common.files import UserError, friendly_errors, write_file
@@ -118,7 +118,6 @@ def weights_in_use(run) -> int:
 
 def table(runs: dict[str, list[Path]]) -> list[dict]:
     """A row of each of {name: its runs, one a seed}; the first is what the others are compared with."""
-    from scipy.stats import ttest_ind
     losses = {name: [final_loss(run) for run in folders] for name, folders in runs.items()}
     reference, *_ = losses.values()
     rows = []
@@ -126,18 +125,15 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
         low, high = interval(values)
         row = {'model': name, 'weights in use': weights_in_use(runs[name][0]), 'seeds': len(values),
                'loss': statistics.mean(values), 'low': low, 'high': high,
-               'minus GPN': statistics.mean(values) - statistics.mean(reference), 'its low': None, 'its high': None}
-        if len(values) > 1 and values is not reference:
-            bounds = ttest_ind(values, reference, equal_var=False).confidence_interval()
-            row |= {'its low': bounds.low, 'its high': bounds.high}
+               'minus GPN': 0.0, 'its low': None, 'its high': None}
+        if values is not reference:
+            row['minus GPN'], row['its low'], row['its high'] = difference(values, reference)
         rows.append(row)
     return rows
 
 
 def markdown(rows: list[dict]) -> str:
     """The table as Markdown."""
-    def between(low, high, sign=''):
-        return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
     return markdown_table([{
         'model': r['model'], 'weights in use': f'{r["weights in use"]:,}', 'seeds': r['seeds'],
         'nats per token': f'{r["loss"]:.4f}', '95% interval': between(r['low'], r['high']),

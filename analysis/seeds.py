@@ -50,6 +50,21 @@ def interval(losses: list[float]) -> tuple[float | None, float | None]:
     return stats.t.interval(0.95, len(losses) - 1, statistics.mean(losses), stats.sem(losses))
 
 
+def difference(a: list[float], b: list[float]) -> tuple[float, float | None, float | None]:
+    """mean(a) - mean(b) and its 95% interval, Welch's; (difference, None, None) if either has one value."""
+    gap = statistics.mean(a) - statistics.mean(b)
+    if min(len(a), len(b)) < 2:
+        return gap, None, None
+    from scipy.stats import ttest_ind
+    bounds = ttest_ind(a, b, equal_var=False).confidence_interval()
+    return gap, bounds.low, bounds.high
+
+
+def between(low: float | None, high: float | None, sign: str = '') -> str:
+    """An interval as text, empty if there is none. sign: '+' for a difference."""
+    return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
+
+
 def lower_test(a: list[float], b: list[float]) -> dict[str, float]:
     """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
     from scipy import stats

@@ -108,6 +108,17 @@ def device_name() -> str:
     return f'{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads'
 
 
+def where_and_when() -> dict:
+    """{'device', 'date', 'commit', 'versions'}: what a figure is to be read with."""
+    import transformers
+    describe = ['git', 'describe', '--always', '--dirty']
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    versions = {'python': platform.python_version(), 'torch': torch.__version__,
+                'transformers': transformers.__version__}
+    return {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
+            'versions': versions}
+
+
 def markdown_table(rows: list[dict]) -> str:
     """Rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
     lines, columns = [], None
@@ -134,13 +145,7 @@ def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: 
     rows = [show(row) for row in rows]
     if toy:
         return
-    import transformers
-    describe = ['git', 'describe', '--always', '--dirty']
-    commit = subprocess.run(describe, capture_output=True, text=True, cwd=RESULTS).stdout.strip()
-    versions = {'python': platform.python_version(), 'torch': torch.__version__,
-                'transformers': transformers.__version__}
-    record = {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
-              'versions': versions, 'rows': rows}
+    record = where_and_when() | {'rows': rows}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
     path.write_text(json.dumps(record, indent=1) + '\n')

@@ -1,0 +1,430 @@
+"""Every architecture side by side: loss at equal tokens, training FLOPs and wall time; speed and state of decoding.
+
+    python -m analysis.shootout --data=python_docs --out_dir=out/shootout_small
+    python -m analysis.shootout --data=python_docs --n_embd=192 --budget=2e13 --out_dir=out/shootout
+    python -m analysis.shootout --data=FOLDER --n_layer=8 --n_embd=512 --head_size=64 --block_size=1024 \
+        --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
+
+The first two are for two cores, the last is for a GPU. An interrupted one goes on by the same command: what is done is
+not done again.
+
+The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
+parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
+at inference is said beside. Each has its learning rate bracketed at equal tokens and the first seed. With that rate
+it trains for equal tokens, equal FLOPs and equal time, with every seed. Equal time: as many tokens as it takes in
+Standard's seconds at the speed that the first run of each had.
+
+Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv and shootout.png (loss over training FLOPs,
+decoding time and bytes of state, with the Pareto front) in out_dir. Intervals are 95%: Student's t, and Welch's for
+differences.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import statistics
+import sys
+from bisect import bisect_left
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import torch
+
+from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
+from analysis.outcomes import final_loss, n_parameters, settings_of
+from analysis.seeds import between, difference, interval
+from analysis.sweep import best_rates, train_all
+from bench import alternate, markdown_table, where_and_when
+from common.decoding import Decoder, generate, pack_weights, roomy_cache
+from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
+from common.machine import pick_device, pick_dtype
+from common.runs import blank_model, load_run, read_log, read_run, saved_config
+from common.settings import check_ranges, load_settings
+from common.speculative import speculative_generate
+from data import open_data
+from train import Settings as TrainSettings
+from train import model_config
+
+BUDGETS = 'tokens', 'training FLOPs', 'wall time'
+TOLERANCE = 0.01  # of the parameters, over Standard's
+PREFILL = 1024  # tokens of a context that are read at a time
+ROUNDS = 5  # timings of decoding, after one to warm up
+DOES_NOT_CHANGE_CELLS = {'out_dir', 'models', 'seeds', 'jobs', 'contexts', 'decode_tokens'}
+
+
+@dataclass
+class Settings:
+    out_dir: str = 'out/shootout'  # of the runs and of what is written
+    config: str = 'config/quickstart.py'  # settings of all runs, but for those below and what is a model's own
+    data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
+    models: str = 'all'  # names of `methods` with commas between, standard among them
+    budget: float | str = '3e12'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
+    n_layer: int = 4  # Standard's depth
+    n_embd: int = 128  # its width
+    head_size: int = 32  # its attention heads'
+    fork_layers: int | None = None  # top layers of the fork that have two streams; None: half
+    block_size: int = 256  # tokens of a window
+    batch_size: int = 4  # windows of a step
+    eval_tokens: int = 500_000  # of a validation loss
+    seeds: int = 3  # runs of each model and budget, at its best learning rate
+    jobs: int = 2  # runs at a time, one thread each
+    contexts: str = '1024,16384'  # tokens before those that decoding is timed on
+    decode_tokens: int = 32  # that are decoded in each of the rounds
+
+    def __post_init__(self):
+        try:
+            self.budget = float(self.budget)
+            self.lengths = [int(length) for length in self.contexts.split(',')]
+        except ValueError:
+            raise UserError(f'budget is {self.budget!r} and contexts is {self.contexts!r}: expected FLOPs, as 2e14, '
+                            'and numbers of tokens with commas between, as 1024,16384')
+        at_least_1 = (1, inf)
+        check_ranges(self, budget=at_least_1, n_layer=(2, 1000), n_embd=at_least_1, head_size=at_least_1,
+                     fork_layers=(1, self.n_layer), block_size=(4, inf), batch_size=at_least_1,
+                     eval_tokens=at_least_1, seeds=at_least_1, jobs=at_least_1, decode_tokens=at_least_1)
+        if min(self.lengths) < 2:
+            raise UserError(f'contexts is {self.contexts!r}: expected at least 2 tokens each')
+
+
+# ---- the models, at equal parameters ----
+
+@dataclass
+class Method:
+    label: str  # in tables and in the picture
+    model: str  # model_<name>.py
+    values: dict  # of its Config
+    free: dict  # {setting: step}: what the search changes, one after the other, until parameters are Standard's
+    rate: float  # learning rate to look at first
+
+
+def methods(s: Settings) -> dict[str, Method]:
+    """{name: method} of those that s.models names, in a fixed order."""
+    heads = max(1, s.n_embd // s.head_size)
+    shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
+    fork = dict(predict_input='state', predict_layers=s.fork_layers or s.n_layer // 2)
+    memory = dict(n_head=heads, d_k=s.head_size, d_v=2 * s.head_size, init_std=0.02)
+    ffn, width_and_ffn = {'n_ffn': 8}, {'n_embd': 8, 'n_ffn': 8}
+    known = {
+        'standard': Method('Standard', 'standard', shape, {}, 1.35e-3),
+        'sps': Method('SPS', 'sps', shape, ffn, 9e-4),
+        'sps_token': Method('SPS, from the token', 'sps', shape | dict(predict_input='token'), ffn, 6e-4),
+        'sps_fork': Method(f'SPS, fork, top {fork["predict_layers"]}', 'sps', shape | fork, ffn, 9e-4),
+        'context_ready': Method('Context-Ready, D = 2', 'context_ready', shape | dict(
+            n_layer=2, K=5, k_min=2, tied_head=True, init_std=0.02), width_and_ffn | {'n_embd': 2 * heads}, 1e-3),
+        # p_psi as narrow as the state: its share of the parameters is then near the paper's, not a third
+        'nextlat': Method('NextLat, d = 1', 'nextlat', shape | dict(n_dynamics=s.n_embd, tied_head=True), ffn, 1.35e-3),
+        'gpn': Method('GPN+M', 'gpn', memory | dict(n_layer=1, d_emb=s.n_embd), width_and_ffn, 3e-3),
+        'gdn': Method('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
+    names = list(known) if s.models == 'all' else s.models.split(',')
+    if 'standard' not in names or not set(names) <= set(known):
+        raise UserError(f'models is {s.models!r}: expected standard and any of {", ".join(list(known)[1:])}, with '
+                        'commas between')
+    return {name: method for name, method in known.items() if name in names}
+
+
+def blank(model: str, values: dict, data):
+    """The model that train.py would make of these Config values and the data's vocabulary, without storage."""
+    return blank_model(model, model_config(TrainSettings(model=model), values, data, None))
+
+
+def count(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def sized(method: Method, data, target: int) -> dict:
+    """The Config values with which the method has `target` parameters, within 1%; UserError if there are none."""
+    values = dict(method.values)
+    for name, step in method.free.items():
+        def parameters(n, name=name):
+            return count(blank(method.model, {**values, name: n}, data))
+        sizes = range(step, 2 ** 16, step)
+        above = bisect_left(sizes, target, key=parameters)
+        values[name] = min(sizes[max(0, above - 1):above + 1], key=lambda n: abs(parameters(n) - target))
+    found = count(blank(method.model, values, data))
+    if abs(found - target) > TOLERANCE * target:
+        changed = ', '.join(f'{name} = {values[name]}' for name in method.free)
+        raise UserError(f'{method.label} has {found:,} parameters where {target:,} are wanted, and {changed} is as '
+                        'near as it gets: choose another n_embd or n_layer')
+    return values
+
+
+def n_at_inference(run) -> int:
+    """The parameters of a run's model without p_psi of NextLat, which only training and drafting need."""
+    record = read_run(run)
+    model = blank_model(record['model'], saved_config(record, run))
+    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith('dynamics.'))
+
+
+# ---- the runs ----
+
+def whole_steps(s: Settings, tokens: float) -> int:
+    """The tokens of the whole steps nearest to so many tokens, at least one step."""
+    per_step = s.batch_size * s.block_size
+    return max(1, round(tokens / per_step)) * per_step
+
+
+def arguments(s: Settings, method: Method, values: dict, tokens: int) -> list[str]:
+    """All arguments of train.py but for learning rate, seed and folder."""
+    own = {'model': method.model, **values, 'data': s.data, 'block_size': s.block_size, 'batch_size': s.batch_size,
+           'micro_batch_size': s.batch_size, 'max_tokens': tokens, 'warmup_tokens': tokens // 20,
+           'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0}
+    return [s.config, *(f'--{name}={value}' for name, value in own.items())]
+
+
+def speed(run) -> float:
+    """Training tokens/s of a run: the median of its log, as a machine may be slow for a while."""
+    return statistics.median(record['tokens_per_s'] for record in read_log(run) if 'tokens_per_s' in record)
+
+
+def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
+    """Trains all that is not done yet: {(name, budget): runs, one a seed}."""
+    chosen = methods(s)
+    target = count(blank('standard', chosen['standard'].values, data))
+    values = {name: sized(method, data, target) for name, method in chosen.items()}
+    flops = {name: blank(chosen[name].model, values[name], data).flops_per_token(s.block_size) for name in chosen}
+    n_tokens = whole_steps(s, s.budget / flops['standard'])
+    claim(s, out)
+
+    def cell(name, tokens, rate, seed=1):
+        return out / f'{name}_{tokens}_lr{rate:.3g}_seed{seed}'
+    first = {name: method.rate for name, method in chosen.items()}
+    rates = best_rates({name: [*arguments(s, chosen[name], values[name], n_tokens), '--seed=1'] for name in chosen},
+                       first, lambda name, rate: cell(name, n_tokens, rate), s.jobs)
+    speeds = {name: speed(cell(name, n_tokens, first[name])) for name in chosen}
+    runs, commands = {}, {}
+    for name, method in chosen.items():
+        of_budget = n_tokens, s.budget / flops[name], n_tokens * speeds[name] / speeds['standard']
+        for budget, tokens in zip(BUDGETS, of_budget):
+            tokens = whole_steps(s, tokens)
+            runs[name, budget] = [cell(name, tokens, rates[name], seed) for seed in range(1, s.seeds + 1)]
+            for seed, run in enumerate(runs[name, budget], 1):
+                commands[run] = [*arguments(s, method, values[name], tokens), f'--learning_rate={rates[name]:.3g}',
+                                 f'--seed={seed}']
+    train_all(commands, s.jobs)
+    return runs
+
+
+def claim(s: Settings, out: Path) -> None:
+    """Writes what the cells of out_dir share; UserError if those that are there were trained with other settings."""
+    path = out / 'settings.json'
+    ours = {name: value for name, value in asdict(s).items() if name not in DOES_NOT_CHANGE_CELLS}
+    if path.exists():
+        theirs = read_json(path, 'give another --out_dir')
+        changed = [name for name in ours if theirs.get(name) != ours[name]]
+        if changed:
+            name = changed[0]
+            raise UserError(f'{out} was begun with {name} = {theirs.get(name)!r}, now it is {ours[name]!r}: give the '
+                            'same, or another --out_dir')
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(path, checked_json(ours))
+
+
+# ---- decoding ----
+
+def decode(decoder: Decoder, n: int) -> None:
+    for _ in range(n):
+        decoder.next_tokens()
+
+
+@torch.inference_mode()
+def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]:
+    """{name: tokens/s} of one text after `context` random tokens, the models taking turns.
+
+    Time does not depend on what the tokens are, and RoPE turns to any position: windows of training may be shorter.
+    """
+    sides = {}
+    for name, model in models.items():
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
+        cache = roomy_cache(model, prompt.tolist(), (ROUNDS + 1) * s.decode_tokens)
+        for part in prompt[:, :-1].split(PREFILL, 1):
+            model.extend(part, cache)
+        decoder = Decoder(model, cache, {'temperature': 0}, None)
+        decoder.read_prompts(prompt[:, -1:], torch.ones(1, dtype=torch.int64, device=prompt.device))
+        sides[name] = partial(decode, decoder, s.decode_tokens)
+    return {name: s.decode_tokens / seconds for name, seconds in alternate(sides, ROUNDS, warmup=1).items()}
+
+
+def speculation(model, data, s: Settings) -> dict:
+    """{'speed_up', 'accepted'} of drafting over plain decoding: times as fast, and drafted tokens accepted a round.
+
+    Greedy, on the second halves of 4 validation windows, one at a time. None each for a model that cannot draft.
+    """
+    if getattr(model, 'longest_draft', 0) < 1:
+        return {'speed_up': None, 'accepted': None}
+    half = s.block_size // 2
+    prompts = data.val_batch(range(min(4, data.n_windows('val', half))), half)[0].tolist()
+    accepted = []
+
+    def plain():
+        for prompt in prompts:
+            generate(model, [prompt], half, temperature=0)
+
+    def drafted():
+        for prompt in prompts:
+            _, drafts = speculative_generate(model, [prompt], half, temperature=0)
+            accepted.append(drafts.accepted_per_step)
+    seconds = alternate({'plain': plain, 'drafted': drafted}, rounds=3, warmup=1)
+    return {'speed_up': seconds['plain'] / seconds['drafted'], 'accepted': statistics.mean(accepted)}
+
+
+def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict]:
+    """{name: figures of decoding} of a run of each model, on one thread or on the GPU."""
+    device = pick_device('auto')
+    dtype = pick_dtype('auto', device, big_enough=False)
+    models = {name: pack_weights(load_run(run, device, dtype)[0]) for name, run in runs.items()}
+    found = {name: speculation(model, data, s) for name, model in models.items()}
+    for model in models.values():
+        model.config.eos_id = None  # one text without end: a document that ends would empty the context
+    for length in s.lengths:
+        speeds = decoding_speeds(models, length, s)
+        for name, model in models.items():
+            found[name] |= {f'tokens_per_s_{length}': speeds[name],
+                            f'state_bytes_{length}': model.new_cache(1, length).nbytes}
+    return found
+
+
+def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, dict]:
+    """`measure_decoding`, once for the same runs and contexts: what it found is kept at `path`."""
+    asked = {'runs': {name: run.name for name, run in runs.items()}, 'contexts': s.contexts,
+             'decode_tokens': s.decode_tokens}
+    if path.exists():
+        kept = read_json(path, 'remove it, and decoding is measured again')
+        if kept.get('asked') == asked:
+            return kept['found']
+    found = measure_decoding(runs, data, s)
+    write_json(path, checked_json({'asked': asked, 'found': found}))
+    return found
+
+
+# ---- what is written ----
+
+def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decoded: dict[str, dict]) -> list[dict]:
+    """A row of each model and budget: labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
+
+    Times, FLOPs and parameters are of the first seed.
+    """
+    losses = {key: [final_loss(run) for run in folders] for key, folders in runs.items()}
+    rows = []
+    for (name, budget), values in losses.items():
+        run, standard = runs[name, budget][0], losses['standard', budget]
+        record, settings = read_run(run), settings_of(run)
+        model = blank_model(record['model'], saved_config(record, run))
+        low, high = interval(values)
+        row = {'name': name, 'model': labels[name], 'equal': budget, 'parameters': n_parameters(run),
+               'at_inference': n_at_inference(run), 'lr': settings.learning_rate, 'tokens': settings.max_tokens,
+               'flops': settings.max_tokens * model.flops_per_token(settings.block_size),
+               'seconds': read_log(run)[-1]['seconds'], 'seeds': len(values), 'loss': statistics.mean(values),
+               'low': low, 'high': high, 'minus_standard': None, 'its_low': None, 'its_high': None,
+               'losses': ' '.join(map(repr, values))}
+        if name != 'standard':
+            row['minus_standard'], row['its_low'], row['its_high'] = difference(values, standard)
+        rows.append(row | decoded[name])
+    return rows
+
+
+def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
+    """RESULTS.md."""
+    about = where_and_when()
+    versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
+    standard = rows[0]
+    lines = ['# Every architecture side by side', '',
+             f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}. Data {s.data}, windows of '
+             f'{s.block_size} tokens, {s.batch_size} a step, {s.jobs} runs at a time. Validation loss in nats per '
+             f'token, with 95% intervals over {s.seeds} seeds. Training took {core_hours:.2f} core-hours (GPU-hours on '
+             'a GPU), evaluation not counted.', '',
+             f'Standard is {s.n_layer} layers of {s.n_embd}; the budget is what it takes for {standard["tokens"]:,} '
+             f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
+             'three budgets.']
+    for budget in BUDGETS:
+        lines += ['', f'## Equal {budget}', '', markdown_table([{
+            'model': r['model'], 'parameters': f'{r["parameters"]:,}', 'at inference': f'{r["at_inference"]:,}',
+            'lr': f'{r["lr"]:.2g}', 'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}',
+            'minutes': f'{r["seconds"] / 60:.1f}', 'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']),
+            'minus Standard': '' if r['minus_standard'] is None else f'{r["minus_standard"]:+.4f}',
+            '95% of that': between(r['its_low'], r['its_high'], '+'),
+        } for r in rows if r['equal'] == budget])]
+    columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
+        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in s.lengths}
+    lines += ['', '## Decoding', '',
+              'One text at a time, after so many random tokens of context. The models were trained on windows of '
+              f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
+              'the cache that decoding allocates for so many tokens, in the dtype of the weights. Drafting: times as '
+              'fast as plain greedy decoding of validation text, and drafted tokens accepted a round.', '',
+              markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
+                               'drafting': '' if r['speed_up'] is None else f'{r["speed_up"]:.2f}',
+                               'accepted': '' if r['accepted'] is None else f'{r["accepted"]:.2f}'}
+                              for r in rows if r['equal'] == 'tokens']),
+              '', '![loss over training FLOPs, decoding time and state](shootout.png)', '', '## What this cannot say',
+              '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the best one, at '
+              'equal tokens; batch, weight decay and schedule are the same for all, initial weights as each model '
+              "file's paper or the config has them. Wall time is that of this code on this machine, with the speed of "
+              'one run each. Figures: shootout.csv has every seed. `python -m analysis.report` draws the runs of this '
+              'folder.', '']
+    return '\n'.join(lines)
+
+
+def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The Pareto front of (x, y): those than which no other has both less x and less y, by x."""
+    found, lowest = [], inf
+    for x, y in sorted(points):
+        if y < lowest:
+            found.append((x, y))
+            lowest = y
+    return found
+
+
+def plot(rows: list[dict], length: int, path) -> None:
+    """Loss over training FLOPs at all budgets; at equal FLOPs, over decoding time and state after `length` tokens."""
+    at_equal_flops = [r for r in rows if r['equal'] == 'training FLOPs']
+    panels = [(rows, 'training PFLOPs', lambda r: r['flops'] / 1e15),
+              (at_equal_flops, f'ms per decoded token, after {length:,}',
+               lambda r: 1000 / r[f'tokens_per_s_{length}']),
+              (at_equal_flops, f'MB of state, after {length:,} tokens', lambda r: r[f'state_bytes_{length}'] / 1e6)]
+    labels = list(dict.fromkeys(r['model'] for r in rows))
+    figure, all_axes = new_figure(1, 3, figsize=(14, 4.5), sharey=True)
+    for axes, (shown, what, x_of) in zip(all_axes, panels):
+        for label, style in zip(labels, line_styles(len(labels))):
+            points = sorted((r for r in shown if r['model'] == label), key=x_of)
+            axes.errorbar([x_of(r) for r in points], [r['loss'] for r in points],
+                          [[0 if r['low'] is None else r['high'] - r['loss'] for r in points]] * 2, marker='o',
+                          markersize=4, capsize=3, linewidth=1, label=label, color=style['color'])
+        edge = front([(x_of(r), r['loss']) for r in shown])
+        axes.plot(*zip(*edge), color='black', linewidth=0.8, linestyle=':', label='Pareto front', zorder=0)
+        axes.set_xscale('log')
+        number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
+        axes.set(xlabel=what)
+        axes.grid(alpha=0.3)
+    all_axes[0].set(ylabel='validation loss, nats per token')
+    all_axes[0].set_title('equal tokens, FLOPs and time', fontsize='medium')
+    for axes in all_axes[1:]:
+        axes.set_title('at equal training FLOPs', fontsize='medium')
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right upper', frameon=False)
+    save_figure(figure, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if positional:
+            raise UserError(f'what is {positional[0]!r}? python -m analysis.shootout --data=FOLDER --out_dir=NEW')
+        out, data = Path(s.out_dir), open_data(s.data)
+        labels = {name: method.label for name, method in methods(s).items()}
+        runs = train_cells(s, data, out)
+        torch.set_num_threads(1)
+        decoded = decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s, out / 'decoding.json')
+        rows = table(labels, runs, decoded)
+        # the runs of rates that were not the best too
+        logs = [read_log(path.parent) for path in out.glob('*/config.json')]
+        core_hours = sum(log[-1]['seconds'] for log in logs if log) / 3600
+        write_csv(out / 'shootout.csv', rows)
+        plot(rows, max(s.lengths), out / 'shootout.png')
+        text = markdown(rows, s, core_hours)
+        write_file(out / 'RESULTS.md', text.encode())
+        print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,135 @@
+"""Every architecture side by side: equal parameters, equal budgets, and the table of what came out."""
+import csv
+import statistics
+from types import SimpleNamespace
+
+import pytest
+from conftest import assert_sentence, run
+from test_sweep import write_run
+
+from analysis import shootout
+from analysis.seeds import difference
+from analysis.shootout import Settings
+from common.files import UserError
+from common.runs import make_config
+
+DATA = SimpleNamespace(n_ids=257, eos_id=256)
+DECODED = {'speed_up': None, 'accepted': None, 'tokens_per_s_1024': 100.0, 'tokens_per_s_16384': 50.0,
+           'state_bytes_1024': 4096, 'state_bytes_16384': 65536}
+
+
+def parameters(method, values):
+    return shootout.count(shootout.blank(method.model, values, DATA))
+
+
+def test_all_models_have_standards_parameters_within_one_percent():
+    chosen = shootout.methods(Settings(n_layer=3, n_embd=64))
+    assert len(chosen) == 8
+    target = parameters(chosen['standard'], chosen['standard'].values)
+    for method in chosen.values():
+        values = shootout.sized(method, DATA, target)
+        assert parameters(method, values) == pytest.approx(target, rel=0.01)
+        assert make_config(method.model, values)  # what train.py reads
+    small = shootout.Method('small', 'sps', chosen['sps'].values | {'n_embd': 8}, {'n_ffn': 4096}, 1e-3)
+    with pytest.raises(UserError, match=r'n_ffn = \d+ is as near as it gets'):
+        shootout.sized(small, DATA, target)
+
+
+def test_p_psi_counts_in_training_and_not_at_inference(tmp_path):
+    run_folder, _ = write_run(tmp_path / 'nextlat', 'nextlat', 100, 2.0, n_dynamics=24, tied_head=True)
+    values = dict(n_layer=2, n_head=2, n_embd=16, tied_head=True)
+    method = shootout.methods(Settings())['nextlat']
+    assert shootout.n_at_inference(run_folder) == parameters(method, values | {'objective': 'ntp'})
+    assert shootout.n_at_inference(run_folder) < parameters(method, values | {'n_dynamics': 24})
+
+
+def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
+    s = Settings(models='standard,sps', budget=1e10, seeds=2, block_size=64, n_embd=64, n_layer=2)
+    speeds = {'standard': 1000.0, 'sps': 250.0}
+    trained = {}
+
+    def best_rates(commands, first, folder_of, jobs):
+        assert folder_of('sps', first['sps']).name.endswith('_lr0.0009_seed1')
+        return {name: 2 * rate for name, rate in first.items()}
+    monkeypatch.setattr(shootout, 'best_rates', best_rates)
+    monkeypatch.setattr(shootout, 'train_all', lambda commands, jobs: trained.update(commands))
+    monkeypatch.setattr(shootout, 'speed', lambda folder: speeds[folder.name.partition('_')[0]])
+    runs = shootout.train_cells(s, DATA, tmp_path)
+    assert len(runs) == 6 and len(trained) == 2 * (1 + 3)  # Standard's three budgets are one
+
+    def setting(key, name):
+        return next(arg.partition('=')[2] for arg in trained[runs[key][0]] if arg.startswith(f'--{name}='))
+    tokens = {key: int(setting(key, 'max_tokens')) for key in runs}
+    flops = {name: shootout.blank(name, method.values, DATA).flops_per_token(64)
+             for name, method in shootout.methods(s).items()}
+    step = s.batch_size * s.block_size
+    assert tokens['sps', 'tokens'] == tokens['standard', 'tokens'] == tokens['standard', 'wall time']
+    assert tokens['standard', 'tokens'] * flops['standard'] == pytest.approx(1e10, abs=flops['standard'] * step)
+    assert tokens['sps', 'training FLOPs'] * flops['sps'] == pytest.approx(1e10, abs=flops['sps'] * step)
+    assert tokens['sps', 'wall time'] == pytest.approx(tokens['standard', 'tokens'] / 4, abs=step)
+    assert setting(('sps', 'wall time'), 'learning_rate') == '0.0018'
+    assert trained[runs['sps', 'wall time'][1]][-1] == '--seed=2'
+    with pytest.raises(UserError, match='was begun with n_layer = 2, now it is 3'):
+        shootout.claim(Settings(n_layer=3, budget=1e10), tmp_path)
+
+
+def test_the_table_is_that_of_its_runs(tmp_path):
+    losses = {'standard': (2.0, 2.1, 2.3), 'sps': (1.9, 1.8, 2.0)}
+    runs, flops = {}, {}
+    for name, values in losses.items():
+        folders = []
+        for i, loss in enumerate(values):
+            folder, flops[name] = write_run(tmp_path / f'{name}_{i}', name, 1000, loss)
+            folders.append(folder)
+        runs |= {(name, budget): folders for budget in shootout.BUDGETS}
+    rows = shootout.table({'standard': 'Standard', 'sps': 'SPS'}, runs, dict.fromkeys(losses, DECODED))
+    assert [row['name'] for row in rows] == ['standard'] * 3 + ['sps'] * 3
+    assert [row['minus_standard'] for row in rows[:3]] == [None] * 3
+    row = rows[-1]
+    assert row['loss'] == pytest.approx(1.9) and row['flops'] == 1000 * flops['sps'] and row['equal'] == 'wall time'
+    assert [float(loss) for loss in row['losses'].split()] == list(losses['sps'])
+    assert (row['minus_standard'], row['its_low'], row['its_high']) == difference(losses['sps'], losses['standard'])
+    assert row['minus_standard'] == pytest.approx(1.9 - statistics.mean(losses['standard']))
+    assert row['its_high'] - row['minus_standard'] == pytest.approx(row['minus_standard'] - row['its_low'])
+    text = shootout.markdown(rows, Settings(), 1.5)
+    for part in ('1.50 core-hours', '## Equal wall time', '| SPS | ', '1.9000', '1.6516 to 2.1484', '-0.2333',
+                 'tokens/s, 16,384', '65,536', 'commit', 'over 3 seeds'):
+        assert part in text, part
+    shootout.plot(rows, 16384, tmp_path / 'shootout.png')
+    assert (tmp_path / 'shootout.png').stat().st_size > 20_000
+
+
+def test_the_front_has_what_no_other_beats_in_both():
+    assert shootout.front([(3, 1.0), (1, 2.0), (2, 2.5), (2, 1.5), (4, 1.0)]) == [(1, 2.0), (2, 1.5), (3, 1.0)]
+
+
+def test_a_wrong_setting_is_a_sentence(tiny_data, tmp_path):
+    for arg, part in (('--models=sps', 'expected standard and any of sps'), ('--contexts=1', 'at least 2 tokens'),
+                      ('--budget=much', 'expected FLOPs'), ('--fork_layers=9', 'fork_layers is 9')):
+        assert_sentence(run('-m', 'analysis.shootout', f'--data={tiny_data}', f'--out_dir={tmp_path}', arg), part)
+
+
+@pytest.mark.long
+def test_two_models_from_training_to_the_page(tiny_data, tmp_path, monkeypatch):
+    out = tmp_path / 'out'
+    command = ['-m', 'analysis.shootout', f'--data={tiny_data}', '--models=standard,nextlat', '--n_layer=4',
+               '--n_embd=64', '--head_size=16', '--block_size=32', '--budget=1e9', '--seeds=1', '--contexts=64,128',
+               '--decode_tokens=4', '--eval_tokens=500', f'--out_dir={out}']
+    assert run(*command).returncode == 0
+    rows = list(csv.DictReader((out / 'shootout.csv').open()))
+    assert [(row['name'], row['equal']) for row in rows] == [
+        (name, budget) for name in ('standard', 'nextlat') for budget in shootout.BUDGETS]
+    sizes = [int(row['parameters']) for row in rows]
+    assert max(sizes) <= 1.02 * min(sizes)
+    assert int(rows[3]['at_inference']) < int(rows[3]['parameters'])
+    assert float(rows[3]['speed_up']) > 0 and not rows[0]['speed_up']
+    assert int(rows[0]['state_bytes_128']) > int(rows[0]['state_bytes_64'])
+    page = (out / 'RESULTS.md').read_text()
+
+    def again(*args):
+        raise AssertionError('what is done is not done again')
+    monkeypatch.setattr(shootout, 'measure_decoding', again)
+    monkeypatch.setattr('subprocess.Popen', again)
+    monkeypatch.setattr(shootout, 'where_and_when', lambda: {'device': '', 'date': '', 'commit': '', 'versions': {}})
+    assert run(*command).returncode == 0
+    assert (out / 'RESULTS.md').read_text().splitlines()[4:] == page.splitlines()[4:]

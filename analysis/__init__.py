@@ -13,6 +13,7 @@
     python -m analysis.scores out/chase_*                  its appendix B: a task's scores over steps
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
     python -m analysis.gpn_ablations                       what each of GPN's equations adds: trains its own runs
+    python -m analysis.shootout                            all architectures at equal budgets: trains its own runs
     python -m analysis.manhattan out/manhattan_*           NextLat paper, Manhattan: detours, compression, rank, the map
 
 They write beside the runs, here to out/, or to where --out says.

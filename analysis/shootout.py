@@ -1,11 +1,11 @@
 """Every architecture side by side: loss at equal tokens, training FLOPs and wall time; speed and state of decoding.
 
-    python -m analysis.shootout --data=python_docs --out_dir=out/shootout_small
-    python -m analysis.shootout --data=python_docs --n_embd=192 --budget=2e13 --out_dir=out/shootout
+    python -m analysis.shootout --data=python_docs --n_embd=64 --head_size=16 --budget=1.2e12 --out_dir=out/shootout_64
+    python -m analysis.shootout --data=python_docs --budget=3e12 --out_dir=out/shootout_128
     python -m analysis.shootout --data=FOLDER --n_layer=8 --n_embd=512 --head_size=64 --block_size=1024 \
         --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores, the last is for a GPU. An interrupted one goes on by the same command: what is done is
+The first two are for two cores, a run under 4 minutes; the last is for a GPU. An interrupted one goes on by the same command: what is done is
 not done again.
 
 The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
@@ -71,7 +71,7 @@ class Settings:
     seeds: int = 3  # runs of each model and budget, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
     contexts: str = '1024,16384'  # tokens before those that decoding is timed on
-    decode_tokens: int = 32  # that are decoded in each of the rounds
+    decode_tokens: int = 64  # that are decoded in each of the rounds
 
     def __post_init__(self):
         try:
@@ -334,7 +334,7 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
              f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}. Data {s.data}, windows of '
              f'{s.block_size} tokens, {s.batch_size} a step, {s.jobs} runs at a time. Validation loss in nats per '
              f'token, with 95% intervals over {s.seeds} seeds. Training took {core_hours:.2f} core-hours (GPU-hours on '
-             'a GPU), evaluation not counted.', '',
+             'a GPU), the runs of other learning rates among them; evaluation is not counted.', '',
              f'Standard is {s.n_layer} layers of {s.n_embd}; the budget is what it takes for {standard["tokens"]:,} '
              f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
              'three budgets.']
@@ -361,8 +361,8 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
               '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the best one, at '
               'equal tokens; batch, weight decay and schedule are the same for all, initial weights as each model '
               "file's paper or the config has them. Wall time is that of this code on this machine, with the speed of "
-              'one run each. Figures: shootout.csv has every seed. `python -m analysis.report` draws the runs of this '
-              'folder.', '']
+              'one run each. shootout.csv has the loss of every seed. `python -m analysis.report` draws the runs of '
+              'this folder.', '']
     return '\n'.join(lines)
 
 
@@ -379,8 +379,8 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def plot(rows: list[dict], length: int, path) -> None:
     """Loss over training FLOPs at all budgets; at equal FLOPs, over decoding time and state after `length` tokens."""
     at_equal_flops = [r for r in rows if r['equal'] == 'training FLOPs']
-    panels = [(rows, 'training PFLOPs', lambda r: r['flops'] / 1e15),
-              (at_equal_flops, f'ms per decoded token, after {length:,}',
+    panels = [(rows, 'training TFLOPs', lambda r: r['flops'] / 1e12),
+              (at_equal_flops, f'ms per decoded token, after {length:,} tokens',
                lambda r: 1000 / r[f'tokens_per_s_{length}']),
               (at_equal_flops, f'MB of state, after {length:,} tokens', lambda r: r[f'state_bytes_{length}'] / 1e6)]
     labels = list(dict.fromkeys(r['model'] for r in rows))

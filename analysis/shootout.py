@@ -5,8 +5,8 @@
     python -m analysis.shootout --data=FOLDER --n_layer=8 --n_embd=512 --head_size=64 --block_size=1024 \
         --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores, a run under 4 minutes; the last is for a GPU. An interrupted one goes on by the same command: what is done is
-not done again.
+The first two are for two cores, a run under 4 minutes; the last is for a GPU. An interrupted one goes on by the same
+command: what is done is not done again.
 
 The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
 parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
@@ -116,6 +116,7 @@ def methods(s: Settings) -> dict[str, Method]:
         # p_psi as narrow as the state: its share of the parameters is then near the paper's, not a third
         'nextlat': Method('NextLat, d = 1', 'nextlat', shape | dict(n_dynamics=s.n_embd, tied_head=True), ffn, 1.35e-3),
         'gpn': Method('GPN+M', 'gpn', memory | dict(n_layer=1, d_emb=s.n_embd), width_and_ffn, 3e-3),
+        # its head shares nothing with the embedding: with a large vocabulary its blocks are narrower
         'gdn': Method('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
     names = list(known) if s.models == 'all' else s.models.split(',')
     if 'standard' not in names or not set(names) <= set(known):

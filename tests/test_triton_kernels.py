@@ -236,8 +236,8 @@ def test_innermost_loops_are_found_in_machine_code():
 @pytest.mark.slow
 @pytest.mark.parametrize('args', [['--short'], pytest.param([], marks=pytest.mark.long)], ids=['short', 'all'])
 def test_every_variant_compiles_for_sm_90(args):
-    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no local memory, no more
-    shared memory than there is, and attention in 16 bits by HGMMA."""
+    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more shared memory
+    than there is, and attention in 16 bits by HGMMA."""
     command = [sys.executable, '-m', 'bench.compiled', *args]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -33,7 +33,7 @@ os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wa
 import torch
 import torch.distributed as dist
 
-from common import parallel, runs
+from common import checkpoint, parallel, runs
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors
 from common.machine import (
@@ -372,11 +372,11 @@ def read_weights(s, record):
     source = s.init_from
     if record and s.eval_only:
         source = s.out_dir
-    elif s.extend or record and runs.checkpoints(s.out_dir):
+    elif s.extend or record and checkpoint.checkpoints(s.out_dir):
         source = None
     if not source:
         return None, 0, None
-    state, files = runs.load_checkpoint(source, ('model.safetensors',))
+    state, files = checkpoint.load_checkpoint(source, ('model.safetensors',))
     return source, state['step'], files['model.safetensors']
 
 
@@ -559,7 +559,7 @@ def read_skips(s, step, skips, lr) -> int:
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
         raise UserError(f'the gradients were not finite three steps in a row, up to step {step}, at a learning rate of '
-                        f'{lr:.2e}; these steps changed nothing. {runs.last_good(s.out_dir)}')
+                        f'{lr:.2e}; these steps changed nothing. {checkpoint.last_good(s.out_dir)}')
     if n_skipped:
         say(f'step {step}: {n_skipped} steps skipped since the last line of the log: their gradients were not finite')
     skips[0] = 0
@@ -635,7 +635,7 @@ def save(s, model, optimizer, step, seconds, saving=None):
     if saving:
         saving.result()
     if parallel.rank() == 0 or parallel.is_sharded(model):
-        return runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints,
+        return checkpoint.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints,
                                   last_before_decay(s))
 
 
@@ -685,7 +685,7 @@ def run(s, c, data, record, machine, argv):
           + (f', weights in parts on {s.shard or world} processes' if is_sharded else ''))
     source, source_step, weights = read_weights(s, record)
     if source:
-        runs.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
+        checkpoint.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
     if s.dry_run:
         print_memory(s, c, machine)
         return
@@ -736,17 +736,17 @@ def run(s, c, data, record, machine, argv):
 def restore(s, model, optimizer) -> tuple[int, float]:
     """(step, seconds of training) of the checkpoint that training goes on from, loaded."""
     if not is_extension(s):
-        if s.extend and not runs.checkpoints(s.out_dir):
+        if s.extend and not checkpoint.checkpoints(s.out_dir):
             raise UserError(f'{s.out_dir} was stopped before it had the weights of {s.extend}: start it once more, '
                             f'with --extend={s.extend} --max_tokens={s.max_tokens} --overwrite in place of --resume')
-        return runs.restore_training(s.out_dir, model, optimizer)
+        return checkpoint.restore_training(s.out_dir, model, optimizer)
     saved = saved_settings(Settings, runs.read_run(s.extend)['settings'], f'{s.extend}/config.json')
     up_to = last_before_decay(saved)
-    if not any(up_to is None or runs.step_of(path) <= up_to for path in runs.checkpoints(s.extend)):
+    if not any(up_to is None or checkpoint.step_of(path) <= up_to for path in checkpoint.checkpoints(s.extend)):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
         raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train anew with more '
                         'max_tokens')
-    return runs.restore_training(s.extend, model, optimizer, up_to)
+    return checkpoint.restore_training(s.extend, model, optimizer, up_to)
 
 
 def start_folder(s, c, data, machine):

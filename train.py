@@ -24,6 +24,7 @@ import random
 import shlex
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ from common.machine import (
     start_processes,
 )
 from common.memory import memory_by_rows
-from common.muon import MuonAndAdamW, is_hidden_matrix
+from common.muon import MuonAndAdamW, hidden_matrices
 from common.scoring import counted, validation_loss
 from common.settings import check_ranges, join_values, load_settings, saved_settings
 from common.speculative import longest_draft, speculative_generate
@@ -321,7 +322,9 @@ def print_memory(s, c, machine):
     most = math.ceil(s.batch_size / n_processes)  # sequences of a process
     n_rows = min(s.micro_batch_size, most)
     whole = 16 * n_params  # weights, gradients, two moments
-    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and AdamW'  # DDP has buckets besides
+    if s.optimizer == 'muon':
+        whole -= 4 * sum(p.numel() for p in hidden_matrices(model))  # which have one moment
+    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and moments'  # DDP has buckets besides
     evaluation = 0
     if s.parallel == 'fsdp' and n_processes > 1:
         n_shards = s.shard or n_processes
@@ -436,8 +439,9 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
     """The optimizer; weight decay on tensors of two and more dimensions."""
     params = [p for p in model.parameters() if p.requires_grad]
     if s.optimizer == 'muon':
-        hidden = [p for p in params if is_hidden_matrix(p, model.config.vocab_size)]
-        params = [p for p in params if not is_hidden_matrix(p, model.config.vocab_size)]
+        of_muon = hidden_matrices(model)
+        hidden = [p for p in params if p in of_muon]
+        params = [p for p in params if p not in of_muon]
     groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': s.weight_decay},
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
     adamw = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=True)
@@ -566,13 +570,12 @@ def read_skips(s, step, skips, lr) -> int:
     return n_skipped
 
 
-def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log, wandb, stop):
+def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log, wandb, stop, saving):
     """The loop, from `step` to n_steps or until `stop` is not empty: (step, seconds of training, whether stopped).
 
     The same model in three forms: as it is, compiled, and wrapped for several processes. Only the first process has a
-    log.
+    log. saving: see `save`.
     """
-    saving = None  # a checkpoint that is still being written
     progress = make_progress()
     tokens_per_step = s.batch_size * s.block_size
     peak = flops = None
@@ -597,6 +600,8 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         speed = (step - since_step) * tokens_per_step / (now - since)
         lr = optimizer.param_groups[0]['lr']
         n_skipped = read_skips(s, step, skips, lr)
+        for written in filter(Future.done, saving):
+            written.result()  # raises what went wrong, while there is time to make room
         line = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr,
                 'tokens_per_s': speed}
         if flops:
@@ -623,20 +628,20 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         if log and (save_due or stopping):
             os.fsync(log.fileno())  # never behind the checkpoint
         if save_due or stopping:
-            saving = save(s, model, optimizer, step, seconds, saving)
+            save(s, model, optimizer, step, seconds, saving)
         since, since_step = time.perf_counter(), step  # evaluation and saving are not training time
-    if saving:
-        saving.result()
     return step, seconds, stopping
 
 
-def save(s, model, optimizer, step, seconds, saving=None):
-    """A checkpoint, when the one before is written: a Future of one that is written behind, else None."""
-    if saving:
-        saving.result()
+def save(s, model, optimizer, step, seconds, saving):
+    """Saves a checkpoint, when the one before is written. saving: Futures of those that are written behind training."""
+    for written in saving:
+        written.result()
+    saving.clear()
     if parallel.rank() == 0 or parallel.is_sharded(model):
-        return checkpoint.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints,
-                                  last_before_decay(s))
+        written = checkpoint.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints,
+                                           last_before_decay(s))
+        saving += [written] if written else []
 
 
 # ---- the story ----
@@ -719,12 +724,17 @@ def run(s, c, data, record, machine, argv):
         log, wandb = runs.open_log(s.out_dir, step), start_wandb(s, c)
         if scan:
             log.write(runs.log_line({'step': step, **scan}))
-    if is_extension(s) and (saving := save(s, model, optimizer, step, seconds)):
-        saving.result()
+    saving = []
+    if is_extension(s):
+        save(s, model, optimizer, step, seconds, saving)
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
-    with log or contextlib.nullcontext(), caught_signals() as stop:
-        step, seconds, stopped = train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log,
-                                       wandb, stop)
+    try:
+        with log or contextlib.nullcontext(), caught_signals() as stop:
+            step, seconds, stopped = train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds,
+                                           log, wandb, stop, saving)
+    finally:
+        for written in saving:  # as long as this process holds the folder's lock
+            written.result()
     if stopped:
         say(f'stopped after step {step}. Go on with: {resume_command(argv, world)}')
     else:

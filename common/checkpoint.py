@@ -290,7 +290,7 @@ def load_parts(folder, model: torch.nn.Module, up_to: int | None) -> tuple[dict,
             check_sums(path, ['state.json', *files[parallel.rank()::parallel.world()]])
             state = json.loads((path / 'state.json').read_text())
         except DAMAGE as caught:
-            error = str(caught)
+            error = str(caught) or type(caught).__name__
         error = parallel.first_of_all(error)
         if not error:
             weights, moments = parts_to_fill(path, model, folder)
@@ -309,14 +309,14 @@ def parts_to_fill(path: Path, model: torch.nn.Module, folder) -> tuple[dict, dic
 
     Raises UserError unless they fit the model.
     """
-    sizes, params = parallel.sizes_in_files(path), dict(model.named_parameters())
-    in_model = {name: torch.empty(size, device='meta') for name, size in sizes.items() if file_number(name) == 1}
+    in_files, params = parallel.tensors_in_files(path), dict(model.named_parameters())
+    in_model = {name: tensor for name, tensor in in_files.items() if file_number(name) == 1}
     check_weights(model, in_model, folder)
     moments = {}
-    for name in sizes.keys() - in_model.keys():
+    for name in in_files.keys() - in_model.keys():
         check_moment(name, params, folder)
         param = params[name.partition('/')[2]]
-        moments[name] = torch.zeros(()) if sizes[name] == () else torch.zeros_like(param)
+        moments[name] = torch.zeros(()) if in_files[name].dim() == 0 else torch.zeros_like(param)
     return {name: own_tensors(model)[name].detach() for name in in_model}, moments
 
 
@@ -353,7 +353,7 @@ def read_tensors(path: Path, name: str, files: list[str]) -> dict:
     if files == [name]:
         return load_file(path / name)
     number = FILES.index(name) + 1
-    sizes = {key: size for key, size in parallel.sizes_in_files(path).items() if file_number(key) == number}
-    tensors = {key: torch.empty(size) for key, size in sizes.items()}
+    tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in parallel.tensors_in_files(path).items()
+               if file_number(key) == number}
     parallel.read_parts(path, tensors)
     return tensors

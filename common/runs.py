@@ -60,17 +60,17 @@ UNSTATED = {'eval_seed': None}  # what older code did without a setting for it, 
 def model_file(name: str) -> ModuleType | SimpleNamespace:
     """The module model_<name>.py of the repository.
 
-    'gpn.NoDecay' is model_gpn.py with the subclass NoDecay of analysis/gpn_ablations.py in place of its Model. The name
+    'gpn.NoDecay' is model_gpn.py with the subclass NoDecay of analysis/gpn_edits.py in place of its Model. The name
     is checked, so that a stranger's run folder cannot name other code.
     """
     base, _, subclass = str(name).partition('.')
-    if subclass and (ROOT / f'analysis/{base}_ablations.py').is_file():
+    if subclass and (ROOT / f'analysis/{base}_edits.py').is_file():
         module = model_file(base)
-        of_file = vars(importlib.import_module(f'analysis.{base}_ablations')).values()
+        of_file = vars(importlib.import_module(f'analysis.{base}_edits')).values()
         classes = [value for value in of_file if inspect.isclass(value) and issubclass(value, module.Model)]
         known = {c.__name__: c for c in classes if c is not module.Model}
         if subclass not in known:
-            raise UserError(f'unknown model {name!r}: analysis/{base}_ablations.py has {", ".join(known)}')
+            raise UserError(f'unknown model {name!r}: analysis/{base}_edits.py has {", ".join(known)}')
         return SimpleNamespace(Config=module.Config, Model=known[subclass])
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
     if name not in known:

@@ -18,6 +18,9 @@ MODELS = {
     'standard': ['--model=standard', '--checkpoint_blocks=True'],
     'sps': ['--model=sps', '--window=4'],
     'nextlat': ['--model=nextlat', '--horizon=3'],
+    'mtp': ['--model=nextlat', '--objective=mtp', '--horizon=2'],
+    'jtp': ['--model=nextlat', '--objective=jtp', '--horizon=2'],
+    'bst': ['--model=bst'],
     # In one group: some of these read weights without calling modules. At a high learning rate they amplify rounding.
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
     'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
@@ -157,7 +160,7 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
         'n_layer': 2, 'n_head': 2, 'n_embd': 512, 'vocab_size': 2, 'n_ids': 1, 'eos_id': None}))
     assert parallel.gathered_bytes(no_head, False)[0] == 4 * (2 * 3 * 512 + 5 * block)
     held = 16 * (always + 3 * block) / 64 + parallel.gathered_bytes(model, False)[0]
-    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and AdamW, and gathered parts' in in_parts
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments, and gathered parts' in in_parts
     assert 'the largest micro_batch_size that does is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 

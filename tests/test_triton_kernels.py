@@ -145,7 +145,7 @@ def test_the_decoding_operator_keeps_pytorchs_rules(variant, kernels_device, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['standard', 'sps', pytest.param('reverse_sps', marks=pytest.mark.long)])
-def test_models_compile_to_one_graph(name, kernels_device):
+def test_models_compile_to_one_graph(name, kernels_device, loss_in_the_graph):
     model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)
     idx = torch.randint(0, 60, (2, 40), device=kernels_device)
     want = model(idx, idx)['loss']

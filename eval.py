@@ -51,7 +51,7 @@ import torch.distributed as dist
 from common.benchmarks import local_records, task_files
 from common.decoding import check_sampling, generate
 from common.files import UserError, first_line, friendly_errors, write_file
-from common.int8 import check_weights, prepare_weights
+from common.int8 import check_weights_setting, prepare_weights
 from common.llama import export_llama, import_llama
 from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
 from common.runs import check_vocabulary, load_run, run_data
@@ -107,7 +107,7 @@ class Settings:
         check_ranges(self, val_tokens=at_least_1, limit=at_least_1, n_prompts=at_least_1, prompt_tokens=at_least_1,
                      new_tokens=(2, inf), batch_size=at_least_1, batch_tokens=at_least_1, max_length=(2, inf))
         check_sampling(self.temperature)
-        check_weights(self.weights)
+        check_weights_setting(self.weights)
 
 
 # ---- lm-eval ----
@@ -303,9 +303,9 @@ def validation(model, record: dict, s: Settings, full=None) -> dict[str, float]:
     values = {'nats_per_token': nats, 'perplexity': perplexity(nats)}
     if full is not None:
         full_nats = validation_loss(full, *windows, from_logits=True)[0]['nll']
-        values |= {'with full weights': full_nats, 'int8 costs': nats - full_nats,
-                   'MiB of weights': weight_bytes(model.modules()) / 2 ** 20,
-                   'MiB of full weights': weight_bytes(full.modules()) / 2 ** 20}
+        values |= {'full_weights_nats': full_nats, 'int8_costs_nats': nats - full_nats,
+                   'mib_read_per_token': weight_bytes(model.modules()) / 2 ** 20,
+                   'full_weights_mib_read_per_token': weight_bytes(full.modules()) / 2 ** 20}
     values |= {name: mean for name, mean in parts.items() if name not in ('loss', 'nll')}
     if is_task:  # exact, on all its held-out rows
         values |= data.score(model, device, batch_size)

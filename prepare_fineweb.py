@@ -302,9 +302,8 @@ def prepare(name: str, s: Settings) -> None:
         save(position)  # by which the next start knows the folder
         max_tokens = -(-s.max_tokens // part_numbers(s.part)[1]) if s.part and s.max_tokens else s.max_tokens
         fill(writer, encoded(pool, batches(read, s, position), AHEAD), position, save, max_tokens, n_records)
-        if not writer.splits:
-            which = f'part {s.part} of {name}' if s.part else name
-            raise UserError(f'{which} has no records: expected some with a field {s.text_field!r}')
+        if not writer.splits and not s.part:  # a part may be empty, all of them may not
+            raise UserError(f'{name} has no records: expected some with a field {s.text_field!r}')
         if s.part:
             finish_part(writer, arguments)
         else:

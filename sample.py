@@ -30,7 +30,7 @@ os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wa
 
 from common.decoding import check_sampling, generate, roomy_cache
 from common.files import UserError, friendly_errors
-from common.int8 import check_weights, prepare_weights
+from common.int8 import check_weights_setting, prepare_weights
 from common.machine import pick_device, pick_dtype
 from common.runs import load_run, same_vocabulary
 from common.settings import check_ranges, load_settings
@@ -61,7 +61,7 @@ class Settings:
     def __post_init__(self):
         check_ranges(self, max_new_tokens=(1, inf), seed=(0, inf))
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-        check_weights(self.weights)
+        check_weights_setting(self.weights)
         try:
             (self.stop or '').encode()
         except UnicodeEncodeError:
@@ -240,8 +240,8 @@ def main(argv: list[str] | None = None) -> None:
         drafting, full_bytes = speculation(s, model, record, device), weight_bytes(model.modules())
         prepare_weights(model, s.weights)
         if s.weights is not None:
-            print(f'int8 weights: {weight_bytes(model.modules()) / 2**20:.1f} MiB, {full_bytes / 2**20:.1f} MiB before',
-                  file=sys.stderr)
+            print(f'int8 weights: a token reads {weight_bytes(model.modules()) / 2**20:.1f} MiB, '
+                  f'{full_bytes / 2**20:.1f} MiB before', file=sys.stderr)
         if not is_typed:
             return write_texts(s, model, tokenizer, record, texts, drafting)
         for text in typed_prompts():

@@ -24,6 +24,7 @@ import random
 import shlex
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wa
 import torch
 import torch.distributed as dist
 
-from common import parallel, runs
+from common import checkpoint, parallel, runs
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors
 from common.machine import (
@@ -47,7 +48,7 @@ from common.machine import (
     start_processes,
 )
 from common.memory import memory_by_rows
-from common.muon import MuonAndAdamW, is_hidden_matrix
+from common.muon import MuonAndAdamW, hidden_matrices
 from common.scoring import counted, validation_loss
 from common.settings import check_ranges, join_values, load_settings, saved_settings
 from common.speculative import longest_draft, speculative_generate
@@ -321,7 +322,9 @@ def print_memory(s, c, machine):
     most = math.ceil(s.batch_size / n_processes)  # sequences of a process
     n_rows = min(s.micro_batch_size, most)
     whole = 16 * n_params  # weights, gradients, two moments
-    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and AdamW'  # DDP has buckets besides
+    if s.optimizer == 'muon':
+        whole -= 4 * sum(p.numel() for p in hidden_matrices(model))  # which have one moment
+    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and moments'  # DDP has buckets besides
     evaluation = 0
     if s.parallel == 'fsdp' and n_processes > 1:
         n_shards = s.shard or n_processes
@@ -372,11 +375,11 @@ def read_weights(s, record):
     source = s.init_from
     if record and s.eval_only:
         source = s.out_dir
-    elif s.extend or record and runs.checkpoints(s.out_dir):
+    elif s.extend or record and checkpoint.checkpoints(s.out_dir):
         source = None
     if not source:
         return None, 0, None
-    state, files = runs.load_checkpoint(source, ('model.safetensors',))
+    state, files = checkpoint.load_checkpoint(source, ('model.safetensors',))
     return source, state['step'], files['model.safetensors']
 
 
@@ -436,8 +439,9 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
     """The optimizer; weight decay on tensors of two and more dimensions."""
     params = [p for p in model.parameters() if p.requires_grad]
     if s.optimizer == 'muon':
-        hidden = [p for p in params if is_hidden_matrix(p, model.config.vocab_size)]
-        params = [p for p in params if not is_hidden_matrix(p, model.config.vocab_size)]
+        of_muon = hidden_matrices(model)
+        hidden = [p for p in params if p in of_muon]
+        params = [p for p in params if p not in of_muon]
     groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': s.weight_decay},
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
     adamw = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=True)
@@ -559,20 +563,19 @@ def read_skips(s, step, skips, lr) -> int:
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
         raise UserError(f'the gradients were not finite three steps in a row, up to step {step}, at a learning rate of '
-                        f'{lr:.2e}; these steps changed nothing. {runs.last_good(s.out_dir)}')
+                        f'{lr:.2e}; these steps changed nothing. {checkpoint.last_good(s.out_dir)}')
     if n_skipped:
         say(f'step {step}: {n_skipped} steps skipped since the last line of the log: their gradients were not finite')
     skips[0] = 0
     return n_skipped
 
 
-def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log, wandb, stop):
+def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log, wandb, stop, saving):
     """The loop, from `step` to n_steps or until `stop` is not empty: (step, seconds of training, whether stopped).
 
     The same model in three forms: as it is, compiled, and wrapped for several processes. Only the first process has a
-    log.
+    log. saving: see `save`.
     """
-    saving = None  # a checkpoint that is still being written
     progress = make_progress()
     tokens_per_step = s.batch_size * s.block_size
     peak = flops = None
@@ -597,6 +600,8 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         speed = (step - since_step) * tokens_per_step / (now - since)
         lr = optimizer.param_groups[0]['lr']
         n_skipped = read_skips(s, step, skips, lr)
+        for written in filter(Future.done, saving):
+            written.result()  # raises what went wrong, while there is time to make room
         line = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr,
                 'tokens_per_s': speed}
         if flops:
@@ -623,20 +628,20 @@ def train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seco
         if log and (save_due or stopping):
             os.fsync(log.fileno())  # never behind the checkpoint
         if save_due or stopping:
-            saving = save(s, model, optimizer, step, seconds, saving)
+            save(s, model, optimizer, step, seconds, saving)
         since, since_step = time.perf_counter(), step  # evaluation and saving are not training time
-    if saving:
-        saving.result()
     return step, seconds, stopping
 
 
-def save(s, model, optimizer, step, seconds, saving=None):
-    """A checkpoint, when the one before is written: a Future of one that is written behind, else None."""
-    if saving:
-        saving.result()
+def save(s, model, optimizer, step, seconds, saving):
+    """Saves a checkpoint, when the one before is written. saving: Futures of those that are written behind training."""
+    for written in saving:
+        written.result()
+    saving.clear()
     if parallel.rank() == 0 or parallel.is_sharded(model):
-        return runs.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints,
-                                  last_before_decay(s))
+        written = checkpoint.save_training(s.out_dir, model, optimizer, step, seconds, s.keep_checkpoints,
+                                           last_before_decay(s))
+        saving += [written] if written else []
 
 
 # ---- the story ----
@@ -685,7 +690,7 @@ def run(s, c, data, record, machine, argv):
           + (f', weights in parts on {s.shard or world} processes' if is_sharded else ''))
     source, source_step, weights = read_weights(s, record)
     if source:
-        runs.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
+        checkpoint.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
     if s.dry_run:
         print_memory(s, c, machine)
         return
@@ -719,12 +724,17 @@ def run(s, c, data, record, machine, argv):
         log, wandb = runs.open_log(s.out_dir, step), start_wandb(s, c)
         if scan:
             log.write(runs.log_line({'step': step, **scan}))
-    if is_extension(s) and (saving := save(s, model, optimizer, step, seconds)):
-        saving.result()
+    saving = []
+    if is_extension(s):
+        save(s, model, optimizer, step, seconds, saving)
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
-    with log or contextlib.nullcontext(), caught_signals() as stop:
-        step, seconds, stopped = train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds, log,
-                                       wandb, stop)
+    try:
+        with log or contextlib.nullcontext(), caught_signals() as stop:
+            step, seconds, stopped = train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds,
+                                           log, wandb, stop, saving)
+    finally:
+        for written in saving:  # as long as this process holds the folder's lock
+            written.result()
     if stopped:
         say(f'stopped after step {step}. Go on with: {resume_command(argv, world)}')
     else:
@@ -736,17 +746,17 @@ def run(s, c, data, record, machine, argv):
 def restore(s, model, optimizer) -> tuple[int, float]:
     """(step, seconds of training) of the checkpoint that training goes on from, loaded."""
     if not is_extension(s):
-        if s.extend and not runs.checkpoints(s.out_dir):
+        if s.extend and not checkpoint.checkpoints(s.out_dir):
             raise UserError(f'{s.out_dir} was stopped before it had the weights of {s.extend}: start it once more, '
                             f'with --extend={s.extend} --max_tokens={s.max_tokens} --overwrite in place of --resume')
-        return runs.restore_training(s.out_dir, model, optimizer)
+        return checkpoint.restore_training(s.out_dir, model, optimizer)
     saved = saved_settings(Settings, runs.read_run(s.extend)['settings'], f'{s.extend}/config.json')
     up_to = last_before_decay(saved)
-    if not any(up_to is None or runs.step_of(path) <= up_to for path in runs.checkpoints(s.extend)):
+    if not any(up_to is None or checkpoint.step_of(path) <= up_to for path in checkpoint.checkpoints(s.extend)):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
         raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train anew with more '
                         'max_tokens')
-    return runs.restore_training(s.extend, model, optimizer, up_to)
+    return checkpoint.restore_training(s.extend, model, optimizer, up_to)
 
 
 def start_folder(s, c, data, machine):

@@ -1,12 +1,6 @@
-"""What each part of a GPN adds: five subclasses of `model_gpn.Model`, each with one equation edited, beside GPN itself.
+"""What each part of a GPN adds: GPN and the five models of gpn_edits.py, each with one of its equations edited.
 
     python -m analysis.gpn_ablations --out_dir=out/gpn_ablations
-
-A subclass is an edit of the equations alone. scans/gpn.py has none of them: `choose_scan` finds that it differs, and
-they train, evaluate and decode by `Model.loop`. Each is a model of its own for every script:
-
-    python train.py config/gpn_quick.py --model=gpn.NoDecay --out_dir=out/no_decay
-    python sample.py out/no_decay "Return the"
 
 All train on the same tokens, with the same settings and every seed. Runs that are done are not trained again, one that
 was interrupted goes on. Writes gpn_ablations.csv and gpn_ablations.md in out_dir: the mean final validation loss with
@@ -31,53 +25,10 @@ from bench import markdown_table
 from common.files import UserError, friendly_errors, write_file
 from common.runs import make_config, model_file, read_run, saved_config
 from common.settings import check_ranges, load_settings
-from model_gpn import Model, Write
-
-# ---- the edits ----
-
-
-class GateAtOne(Model):
-    """Eq. 4 with its gate at 1: all of the predicted state is carried on."""
-
-    def ground(self, u, s):
-        return s + u
-
-
-class NoGrounding(Model):
-    """A recurrent net as others: the grounded state is carried on, and what was predicted from it is decoded only."""
-
-    def step(self, u, s, g, memory):
-        return super().step(u, g, g, memory)
-
-
-class KeyFromThisState(Model):
-    """Eq. 8 with the key, as the value, from this grounded state: the memory learns no transition."""
-
-    def predict(self, last, g, memory):
-        return super().predict(g, g, memory)
-
-
-class NoWriteGate(Model):
-    """Eq. 9 with beta = 1: every token is written whole."""
-
-    class write_type(Write):
-        def strength(self, g):
-            return torch.ones_like(super().strength(g))
-
-
-class NoDecay(Model):
-    """Eq. 9 with gamma = 0: the memory forgets nothing by itself, a write corrects it."""
-
-    class write_type(Write):
-        def log_decay(self, g):
-            return torch.zeros_like(super().log_decay(g))
-
 
 NAMES = {'GPN': 'gpn', 'gate at 1': 'gpn.GateAtOne', 'no grounding': 'gpn.NoGrounding',
          'key from this state': 'gpn.KeyFromThisState', 'no write gate': 'gpn.NoWriteGate', 'no decay': 'gpn.NoDecay'}
 
-
-# ---- their table ----
 
 @dataclass
 class Settings:
@@ -149,7 +100,8 @@ def main(argv: list[str] | None = None) -> None:
         out = Path(s.out_dir)
         out.mkdir(parents=True, exist_ok=True)
         runs = {name: [out / f'{model}_seed{seed}' for seed in range(1, s.seeds + 1)] for name, model in NAMES.items()}
-        train_all({run: [*arguments(s), f'--model={NAMES[name]}', f'--seed={seed}']
+        train_all({run: [*arguments(s), f'--model={NAMES[name]}', f'--seed={seed}',
+                         *(['--scan=loop'] if '.' in NAMES[name] else [])]  # there is no fast form of an edit
                    for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, s.jobs)
         rows = table(runs)
         write_csv(out / 'gpn_ablations.csv', rows)

@@ -14,14 +14,14 @@ if __name__ == '__main__':
 
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
 import torch.nn.functional as F
 
 from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import group, not_comparable
+from analysis.loss_curves import distinct, group, not_comparable
 from analysis.outcomes import settings_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
@@ -102,7 +102,7 @@ def measure(run: str, s: Settings) -> list[float]:
     """Trains probes on a run's states: their validation nats at offsets 1, 2, ..."""
     device = pick_device(s.device)
     model, record = load_run(run, device)
-    data, t = run_data(record, s.data), settings_of(run)
+    data, t = run_data(record, s.data), replace(settings_of(run), optimizer='adamw')  # which takes heads
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows have no text to probe for: give --data=FOLDER')
     check_vocabulary(record, data, run)
@@ -149,6 +149,7 @@ def main(argv: list[str] | None = None) -> None:
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.probes RUN RUN ... --out=NAME, next-token runs first')
+        runs = distinct(runs)
         if warning := not_comparable(runs):
             print(warning, file=sys.stderr)
         out = output_path(s.out, runs, 'probes')

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from analysis.outcomes import final_loss
+from common.checkpoint import checkpoints
 from common.files import ROOT, UserError
-from common.runs import checkpoints
 
 STEP = 1.5  # ratio of neighbouring learning rates
 

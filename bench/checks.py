@@ -24,7 +24,7 @@ import torch
 
 import train
 from bench import progress, write_results
-from common import machine, runs
+from common import checkpoint, machine, runs
 from data.shards import MIB, Data, write_data
 from data.tokenizers import Tokenizer
 
@@ -135,7 +135,7 @@ def sum_of_checks(model, optimizer, checked, mapped, s, here, parts, norm, skips
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     updates = in_turn({'found_inf': optimizer.step, 'plain': lambda: step_without(optimizer)}, rounds=calls // 3)
-    tensors = {'model': runs.own_tensors(model),
+    tensors = {'model': checkpoint.own_tensors(model),
                'optimizer': {f'{i} {key}': value for i, state in enumerate(optimizer.state.values())
                              for key, value in state.items()}}
     return {
@@ -149,7 +149,7 @@ def sum_of_checks(model, optimizer, checked, mapped, s, here, parts, norm, skips
         "crc32 of the log's line": seconds_of(lambda: zlib.crc32(text), calls) / s.log_interval,
         'launcher still there': seconds_of(here.is_orphan, calls),
         'finite weights and moments before they are saved':
-            seconds_of(lambda: [runs.not_finite(part) for part in tensors.values()], 3) / s.save_interval,
+            seconds_of(lambda: [checkpoint.not_finite(part) for part in tensors.values()], 3) / s.save_interval,
     }
 
 

@@ -98,14 +98,12 @@ def innermost_loops(lines):
 def resources(built):
     """Registers of a thread, bytes of stack, bytes of shared memory; spilled registers live on the stack.
 
-    How many instructions there are for matrix products of a warp group (HGMMA), of one warp (HMMA, slower on an H100)
-    and for a thread's own memory (local).
+    How many products of a warp group (wgmma, HGMMA in machine code) the source for the assembler has, and of one warp
+    (mma, slower on an H100).
     """
-    usage, code = run_tool('cuobjdump', '-res-usage', built=built), disassembled(built)
-    n_lines = lambda names: sum(bool(re.search(rf'\b({names})\b', line)) for line in code)
+    usage, source = run_tool('cuobjdump', '-res-usage', built=built), built.asm['ptx']
     return {'registers': int(re.search(r'REG:(\d+)', usage)[1]), 'stack': int(re.search(r'STACK:(\d+)', usage)[1]),
-            'shared': built.metadata.shared, 'HGMMA': n_lines('HGMMA'), 'HMMA': n_lines('HMMA'),
-            'local': n_lines('LDL|STL')}
+            'shared': built.metadata.shared, 'wgmma': source.count('wgmma.mma_async'), 'mma': source.count('mma.sync')}
 
 
 class Recorder:
@@ -257,8 +255,8 @@ def main(argv=None):
         rows = [row for rows in pool.map(build, short_variants() if short else variants()) for row in rows]
     print(markdown_table(rows))
     trained = 'forward_kernel', 'query_gradient_kernel', 'key_gradient_kernel'
-    bad = [row for row in rows if row['stack'] > 0 or row['local'] > 0 or row['shared'] > SHARED_LIMIT
-           or row['kernel'] in trained and row['dtype'] != 'fp32' and (row['HGMMA'] == 0 or row['HMMA'] > 0)]
+    bad = [row for row in rows if row['stack'] > 0 or row['shared'] > SHARED_LIMIT
+           or row['kernel'] in trained and row['dtype'] != 'fp32' and (row['wgmma'] == 0 or row['mma'] > 0)]
     if bad:
         sys.exit(f'\nbench.compiled: these spill registers, ask for more than {SHARED_LIMIT} bytes of shared memory or '
                  f'do not use HGMMA: choose other tiles\n\n{markdown_table(bad)}')

@@ -27,7 +27,7 @@ from common.files import UserError
 X_ZERO = 128  # x8 is passed as x8 + 128, of 8 bits without a sign
 
 
-def check_weights(weights: str | None) -> None:
+def check_weights_setting(weights: str | None) -> None:
     """Raises UserError for a --weights that there is not."""
     if weights not in (None, 'int8'):
         raise UserError(f'weights is {weights!r}: expected int8, or leave it out for the weights as they were trained')

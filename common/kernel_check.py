@@ -33,7 +33,8 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
     {'loss', 'attention' or 'decoding': why it is refused}; None where no kernel runs, or with KERNEL_CHECK=0. It is
     done once in a process. With several processes all must come here, and what one refuses none uses.
     """
-    if not KERNEL_CHECK or K.REFERENCE or not K.use_triton(torch.empty(0, device=device, dtype=dtype)):
+    has_kernels = K.triton is not None and (device.type == 'cuda' or K.KERNELS_ON_CPU) and dtype != torch.float64
+    if not KERNEL_CHECK or K.REFERENCE or not has_kernels:
         return None
     start, largest, failed = time.perf_counter(), 0.0, {}
     case, checks = (device, dtype, head_size, group, two_streams), {'loss': _loss_differences}

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import runs
+from common import checkpoint, runs
 from common.runs import UserError, first_line
 from data.shards import keep_tokenizer
 from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
@@ -109,7 +109,7 @@ def export_llama(run, folder) -> None:
     for setting, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
         if getattr(c, setting) != plain:
             raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which a Llama has not')
-    tensors = runs.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
+    tensors = checkpoint.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
     n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
     config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
     config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
@@ -149,7 +149,7 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
         shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
     tensors = read_tensors(folder, c, n_rows, shapes)
     with runs.claimed(run, is_new=True, overwrite=False):
-        runs.save_checkpoint(run, 0, {'model.safetensors': tensors}, {'step': 0})
+        checkpoint.save_checkpoint(run, 0, {'model.safetensors': tensors}, {'step': 0})
         runs.save_run(run, {
             'model': 'standard', 'settings': {'block_size': block_size, 'data': ''},
             'model_config': dataclasses.asdict(c),

@@ -25,6 +25,7 @@ class MuonAndAdamW:
         self.adamw.zero_grad(set_to_none)
 
 
-def is_hidden_matrix(p: torch.Tensor, vocab_size: int) -> bool:
-    """Whether Muon is meant for a parameter: a matrix between hidden vectors, not one with a row for each id."""
-    return p.dim() == 2 and p.shape[0] != vocab_size
+def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The weights that Muon is meant for: those of linear layers, but for heads, which have a row for each id."""
+    return {module.weight for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and not name.endswith('head')}

@@ -165,11 +165,12 @@ def writers() -> dist.ProcessGroup:
     return dist.new_group(backend='gloo')
 
 
-def sizes_in_files(folder) -> dict[str, torch.Size]:
-    """{name: whole size} of the tensors in a folder's safetensors files, whole or in parts."""
+def tensors_in_files(folder) -> dict[str, torch.Tensor]:
+    """{name: tensor without storage}, of the tensors in a folder's safetensors files, whole or in parts."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: tensor.size for name, tensor in found.items()}
+    return {name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device='meta')
+            for name, tensor in found.items()}
 
 
 def read_parts(folder, tensors: dict) -> None:

@@ -216,6 +216,7 @@ def fake_gpu():
                 patch(torch.cuda, 'device_of', contextlib.nullcontext),
                 patch(torch.cuda, 'Stream', _Stream), patch(torch.cuda, 'current_stream', _Stream),
                 patch(torch.cuda, 'stream', contextlib.nullcontext),
+                patch(torch.cuda, 'graph_pool_handle', lambda: None),
                 patch(torch.cuda, 'CUDAGraph', _Graph), patch(torch.cuda, 'graph', gpu.capture)):
             patches.enter_context(patched)
         torch._dynamo.reset()

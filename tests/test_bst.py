@@ -133,7 +133,7 @@ def test_the_hidden_layer_of_all_pairs_is_not_kept_for_the_backward():
     assert large - small < 0.1 * n_pairs * 64 * 4
 
 
-def test_compiled_it_is_one_graph_of_the_same_loss():
+def test_compiled_it_is_one_graph_of_the_same_loss(loss_in_the_graph):
     model = make(eos_id=EOS, n_layer=1)
     tokens = torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(0))
     compiled = torch.compile(model, backend='eager', fullgraph=True)

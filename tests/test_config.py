@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, run
 
 import train
-from common import runs
+from common import checkpoint, runs
 from common.files import UserError
 from common.settings import load_settings, saved_settings
 
@@ -247,7 +247,7 @@ def test_a_model_too_large_for_this_machine_is_a_sentence(values):
 def test_sizes_in_config_json_that_are_not_the_weights_own_are_a_sentence(tmp_path):
     """Before memory is taken for them."""
     model = runs.model_file('standard').Model(runs.make_config('standard', VOCABULARY | dict(n_layer=1, n_embd=24)))
-    runs.save_checkpoint(tmp_path, 1, {'model.safetensors': dict(model.named_parameters())}, {'step': 1})
+    checkpoint.save_checkpoint(tmp_path, 1, {'model.safetensors': dict(model.named_parameters())}, {'step': 1})
     runs.save_run(tmp_path, record_of('standard', n_layer=1, n_embd=10 ** 6, n_head=1))
     with pytest.raises(UserError, match='embed.weight has shape'):
         runs.load_run(tmp_path)
@@ -356,29 +356,29 @@ def test_a_config_json_that_is_none_is_a_sentence(tmp_path, content):
 @pytest.fixture
 def run_folder(tmp_path):
     for step in (1, 2):
-        runs.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}},
+        checkpoint.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}},
                              {'step': step})
     return tmp_path
 
 
 def load(folder):
-    state, files = runs.load_checkpoint(folder, ('model.safetensors',))
+    state, files = checkpoint.load_checkpoint(folder, ('model.safetensors',))
     return state['step'], files['model.safetensors']['w'][0].item()
 
 
 def test_the_newest_whole_checkpoint_is_loaded_and_old_ones_go(run_folder):
     assert load(run_folder) == (2, 2.0)
-    runs.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.zeros(3)}}, {'step': 3})
-    assert [p.name for p in runs.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
+    checkpoint.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.zeros(3)}}, {'step': 3})
+    assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
 
 
 def test_a_new_checkpoint_outlives_damaged_ones_with_higher_steps(run_folder):
     for step in (8, 9):
         shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
         (run_folder / f'ckpt/step_0000000{step}/model.safetensors').write_bytes(b'')
-    runs.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
+    checkpoint.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
     assert load(run_folder) == (3, 3.0)
-    assert [p.name for p in runs.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
+    assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
 
 
 @pytest.mark.parametrize('name, damage', [
@@ -396,7 +396,7 @@ def test_no_whole_checkpoint_is_a_sentence(run_folder):
     for path in run_folder.glob('ckpt/*/model.safetensors'):
         path.unlink()
     with pytest.raises(UserError, match='has no whole checkpoint to load'):
-        runs.load_checkpoint(run_folder)
+        checkpoint.load_checkpoint(run_folder)
 
 
 def test_a_pickle_is_never_executed(run_folder, tmp_path):
@@ -405,7 +405,7 @@ def test_a_pickle_is_never_executed(run_folder, tmp_path):
             return (open, (str(tmp_path / 'executed'), 'w'))
     import hashlib
     import pickle
-    for folder in runs.checkpoints(run_folder):
+    for folder in checkpoint.checkpoints(run_folder):
         evil = pickle.dumps(Evil())
         (folder / 'model.safetensors').write_bytes(evil)
         sums = folder / 'SHA256SUMS'
@@ -419,6 +419,6 @@ def test_a_pickle_is_never_executed(run_folder, tmp_path):
 def test_weights_of_another_shape_are_a_sentence():
     model = torch.nn.Linear(2, 3)
     with pytest.raises(UserError, match=r'weight has shape \(3, 4\), the model needs \(3, 2\)'):
-        runs.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
+        checkpoint.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
     with pytest.raises(UserError, match='bias is only in the model'):
-        runs.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')
+        checkpoint.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')

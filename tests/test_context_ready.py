@@ -13,7 +13,7 @@ from conftest import assert_sentence, run, train_tiny
 import analysis.context_ready
 import attn_kernels
 import model_context_ready
-from common import files, runs
+from common import checkpoint, files, runs
 from config.context_ready import wiki_d6_c446
 from data import open_data
 from model_context_ready import FFN, Block, Config, Model, fast
@@ -805,4 +805,4 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     for values, part in ((dict(variant='tied'), 'tied'), (dict(n_embd=32), 'shape')):
         model = make(**(dict(vocab_size=320, n_ids=257, n_embd=16) | values))
         with pytest.raises(files.UserError, match=part):
-            runs.load_weights(model, runs.adopted(model, dict(source.named_parameters()), 'out/x'), 'out/x')
+            checkpoint.load_weights(model, runs.adopted(model, dict(source.named_parameters()), 'out/x'), 'out/x')

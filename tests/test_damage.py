@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import assert_sentence, run, train_tiny
 
-from common import runs
+from common import checkpoint, runs
 from common.files import UserError
 from data.shards import Data
 
@@ -34,7 +34,7 @@ def trained(tiny_data, tmp_path_factory):
 
 
 def weights(out):
-    return runs.load_checkpoint(out, ('model.safetensors',))[1]['model.safetensors']
+    return checkpoint.load_checkpoint(out, ('model.safetensors',))[1]['model.safetensors']
 
 
 def test_a_flipped_bit_in_a_log_costs_its_line_alone_and_is_said(trained, tmp_path, capsys):

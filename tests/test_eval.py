@@ -241,7 +241,7 @@ def test_results_are_printed_before_they_are_written(trained, monkeypatch, capsy
 def test_a_loss_beyond_every_number_is_inf_on_the_screen_and_null_in_json(trained, monkeypatch, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
     (out / 'eval.jsonl').unlink(missing_ok=True)
-    monkeypatch.setattr(judge, 'validation_loss', lambda *_: ({'nll': 1e4}, 64))
+    monkeypatch.setattr(judge, 'validation_loss', lambda *_, **options: ({'nll': 1e4}, 64))
     result = run('eval.py', out, '--val')
     assert result.returncode == 0 and ' inf\n' in result.stdout, result.stderr
 

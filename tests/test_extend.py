@@ -4,7 +4,7 @@ import shutil
 import pytest
 from conftest import STEP_TOKENS, assert_sentence, config_json, run, train_tiny
 
-from common import runs
+from common import checkpoint, runs
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short
 
 
 def test_the_checkpoint_before_the_decay_is_made_and_stays(short):
-    assert [path.name[-2:] for path in runs.checkpoints(short)] == ['20', '19', '18']
+    assert [path.name[-2:] for path in checkpoint.checkpoints(short)] == ['20', '19', '18']
 
 
 def test_a_constant_run_goes_on_from_its_newest_checkpoint(tiny_data, tmp_path):

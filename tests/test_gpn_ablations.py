@@ -79,7 +79,7 @@ def test_the_fast_form_notices_each_edit_and_decoding_follows_it(name, capsys):
 
 
 def test_a_name_that_no_subclass_has_is_a_sentence(tmp_path):
-    for name, sentence in (('gpn.NoSuch', 'unknown model \'gpn.NoSuch\': analysis/gpn_ablations.py has GateAtOne, No'),
+    for name, sentence in (('gpn.NoSuch', 'unknown model \'gpn.NoSuch\': analysis/gpn_edits.py has GateAtOne, No'),
                            ('gpn.Write', 'unknown model'), ('gpn.Model', 'unknown model'),
                            ('../gpn.NoDecay', 'unknown model'), ('standard.NoDecay', "unknown model 'standard.NoDe")):
         assert_sentence(run('train.py', f'--model={name}', f'--out_dir={tmp_path}/out'), sentence)

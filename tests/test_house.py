@@ -5,7 +5,8 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory', 'muon', 'kernel_check', 'parallel', 'int8'}
+          'memory', 'muon', 'kernel_check', 'parallel', 'int8',
+          'checkpoint'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
@@ -13,8 +14,9 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.machine': {'common.files'},
     'data': {'data', 'common.start', 'common.files', 'common.settings', 'common.decoding'},
     'common.parallel': {'common.files'},
-    'common.runs': {'common.files', 'common.settings', 'common.kernel_check', 'common.parallel', 'data'},
-    'common.llama': {'common.runs', 'data'},
+    'common.checkpoint': {'common.files', 'common.parallel'},
+    'common.runs': {'common.files', 'common.settings', 'common.checkpoint', 'common.kernel_check', 'data'},
+    'common.llama': {'common.runs', 'common.checkpoint', 'data'},
     'common.decoding': {'common.files'},
     'common.int8': {'common.files', 'common.decoding'},
     'common.speculative': {'common.decoding'},

@@ -115,7 +115,7 @@ def test_evaluation_shows_what_the_rounding_costs(trained):
     values = read_records(trained / 'eval.jsonl')[-1]['results']['val']
     run('eval.py', trained, '--val', '--dtype=float32', '--device=cpu')
     own = read_records(trained / 'eval.jsonl')[-1]['results']['val']['nats_per_token']
-    assert abs(values['with full weights'] - own) < 0.1  # the padding of the vocabulary has a share in training's loss
-    assert values['int8 costs'] == values['nats_per_token'] - values['with full weights']
-    assert 0 < abs(values['int8 costs']) < 0.01
-    assert values['MiB of weights'] < 0.3 * values['MiB of full weights']
+    assert abs(values['full_weights_nats'] - own) < 0.1  # the padding of the vocabulary has a share in training's loss
+    assert values['int8_costs_nats'] == values['nats_per_token'] - values['full_weights_nats']
+    assert 0 < abs(values['int8_costs_nats']) < 0.01
+    assert values['mib_read_per_token'] < 0.3 * values['full_weights_mib_read_per_token']

@@ -6,9 +6,10 @@ import torch
 from conftest import assert_sentence, run
 from test_train import losses, train_tiny
 
+import model_gdn
 import model_nextlat
 import train
-from common.muon import is_hidden_matrix
+from common.muon import hidden_matrices
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_muon_takes_the_matrices_between_hidden_vectors_and_adamw_the_rest(model
     other, s = copy.deepcopy(model), train.Settings(optimizer='muon', learning_rate=0.01)
     optimizer = train.make_optimizer(model, s)
     named = dict(model.named_parameters())
-    of_muon = {name for name, p in named.items() if is_hidden_matrix(p, 64)}
+    of_muon = {name for name, p in named.items() if p in hidden_matrices(model)}
     assert of_muon == {name for name in named if name.endswith('.weight') and 'norm' not in name} - {
         'embed.weight', 'head.weight'}
     assert sum(len(group['params']) for group in optimizer.param_groups) == len(named)
@@ -42,6 +43,12 @@ def test_muon_takes_the_matrices_between_hidden_vectors_and_adamw_the_rest(model
         torch.optim.AdamW([p for name, p in theirs.items() if name not in of_muon and p.dim() in dims], lr=0.01,
                           betas=(0.9, 0.95), weight_decay=decay, fused=True).step()
     assert all(torch.equal(p, theirs[name]) for name, p in named.items())
+
+
+def test_muon_leaves_short_convolutions_to_adamw():
+    model = model_gdn.Model(model_gdn.Config(n_layer=1, n_head=1, n_embd=64, vocab_size=64, n_ids=60, eos_id=59))
+    others = {name for name, p in model.named_parameters() if p.dim() == 2 and p not in hidden_matrices(model)}
+    assert others == {'embed.weight', 'head.weight', 'blocks.0.conv'}
 
 
 def test_a_step_whose_gradients_are_not_finite_changes_nothing(model):

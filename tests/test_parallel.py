@@ -10,7 +10,7 @@ from conftest import ROOT, STEP_TOKENS, TINY, run, run_apart
 from test_damage import flip_a_bit
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common import parallel, runs
+from common import checkpoint, parallel, runs
 from common.files import UserError
 
 STEPS = 50
@@ -18,6 +18,9 @@ MODELS = {
     'standard': ['--model=standard', '--checkpoint_blocks=True'],
     'sps': ['--model=sps', '--window=4'],
     'nextlat': ['--model=nextlat', '--horizon=3'],
+    'mtp': ['--model=nextlat', '--objective=mtp', '--horizon=2'],
+    'jtp': ['--model=nextlat', '--objective=jtp', '--horizon=2'],
+    'bst': ['--model=bst'],
     # In one group: some of these read weights without calling modules. At a high learning rate they amplify rounding.
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
     'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
@@ -63,8 +66,8 @@ def is_close(have, want):
 def goes_on_from(source, out, step):
     """A copy of a run folder as a kill after the checkpoint of a step leaves it."""
     shutil.copytree(source, out)
-    for path in runs.checkpoints(out):
-        if runs.step_of(path) > step:
+    for path in checkpoint.checkpoints(out):
+        if checkpoint.step_of(path) > step:
             shutil.rmtree(path)
     return out
 
@@ -85,7 +88,7 @@ def trained(tiny_data, tmp_path_factory):
 @pytest.mark.parametrize('model', QUICK)
 def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
     assert is_close(losses(trained / f'{model}_fsdp'), losses(trained / f'{model}_ddp'))
-    assert {path.name for path in runs.checkpoints(trained / f'{model}_fsdp')[0].glob('*.safetensors')} == {
+    assert {path.name for path in checkpoint.checkpoints(trained / f'{model}_fsdp')[0].glob('*.safetensors')} == {
         f'shard-0000{rank}-model-0000{number}-of-00002.safetensors' for rank in (1, 2) for number in (1, 2)}
 
 
@@ -101,10 +104,10 @@ def test_one_process_goes_on_from_what_two_have_saved_in_parts(trained, tmp_path
 def test_a_checkpoint_in_parts_is_read_as_one_file_is(trained, tmp_path):
     """sample.py, eval.py and --init_from give the same of both."""
     parts = trained / 'sps_fsdp'
-    state, files = runs.load_checkpoint(parts)
+    state, files = checkpoint.load_checkpoint(parts)
     whole = shutil.copytree(parts, tmp_path / 'whole')
     shutil.rmtree(whole / 'ckpt')
-    runs.save_checkpoint(whole, STEPS, files, state)
+    checkpoint.save_checkpoint(whole, STEPS, files, state)
     assert (whole / f'ckpt/step_{STEPS:08d}/model.safetensors').exists()
     of_parts, of_whole = (run('sample.py', out, 'ab', '--max_new_tokens=8') for out in (parts, whole))
     assert of_parts.returncode == 0 and of_parts.stdout == of_whole.stdout, of_parts.stderr
@@ -120,7 +123,7 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
     out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 30)
     flip_a_bit(out / 'ckpt/step_00000030/shard-00002-model-00001-of-00002.safetensors', random.Random(0))
     (out / 'ckpt/step_00000020/shard-00001-model-00001-of-00002.safetensors').unlink()
-    assert runs.load_checkpoint(out, ('model.safetensors',))[0]['step'] == 10
+    assert checkpoint.load_checkpoint(out, ('model.safetensors',))[0]['step'] == 10
     said = capsys.readouterr().err
     assert 'step_00000030 is damaged (shard-00002-model-00001-of-00002.safetensors does not match' in said
     assert 'step_00000020 is damaged (shard-00001-model-00001-of-00002.safetensors is missing)' in said
@@ -157,7 +160,7 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
         'n_layer': 2, 'n_head': 2, 'n_embd': 512, 'vocab_size': 2, 'n_ids': 1, 'eos_id': None}))
     assert parallel.gathered_bytes(no_head, False)[0] == 4 * (2 * 3 * 512 + 5 * block)
     held = 16 * (always + 3 * block) / 64 + parallel.gathered_bytes(model, False)[0]
-    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and AdamW, and gathered parts' in in_parts
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments, and gathered parts' in in_parts
     assert 'the largest micro_batch_size that does is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 
@@ -209,13 +212,13 @@ def test_all_processes_take_the_checkpoint_before_a_damaged_one(trained, tmp_pat
 # Ends all processes while a checkpoint is written behind, as kill -9 does.
 KILLED = '''
 import os, sys
-from common import runs
+from common import checkpoint
 import train
-def publish_checkpoint(folder, step, publish=runs.publish_checkpoint):
+def publish_checkpoint(folder, step, publish=checkpoint.publish_checkpoint):
     if step == 20:
         os.kill(os.getpid(), 9)
     publish(folder, step)
-runs.publish_checkpoint = publish_checkpoint
+checkpoint.publish_checkpoint = publish_checkpoint
 train.main(sys.argv[1:])
 '''
 
@@ -227,7 +230,7 @@ def test_a_kill_while_parts_are_written_leaves_the_checkpoint_before(tiny_data, 
     result = run_apart('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', tmp_path / 'killed.py',
                        *args, env={**os.environ, 'PYTHONPATH': str(ROOT)})
     assert result.returncode != 0
-    assert [path.name for path in runs.checkpoints(tmp_path / 'run')] == ['step_00000010']
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000010']
     result = train_several(tmp_path, 2, [[*args, '--resume']])
     assert result.returncode == 0 and 'from step 10;' in result.stdout, result.stderr
     assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))

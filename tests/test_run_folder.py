@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, run_apart, train_tiny
 from safetensors.torch import load_file, save_file
 
-from common import machine, runs
+from common import checkpoint, machine, runs
 from common.files import UserError, friendly_errors, locked, sha256
 
 
@@ -109,7 +109,7 @@ def test_processes_whose_launcher_is_killed_save_and_end(tiny_data, tmp_path):
     while time.time() < deadline and processes_with(out):
         time.sleep(0.05)
     assert not processes_with(out)
-    assert runs.load_checkpoint(out)[0]['step'] == runs.read_log(out)[-1]['step']
+    assert checkpoint.load_checkpoint(out)[0]['step'] == runs.read_log(out)[-1]['step']
 
 
 def processes_with(argument):
@@ -222,7 +222,7 @@ def test_stray_files_are_no_checkpoints_and_files_have_the_usual_permissions(tra
     out = shutil.copytree(trained, tmp_path / 'run')
     (out / 'ckpt/step_00000099').write_text('a file')
     (out / 'ckpt/step_00000098.bak').mkdir()
-    assert runs.load_checkpoint(out)[0]['step'] == 10
+    assert checkpoint.load_checkpoint(out)[0]['step'] == 10
     umask = os.umask(0)
     os.umask(umask)
     for path in trained.rglob('*'):
@@ -291,7 +291,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_data, tmp_path):
         result = train_poisoned(tiny_data, out, kind, [7])
         assert_sentence(result, f'after step 7, {tensor} holds numbers that are not finite', 'step_00000006')
         assert_checkpoints_are_finite(out)
-        assert runs.load_checkpoint(out)[0]['step'] == 6
+        assert checkpoint.load_checkpoint(out)[0]['step'] == 6
 
 
 @pytest.mark.long

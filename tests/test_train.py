@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, config_json, run, run_apart, train_tiny
 
 import train
-from common import machine, runs
+from common import checkpoint, machine, runs
 from common.memory import LiveBytes, memory_by_rows
 from common.scoring import counted
 from data import open_data
@@ -47,7 +47,8 @@ def test_a_run_learns_and_leaves_its_records(undisturbed):
     assert (undisturbed / 'loss.png').read_bytes()[:4] == b'\x89PNG'
     model, record = runs.load_run(undisturbed)
     assert record['model'] == 'standard' and record['data']['tokenizer'] == 'byte'
-    assert sorted(p.name for p in runs.checkpoints(undisturbed)) == ['step_00000015', 'step_00000018', 'step_00000020']
+    kept = sorted(path.name for path in checkpoint.checkpoints(undisturbed))
+    assert kept == ['step_00000015', 'step_00000018', 'step_00000020']
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ import os, signal, sys, threading
 kind, when = sys.argv.pop(1), float(sys.argv.pop(1))
 sys.argv[0] = 'train.py'
 import train
-from common import runs
+from common import checkpoint, runs
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 if kind == 'time':
@@ -109,8 +110,8 @@ else:
                 die()
             return function(*args, **kwargs)
         return wrapper
-    for module, name in ((runs, 'save_file'), (runs, 'write_json'), (runs, 'sync_folder'), (os, 'fsync'),
-                         (os, 'replace'), (runs.shutil, 'rmtree')):
+    for module, name in ((checkpoint, 'save_file'), (checkpoint, 'write_json'), (runs, 'write_json'),
+                         (checkpoint, 'sync_folder'), (os, 'fsync'), (os, 'replace'), (runs.shutil, 'rmtree')):
         setattr(module, name, counted(getattr(module, name)))
 train.main()
 '''
@@ -153,7 +154,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny_data, tmp_p
     assert process.returncode == 0, stderr
     step = runs.read_log(out)[-1]['step']
     assert f'stopped after step {step}' in stdout and 'python train.py' in stdout and '--resume' in stdout
-    assert runs.load_checkpoint(out)[0]['step'] == step
+    assert checkpoint.load_checkpoint(out)[0]['step'] == step
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ def test_a_stop_of_two_processes_is_agreed(tiny_data, tmp_path):
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=60)
     step = runs.read_log(out)[-1]['step']
-    assert runs.load_checkpoint(out)[0]['step'] == step
+    assert checkpoint.load_checkpoint(out)[0]['step'] == step
     assert f'stopped after step {step}. Go on with: torchrun --nproc_per_node=2 train.py' in stdout
 
 
@@ -180,7 +181,7 @@ def test_a_damaged_checkpoint_is_replayed_from_the_one_before(tiny_data, undistu
     result = run('train.py', f'--out_dir={out}', '--resume')
     assert result.returncode == 0 and 'step_00000020 is damaged' in result.stderr, result.stderr
     assert losses(out) == losses(undisturbed)
-    assert runs.load_checkpoint(out)[0]['step'] == 20
+    assert checkpoint.load_checkpoint(out)[0]['step'] == 20
 
 
 @pytest.mark.slow
@@ -558,11 +559,11 @@ def test_buffers_are_saved_with_the_weights(tmp_path):
             self.register_buffer('seen', torch.rand(4))
             self.register_buffer('scratch', torch.rand(4), persistent=False)
     model, other = WithBuffers(), WithBuffers()
-    runs.save_training(tmp_path, model, torch.optim.AdamW(model.parameters()), 3, 1.0, keep=2)
-    assert runs.restore_training(tmp_path, other, torch.optim.AdamW(other.parameters())) == (3, 1.0)
+    checkpoint.save_training(tmp_path, model, torch.optim.AdamW(model.parameters()), 3, 1.0, keep=2)
+    assert checkpoint.restore_training(tmp_path, other, torch.optim.AdamW(other.parameters())) == (3, 1.0)
     assert torch.equal(other.weight, model.weight) and torch.equal(other.seen, model.seen)
     assert not torch.equal(other.scratch, model.scratch)
-    runs.load_weights(other, {'weight': model.weight, 'bias': model.bias}, 'an older run')  # which had no buffers
+    checkpoint.load_weights(other, {'weight': model.weight, 'bias': model.bias}, 'an older run')  # which had no buffers
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_the_decoding_operator_keeps_pytorchs_rules(variant, kernels_device, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['standard', 'sps', pytest.param('reverse_sps', marks=pytest.mark.long)])
-def test_models_compile_to_one_graph(name, kernels_device):
+def test_models_compile_to_one_graph(name, kernels_device, loss_in_the_graph):
     model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)
     idx = torch.randint(0, 60, (2, 40), device=kernels_device)
     want = model(idx, idx)['loss']
@@ -236,8 +236,8 @@ def test_innermost_loops_are_found_in_machine_code():
 @pytest.mark.slow
 @pytest.mark.parametrize('args', [['--short'], pytest.param([], marks=pytest.mark.long)], ids=['short', 'all'])
 def test_every_variant_compiles_for_sm_90(args):
-    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no local memory, no more
-    shared memory than there is, and attention in 16 bits by HGMMA."""
+    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more shared memory
+    than there is, and attention in 16 bits by HGMMA."""
     command = [sys.executable, '-m', 'bench.compiled', *args]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -10,7 +10,8 @@ the line of the repository that did it:
     in a graph that is captured besides: any copy from or to the host, and random numbers of a generator
 
 It stands on PyTorch's FakeTensor, which also refuses tensors of two devices. On a PyTorch built for CPUs, C++ knows no
-such device as cuda: to C++ the tensors lie on meta, to Python and to the dispatcher on cuda:0.
+such device as cuda: to C++ the tensors lie on meta, to Python and to the dispatcher on cuda:0. So autocast is on, but
+C++ casts nothing: products stay in fp32.
 """
 import contextlib
 import functools
@@ -144,6 +145,16 @@ class _Stream:
         pass
 
 
+_make_generator = torch.Generator
+
+
+class _Generator:
+    """In the place of torch.Generator: one of the CPU, whatever the device."""
+
+    def __new__(cls, device='cpu'):
+        return _make_generator('cpu')
+
+
 class _Graph:
     def replay(self):
         pass
@@ -198,7 +209,6 @@ def fake_gpu():
     patch = mock.patch.object
     normalize = functools.partial(_to_fake_device, FakeTensor._normalize_fake_device)
     make = functools.partial(_make_subclass, torch.Tensor._make_subclass)
-    make_cpu_generator = functools.partial(torch.Generator, 'cpu')
     with contextlib.ExitStack() as patches:
         if not torch.cuda.is_available():
             _kernels_of_a_gpu()
@@ -209,14 +219,14 @@ def fake_gpu():
                 patch(FakeTensor, 'is_cuda', property(lambda x: x.device == GPU), create=True),
                 patch(torch.Tensor, '_make_subclass', make),
                 patch(torch.Tensor, 'pin_memory', _pin_memory),
-                patch(torch, 'Generator', lambda device='cpu': make_cpu_generator()),
+                patch(torch, 'Generator', _Generator),
                 patch(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: False),
                 patch(torch.cuda, 'is_bf16_supported', lambda: True),
                 patch(torch.cuda, 'set_device', lambda device: None),
                 patch(torch.cuda, 'device_of', contextlib.nullcontext),
                 patch(torch.cuda, 'Stream', _Stream), patch(torch.cuda, 'current_stream', _Stream),
                 patch(torch.cuda, 'stream', contextlib.nullcontext),
-                patch(torch.cuda, 'graph_pool_handle', lambda: None),
+                patch(torch.cuda, 'make_graphed_callables', lambda function, inputs: function),
                 patch(torch.cuda, 'CUDAGraph', _Graph), patch(torch.cuda, 'graph', gpu.capture)):
             patches.enter_context(patched)
         torch._dynamo.reset()

@@ -27,7 +27,7 @@ MODELS = {
     'context_ready': ['--model=context_ready', '--learning_rate=1e-3'],
     'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
 }
-QUICK = ['standard', 'sps']  # the others are in a long test
+QUICK = ['standard']  # the others are in a long test
 
 # Runs several trainings in the same processes, which spares the start of each.
 SEVERAL = '''

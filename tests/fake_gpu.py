@@ -33,6 +33,11 @@ READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.de
 MASKS = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)  # by booleans: a wait for their number
 
 
+def is_ours(file):
+    """Whether a line of this file is the repository's, and not of an environment within it or of this harness."""
+    return file.startswith(str(ROOT)) and 'site-packages' not in file and file != __file__
+
+
 class FakeGPU(FakeTensorMode):
     """The mode that all runs under. faults: sentences; launched: names of Triton kernels; captured: graphs made."""
 
@@ -63,7 +68,7 @@ class FakeGPU(FakeTensorMode):
 
     def fault(self, what):
         frame = sys._getframe()
-        while frame and (not frame.f_code.co_filename.startswith(str(ROOT)) or frame.f_code.co_filename == __file__):
+        while frame and not is_ours(frame.f_code.co_filename):
             frame = frame.f_back
         place = f' at {frame.f_code.co_filename[len(str(ROOT)) + 1:]}:{frame.f_lineno}' if frame else ''
         self.faults.append(what + (' in a captured graph' if self.is_capturing else '') + place)

@@ -103,7 +103,7 @@ def test_one_process_goes_on_from_what_two_have_saved_in_parts(trained, tmp_path
 @pytest.mark.slow
 def test_a_checkpoint_in_parts_is_read_as_one_file_is(trained, tmp_path):
     """sample.py, eval.py and --init_from give the same of both."""
-    parts = trained / 'sps_fsdp'
+    parts = trained / 'standard_fsdp'
     state, files = checkpoint.load_checkpoint(parts)
     whole = shutil.copytree(parts, tmp_path / 'whole')
     shutil.rmtree(whole / 'ckpt')

@@ -25,7 +25,7 @@ FILTERS = dict(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01)
 # only a part, as an unroll, are counted where a number stands here.
 GRAPHS = {'context_ready': 4, 'gdn, documents, loop': 6}
 IN_PARTS = ('context_ready', 'roformer')
-SHORT = ['standard, documents', 'sps']  # what runs without -m long
+SHORT = ['sps']  # what runs without -m long
 
 
 def variants(short):

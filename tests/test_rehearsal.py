@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_gpu import GPU, fake_gpu
 from test_models import VARIANTS, needs, small_model
+from torch._subclasses.fake_tensor import FakeTensor
 
 import attn_kernels
 import train
@@ -15,6 +16,7 @@ from common.decoding import generate
 from common.machine import Machine
 from common.speculative import speculative_generate
 
+pytestmark = pytest.mark.skipif(not hasattr(FakeTensor, '_normalize_fake_device'), reason='needs PyTorch 2.13')
 SETTINGS = train.Settings(batch_size=4, micro_batch_size=2, block_size=40, eval_tokens=160)
 DATA = SimpleNamespace(train_batch=lambda *_: (torch.zeros(4, 40, dtype=torch.int64),) * 2,
                        val_batch=lambda windows, T, seed: (torch.zeros(len(windows), T, dtype=torch.int64),) * 2,

@@ -20,8 +20,8 @@ MODELS = {
     'nextlat': ['--model=nextlat', '--horizon=3'],
     'mtp': ['--model=nextlat', '--objective=mtp', '--horizon=2'],
     'jtp': ['--model=nextlat', '--objective=jtp', '--horizon=2'],
-    'bst': ['--model=bst'],
     # In one group: some of these read weights without calling modules. At a high learning rate they amplify rounding.
+    'bst': ['--model=bst', '--learning_rate=1e-3'],
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
     'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
     'context_ready': ['--model=context_ready', '--learning_rate=1e-3'],

@@ -41,7 +41,7 @@ x_t does not see rho_t.
 The streams stay apart in memory: a tile of queries of both reads a triangle of one stream's keys and a short band of
 the other's.
 
-A GPU runs the Triton kernels, a CPU PyTorch's operators in blocks. In the environment, ATTENTION=reference makes every
+A GPU runs the Triton kernels, a CPU PyTorch's operators in tiles. In the environment, ATTENTION=reference makes every
 pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
@@ -60,7 +60,6 @@ import time
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 try:
     import triton
@@ -74,10 +73,10 @@ except ImportError:  # no Triton for this platform: the PyTorch forms remain
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
 refused = set()  # of 'attention', 'decoding', 'loss': what common/kernel_check.py found wrong, PyTorch does instead
-# Up to this T, bf16 attention on CPU keeps its probabilities for the backward: faster (bench/attention_cpu.py), but
-# T^2 memory.
+# Up to this T, attention in tiles keeps its probabilities for the backward: faster (bench/attention_cpu.py), but T^2
+# memory.
 DENSE_T = 1024
-QUERY_BLOCK = 256  # queries per product on CPU: small enough to skip most of the upper triangle
+QUERY_ROWS = 128  # of a tile on CPU, those of both streams: few enough to skip most of the upper triangle
 
 
 def document_starts(idx, eos_id):
@@ -124,38 +123,95 @@ def attention(q, k, v, doc_start=None, window=None):
     q (B, T, H, D); k, v (B, T, HK, D); doc_start (B, T) int64 from `document_starts`, None for one document; window in
     positions, None for all. Returns (B, T, H, D).
     """
-    T, on_cpu = q.shape[1], q.device.type == 'cpu'
-    dense = on_cpu and q.dtype == torch.bfloat16 and T <= DENSE_T
+    T = q.shape[1]
     plain = doc_start is None and (window is None or window >= T - 1)
     if REFERENCE:
         return attention_reference(q, k, v, doc_start, window)
     if use_triton(q) and not (plain and q.is_cuda):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _kernel_attention(q, k, v, doc_start, [window, None], 0).squeeze(1)
-    # PyTorch's attention wants (B, H, T, D)
-    q, k, v = (x.transpose(1, 2) for x in (q, each_head(k, q.shape[2]), each_head(v, q.shape[2])))
-    if plain and not dense:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    k, v = (each_head(x, q.shape[2]) for x in (k, v))
+    dense = q.dtype == torch.bfloat16 and T <= DENSE_T  # elsewhere the fused kernel is faster, unless there is to skip
+    if q.device.type == 'cpu' and (dense or not plain and T > 2 * QUERY_ROWS):
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        return _tiled_attention(q, k, v, [window], doc_start, 'input').squeeze(1)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
     position = torch.arange(T, device=q.device)
-    blocks = []
-    step = QUERY_BLOCK if on_cpu else T  # elsewhere finding a block's first key would wait for the device
+    mask = None if plain else visible(position, position, doc_start, window).unsqueeze(-3)  # one mask for all heads
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain).transpose(1, 2)
+
+
+def _tiled_attention(q, k, v, windows, doc_start, queries):
+    """Attention by dense products: tile by tile, queries with the keys that one of them sees at least.
+
+    q (B, 1 or 2, T, H, D) of the streams `queries`; k, v (B, 1 or 2, T, H, D) and a window for each of their streams.
+    """
+    T, on_cpu = q.shape[2], q.device.type == 'cpu'
+    step = QUERY_ROWS // q.shape[1] if on_cpu else 512
+    position = torch.arange(T, device=q.device)
+    tiles = []
     for a in range(0, T, step):
         b = min(a + step, T)
-        first = 0 if window is None else max(0, a - window)
-        if doc_start is not None and a > 0:
-            first = max(first, int(doc_start[:, a].min()))
+        document = 0
+        if on_cpu and doc_start is not None and a > 0:  # elsewhere it would wait for the device
+            document = int(doc_start[:, a].min())
+        keys = [slice(max(document, 0 if w is None else a - w), b) for w in windows]
         doc = None if doc_start is None else doc_start[:, a:b]
-        mask = visible(position[a:b], position[first:b], doc, window).unsqueeze(-3)  # one mask for all heads
-        attend = _dense_attention if dense else F.scaled_dot_product_attention
-        blocks.append(attend(q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], mask))
-    return torch.cat(blocks, 2).transpose(1, 2)
+        if len(windows) == 1:
+            seen = visible(position[a:b], position[keys[0]], doc, windows[0])
+        else:
+            seen = two_stream_visible(position[a:b], position[keys[0]], position[keys[1]], windows, doc, queries)
+        seen = seen.unsqueeze(-3)  # for all heads
+        tiles.append((slice(a, b), keys, torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float('-inf'))))
+    return _TiledAttention.apply(q, k, v, tiles)
 
 
-def _dense_attention(q, k, v, mask):
-    """Attention by two batched products; q (B, H, n, D), k, v (B, H, S, D), mask broadcast to (B, H, n, S)."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    scores += torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, float('-inf'))
-    return scores.softmax(-1).to(v.dtype) @ v
+class _TiledAttention(torch.autograd.Function):
+    """Its gradients of keys and values grow in place; autograd would fill one of all positions for each tile."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, tiles):
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = ((x * q.shape[-1] ** -0.5 if x is q else x).transpose(2, 3).contiguous() for x in (q, k, v))
+            out, kept = torch.empty_like(q), []  # (B, streams, H, T, D)
+            for tile in tiles:
+                q_tile, k_tile, v_tile = _rows_of_tile(q, k, v, tile)
+                p = _probabilities(q_tile, k_tile, tile)
+                out[:, :, :, tile[0]] = (p @ v_tile).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+                if any(ctx.needs_input_grad) and q.shape[3] <= DENSE_T:
+                    kept.append(p)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.tiles = tiles
+        return out.transpose(2, 3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, *kept = ctx.saved_tensors
+        grad = grad.transpose(2, 3)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for i, tile in enumerate(ctx.tiles):
+            q_tile, k_tile, v_tile = _rows_of_tile(q, k, v, tile)
+            p = kept[i] if kept else _probabilities(q_tile, k_tile, tile)
+            rows, keys, _ = tile
+            grad_tile = grad[:, :, :, rows].transpose(1, 2).flatten(2, 3)
+            dp = grad_tile @ v_tile.transpose(-2, -1)
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            dq[:, :, :, rows] = (ds @ k_tile).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+            for dx, part in (dk, ds.transpose(-2, -1) @ q_tile), (dv, p.transpose(-2, -1) @ grad_tile):
+                for stream, of_stream in enumerate(part.split([seen.stop - seen.start for seen in keys], 2)):
+                    dx[:, stream, :, keys[stream]] += of_stream
+        return (dq * q.shape[-1] ** -0.5).transpose(2, 3), dk.transpose(2, 3), dv.transpose(2, 3), None
+
+
+def _rows_of_tile(q, k, v, tile):
+    """Queries (B, H, rows, D) and keys and values (B, H, keys, D) of a tile, those of all streams one after another."""
+    rows, keys, _ = tile
+    k, v = (torch.cat([x[:, stream, :, seen] for stream, seen in enumerate(keys)], 2) for x in (k, v))
+    return q[:, :, :, rows].transpose(1, 2).flatten(2, 3), k, v
+
+
+def _probabilities(q, k, tile):
+    return (q @ k.transpose(-2, -1)).add_(tile[2]).softmax(-1)
 
 
 def slot_attention(q, k, v, mask):
@@ -229,36 +285,12 @@ def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent
 
 def _two_stream_attention(q, k, v, windows, doc_start, queries):
     """`two_stream_attention` with windows from `stream_windows`."""
-    T, on_cpu = q.shape[2], q.device.type == 'cpu'
     if REFERENCE:
         return _two_stream_reference(q, k, v, windows, doc_start, queries)
     if use_triton(q):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
-    # Positions in a tile: small enough to skip most of what the pattern leaves out.
-    step = QUERY_BLOCK // 2 if on_cpu else 512
-    q, k, v = (each_head(x, q.shape[3]).transpose(2, 3) for x in (q, k, v))  # (B, streams, H, T, D)
-    attend = F.scaled_dot_product_attention
-    if on_cpu:
-        attend = _dense_attention if T <= DENSE_T or not torch.is_grad_enabled() else _dense_attention_again
-    position = torch.arange(T, device=q.device)
-    tiles = []
-    for a in range(0, T, step):
-        b = min(a + step, T)
-        document = 0
-        if on_cpu and doc_start is not None and a > 0:  # elsewhere it would wait for the device
-            document = int(doc_start[:, a].min())
-        x_keys, rho_keys = (slice(max(document, 0 if w is None else a - w), b) for w in windows)
-        doc = None if doc_start is None else doc_start[:, a:b]
-        mask = two_stream_visible(position[a:b], position[x_keys], position[rho_keys], windows, doc, queries)
-        q_tile = q[:, :, :, a:b].transpose(1, 2).flatten(2, 3)  # (B, H, streams n, D)
-        k_tile, v_tile = (torch.cat([x[:, 0, :, x_keys], x[:, 1, :, rho_keys]], 2) for x in (k, v))
-        tiles.append(attend(q_tile, k_tile, v_tile, mask.unsqueeze(-3)).unflatten(2, (-1, b - a)))
-    return torch.cat(tiles, 3).permute(0, 2, 3, 1, 4)
-
-
-def _dense_attention_again(q, k, v, mask):
-    """`_dense_attention` that computes its probabilities a second time in the backward instead of keeping them."""
-    return checkpoint(_dense_attention, q, k, v, mask, use_reentrant=False)
+    k, v = (each_head(x, q.shape[3]) for x in (k, v))
+    return _tiled_attention(q, k, v, windows, doc_start, queries)
 
 
 # ---- attention in Triton: every pattern is a range of keys per query ----

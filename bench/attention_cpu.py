@@ -1,11 +1,9 @@
-"""Attention in bf16 on CPU: blocks of dense products beside PyTorch's fused kernel, both skipping the same blocks.
+"""Attention on CPU: tiles of dense products beside PyTorch's fused kernel, in one stream and in two.
 
-Decides `DENSE_T` in attn_kernels.py; in fp32 the fused kernel is the faster one. Also, for decoding, a cache in
-bf16 beside one in fp32, and its plain products beside the fused kernel.
-
-Two streams, window 64: tiles of dense products beside one library call with a boolean mask over the keys of both
-streams; tiles of 256 queries beside 128; probabilities kept for the backward beside computed again, which past
-`DENSE_T` saves memory.
+Decides where `attention` in attn_kernels.py takes which, and `QUERY_ROWS`. Probabilities kept for the backward are
+compared with computing them again, which past `DENSE_T` saves memory. Two streams, window 64: the library's side is one
+call with a boolean mask over the keys of both. Also, for decoding, a cache in bf16 beside one in fp32, and its plain
+products beside the fused kernel.
 """
 import sys
 
@@ -18,32 +16,26 @@ from bench import alternate, write_results
 H, D, TOKENS = 8, 64, 4096  # heads, head size, tokens per call
 
 
-def training(T, documents, dense):
-    q, k, v = torch.randn(3, TOKENS // T, T, H, D, dtype=torch.bfloat16).requires_grad_().unbind(0)
-    doc_start = (torch.arange(T) // 300 * 300).expand(TOKENS // T, T) if documents else None
-
-    def call():
-        attn_kernels.DENSE_T = T if dense else 0
-        attn_kernels.attention(q, k, v, doc_start).sum().backward()
-    return call
-
-
-def two_streams(T, documents, dtype, tile=256, keep=True, one_call=False):
-    B, window = max(1, TOKENS // 2 // T), 64
-    q, k, v = torch.randn(3, B, 2, T, H, D, dtype=dtype).requires_grad_().unbind(0)
+def training(T, documents, dtype, form, rows=128, keep=True):
+    """A forward and backward pass of one stream ('tiles' or 'fused'), or of two ('two streams', 'one call')."""
+    two, window = form in ('two streams', 'one call'), 64
+    B = max(1, TOKENS // (2 * T if two else T))
+    q, k, v = torch.randn(3, B, 1 + two, T, H, D, dtype=dtype).requires_grad_().unbind(0)
     doc_start = (torch.arange(T) // 300 * 300).expand(B, T) if documents else None
-
-    def masked_call():
-        position = torch.arange(T)
-        mask = attn_kernels.two_stream_visible(position, position, position, [None, window], doc_start)
-        q_all, k_all, v_all = (x.flatten(1, 2).transpose(1, 2) for x in (q, k, v))
-        F.scaled_dot_product_attention(q_all, k_all, v_all, mask.unsqueeze(-3)).sum().backward()
+    windows, position = [None, window] if two else [None], torch.arange(T)
 
     def tiles():
-        attn_kernels.DENSE_T = T if keep else 0
-        attn_kernels.QUERY_BLOCK = 2 * tile  # tiles are half of it
-        attn_kernels.two_stream_attention(q, k, v, 'input', window, doc_start).sum().backward()
-    return masked_call if one_call else tiles
+        attn_kernels.DENSE_T, attn_kernels.QUERY_ROWS = T if keep else 0, rows
+        attn_kernels._tiled_attention(q, k, v, windows, doc_start, 'both' if two else 'input').sum().backward()
+
+    def fused():
+        plain = doc_start is None and not two
+        mask = None if plain else attn_kernels.visible(position, position, doc_start).unsqueeze(-3)
+        if two:
+            mask = attn_kernels.two_stream_visible(position, position, position, windows, doc_start).unsqueeze(-3)
+        q_all, k_all, v_all = (x.flatten(1, 2).transpose(1, 2) for x in (q, k, v))
+        F.scaled_dot_product_attention(q_all, k_all, v_all, mask, is_causal=plain).sum().backward()
+    return fused if form in ('fused', 'one call') else tiles
 
 
 def decoding(batch_size, dtype, fused=False, length=512):
@@ -57,23 +49,17 @@ def decoding(batch_size, dtype, fused=False, length=512):
 
 def figures(toy):
     """The rows: training with one stream, with two, decoding."""
-    for T in (32,) if toy else (256, 1024, 4096):
-        for documents in (False, True):
-            sides = {name: training(T, documents, name == 'dense') for name in ('dense', 'fused')}
-            seconds = alternate(sides, rounds=1 if toy else 7)
-            yield {'pass': 'training', 'T': T, 'documents': documents,
-                   'dense_over_fused_speed': round(seconds['fused'] / seconds['dense'], 2)}
-    forms = {'one_call': dict(one_call=True), 'tiles_of_128': dict(tile=128), 'tiles_of_256': {},
-             'computed_again': dict(keep=False)}
-    for dtype in (torch.bfloat16, torch.float32):
-        for T in (32,) if toy else (256, 1024, 2048):
-            for documents in (False, True):
-                sides = {name: two_streams(T, documents, dtype, **form) for name, form in forms.items()}
-                seconds = alternate(sides, rounds=1 if toy else 3)
-                of_one_call = {f'{name}_over_one_call_speed': round(seconds['one_call'] / seconds[name], 2)
-                               for name in forms if name != 'one_call'}
-                yield {'pass': 'two streams, training', 'dtype': str(dtype)[6:], 'T': T, 'documents': documents,
-                       **of_one_call}
+    forms = {'tiles_of_128_rows': {}, 'tiles_of_256_rows': dict(rows=256), 'computed_again': dict(keep=False)}
+    for ours, library in ('tiles', 'fused'), ('two streams', 'one call'):
+        for dtype in (torch.bfloat16, torch.float32):
+            for T in (32,) if toy else (256, 1024, 2048):
+                for documents in (False, True):
+                    sides = {name: training(T, documents, dtype, ours, **form) for name, form in forms.items()}
+                    sides['library'] = training(T, documents, dtype, library)
+                    seconds = alternate(sides, rounds=1 if toy else 3)
+                    yield {'pass': f'training, {ours}', 'dtype': str(dtype)[6:], 'T': T, 'documents': documents,
+                           **{f'{name}_over_{library.replace(" ", "_")}_speed': round(seconds['library'] / s, 2)
+                              for name, s in seconds.items() if name != 'library'}}
     for batch_size in (1, 8, 16):
         sides = {'bfloat16': (torch.bfloat16,), 'float32': (torch.float32,), 'fused': (torch.bfloat16, True)}
         functions = {name: decoding(batch_size, *side) for name, side in sides.items()}
@@ -85,9 +71,9 @@ def figures(toy):
 
 def main(argv=None):
     toy = '--toy' in (sys.argv if argv is None else argv)
-    settings = attn_kernels.DENSE_T, attn_kernels.QUERY_BLOCK
+    settings = attn_kernels.DENSE_T, attn_kernels.QUERY_ROWS
     write_results('attention', figures(toy), toy=toy)
-    attn_kernels.DENSE_T, attn_kernels.QUERY_BLOCK = settings
+    attn_kernels.DENSE_T, attn_kernels.QUERY_ROWS = settings
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """Synthetic tasks: rows that an independent solver can follow, the same however they are read, and scores that count
 exactly."""
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -110,6 +111,44 @@ def test_graphs_are_stars_and_the_target_is_the_way_to_the_goal(options):
     assert degree == 1 or 0 < sum(first_edges) < 40  # the edges are shuffled
 
 
+# ---- recall ----
+
+def recalled(tokens):
+    """{position: (value, tokens from pair to query)} of the queries of a row, read from left to right."""
+    stood, found = {}, {}
+    for t, token in enumerate(tokens):
+        if token[0] != 'k':
+            continue
+        if tokens[t - 1] == 'Q':
+            value, place = stood[token]
+            found[t] = value, t - place
+        else:
+            assert token not in stood and tokens[t + 1][0] == 'v'
+            stood[token] = tokens[t + 1], t
+    assert len(found) == len(stood) == tokens.count('Q')  # all are asked for, and once each
+    return found
+
+
+@pytest.mark.parametrize('options, n_rows', [
+    ('', 1000), ('pairs=1,distances=3,length=5,keys=1,values=1,fillers=1', 20),
+    ('pairs=6,distances=3-5-100,length=140,values=2', 100)])
+def test_every_query_asks_for_its_pair_at_a_chosen_distance(options, n_rows):
+    d = open_data(f'recall:{options}')
+    distances = [int(part) for part in d.task.distances.split('-')]
+    idx, targets = d.train_batch(0, n_rows, d.T, seed=1)
+    assert idx.shape == (n_rows, d.T)
+    symbols, places = d.task.symbols, set()
+    for ids, wanted, asked in zip(idx.tolist(), targets.tolist(), d.task.asked_distance(idx).tolist()):
+        found = recalled([symbols[i] for i in ids])
+        assert {t: symbols[i] for t, i in enumerate(wanted) if i >= 0} == {t: value for t, (value, _) in found.items()}
+        assert {t: far for t, far in enumerate(asked) if far} == {t: far for t, (_, far) in found.items()}
+        n_asked = Counter(far for _, far in found.values())
+        assert set(n_asked) == set(distances) and max(n_asked.values()) - min(n_asked.values()) <= 1
+        places |= set(found)
+    if not options:
+        assert places == set(range(8, d.T))  # a query may stand wherever its distance leaves room
+
+
 # ---- rows ----
 
 @pytest.mark.parametrize('name', [CHASE, STAR])
@@ -171,14 +210,20 @@ def test_the_checksum_knows_options_and_rows(monkeypatch):
     ('pointer_chasing:hops=-1', 'hops is -1: expected 0 to 1000'),
     ('pointer_chasing:keys=11', 'values = 10 and keys = 11'),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
+    ('recall:distances=8-x', "distances is '8-x': expected whole numbers of at least 3 joined by -"),
+    ('recall:distances=2-8', "distances is '2-8': expected whole numbers of at least 3"),
+    ('recall:distances=', "distances is '': expected whole numbers"),
+    ('recall:pairs=3', 'pairs is 3: expected at least one for each of 4 distances, and at most the 16 keys'),
+    ('recall:pairs=17', 'at most the 16 keys, as those of a row are different'),
+    ('recall:length=50', 'length is 50: 8 pairs and their queries at 8-16-32-64 tokens do not fit'),
     ('path_star:train_rows=0', 'train_rows is 0: expected 1 to'),
     *((f'{task}={"9" * 40}', 'expected a number of at most') for task in (
         'pointer_chasing:hops', 'pointer_chasing:keys', 'pointer_chasing:values', 'pointer_chasing:val_rows',
         'path_star:degree', 'path_star:length', 'path_star:nodes', 'path_star:train_rows', 'path_star:val_rows')),
-    ('', 'data is empty: expected built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs) or '
-         'a folder'),
+    ('', 'data is empty: expected built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, '
+         'recall) or a folder'),
     ('python_docs:hops=2', 'no data at python_docs:hops=2'),
-    ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs)')])
+    ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)')])
 def test_bad_options_are_sentences(name, sentence):
     with pytest.raises(UserError) as error:
         open_data(name)
@@ -220,6 +265,17 @@ def test_scores_count_levels_and_whole_paths():
     assert d.score(Oracle(d, wrong), 'cpu', 7) == {'accuracy': 1}
     wrong[:3, -1] = wrong[2:5, -3] = True
     assert d.score(Oracle(d, wrong), 'cpu', 7)['accuracy'] == pytest.approx(15 / 20)
+
+
+def test_recall_is_scored_by_distance():
+    d = open_data('recall:val_rows=20')
+    idx, targets = d.val_batch(range(20), d.T)
+    wrong = targets < 0  # what does not count
+    perfect = {'accuracy_8': 1, 'accuracy_16': 1, 'accuracy_32': 1, 'accuracy_64': 1}
+    assert d.score(Oracle(d, wrong), 'cpu', batch_size=7) == perfect
+    for row, tokens in enumerate(words(d, x) for x in idx[:10]):
+        wrong[row, min(t for t, (_, far) in recalled(tokens).items() if far == 32)] = True  # one of two
+    assert d.score(Oracle(d, wrong), 'cpu', batch_size=7) == pytest.approx(perfect | {'accuracy_32': 1 - 10 / 40})
 
 
 def test_the_path_score_is_that_of_greedy_decoding():

@@ -4,8 +4,12 @@ paper left open).
     python -m analysis.gpn_state RUN --out=NAME
 
 Writes NAME.csv (every number: part, name, x, value) and NAME.png, and prints a summary: the geometry of the predicted
-states, their mean direction read as tokens, how long state and memory heads remember; then validation perplexity with
-the mean direction taken out of the decoded, or of the carried state, and with the memory's slow or fast heads emptied.
+states, their mean direction read as tokens, how long state and memory heads remember; then validation perplexity, and
+the states' length, with the mean direction taken out of the decoded, or of the carried state, and with the memory's
+slow or fast heads emptied. Of a run on data/recall.py it also gives accuracy and nll by distance, with each of these
+taken away: so it shows over how many tokens a pool of heads is needed.
+
+The heads are parted twice: at the largest gap between their half-lives, and at `pool_tokens`.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -36,10 +40,12 @@ class Settings:
     batch_size: int = 8  # windows a batch
     block_size: int | None = None  # tokens of a window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
+    pool_tokens: float = 4.0  # memory heads of a shorter half-life are fast (paper: 6 of 1 to 3 tokens, 9 of 5 to 322)
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
 
     def __post_init__(self):
-        check_ranges(self, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
+        check_ranges(self, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf),
+                     pool_tokens=(0, inf))
 
 
 @contextmanager
@@ -80,18 +86,29 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
 
 
 def geometry(x):
-    """Section 7.1 of states x (N, C): {name: number}, with the deviations, sorted, and the cumulative variance (C,)."""
+    """Section 7.1 of states x (N, C): {name: number}, deviations, sorted, cumulative variance (C,), correlations.
+
+    The last are those of each two dimensions (C (C - 1),). The mean is compared with the first principal component of
+    the states as they are, which is the direction of their largest mean square, and of those without their mean.
+    """
     x = x.double()
-    centred, norms = x - x.mean(0), x.norm(dim=-1)
-    deviation = centred.std(0)
-    variance = torch.linalg.eigvalsh(centred.T @ centred / len(x)).flip(0).clamp(min=0)
+    mean, norms = x.mean(0), x.norm(dim=-1)
+    centred = x - mean
+    deviation, covariance = centred.std(0), centred.T @ centred / len(x)
+    variance, components = torch.linalg.eigh(covariance)
+    variance = variance.flip(0).clamp(min=0)
     share = variance.cumsum(0) / variance.sum()
+    first_centred, first = components[:, -1], torch.linalg.eigh(covariance + torch.outer(mean, mean))[1][:, -1]
     correlation = (centred.T @ centred / (len(x) - 1)) / (deviation[:, None] * deviation).clamp(min=1e-12)
-    off = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)].abs()
+    correlation = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)]
+    off = correlation.abs()
     numbers = {
         'magnitude': norms.mean(),
         'magnitude deviation': norms.std(),
-        'mean magnitude': x.mean(0).norm(),
+        'mean magnitude': mean.norm(),
+        'cosine of the mean with the first component': F.cosine_similarity(mean, first, 0).abs(),
+        'cosine of the mean with the first component of centred states':
+            F.cosine_similarity(mean, first_centred, 0).abs(),
         'deviation min': deviation.min(),
         'deviation max': deviation.max(),
         'dead dimensions': (deviation < 1e-3 * deviation.median()).sum(),
@@ -101,7 +118,7 @@ def geometry(x):
         'components 99%': (share < 0.99).sum() + 1,
         'stable rank': variance.sum() / variance[0],
         'participation ratio': variance.sum() ** 2 / variance.square().sum()}
-    return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share
+    return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share, correlation
 
 
 def rank_correlation(a, b):
@@ -125,46 +142,68 @@ def retention(log_decay, lags):
 
 
 def half_life(curve, lags):
-    """The lag at which retention falls to 1/e, between the lags by interpolation; infinite if it does not."""
-    below = [i for i, left in enumerate(curve.tolist()) if left <= 1 / torch.e]
+    """The lag at which retention falls to 1/e; infinite if it does not. Between two lags it falls exponentially."""
+    logs = curve.clamp(min=1e-300).log().tolist()
+    below = [i for i, left in enumerate(logs) if left <= -1]
     if not below:
         return inf
     i = below[0]
-    high, low = 1.0 if i == 0 else float(curve[i - 1]), float(curve[i])
-    start = 0 if i == 0 else lags[i - 1]
-    return start + (lags[i] - start) * (high - 1 / torch.e) / (high - low)
+    start, high = (0, 0.0) if i == 0 else (lags[i - 1], logs[i - 1])
+    return start + (lags[i] - start) * (high + 1) / (high - logs[i])
 
 
-def pools(lives):
-    """(fast heads, slow heads): split at the largest gap between logarithms of half-lives."""
+def pools(lives, tokens=None):
+    """(fast heads, slow heads): those of half-lives below `tokens` and the others.
+
+    None: split at the largest gap between logarithms of half-lives.
+    """
+    if tokens is not None:
+        return ([h for h, life in enumerate(lives) if life < tokens],
+                [h for h, life in enumerate(lives) if life >= tokens])
     order = sorted(range(len(lives)), key=lambda h: lives[h])
     logs = [torch.tensor(min(lives[h], 1e6)).log().item() for h in order]
     cut = max(range(1, len(order)), key=lambda i: logs[i] - logs[i - 1], default=len(order))
-    return order[:cut], order[cut:]
+    return sorted(order[:cut]), sorted(order[cut:])
 
 
 @torch.no_grad()
-def perplexity(model, batches, **edits):
-    """exp of the mean loss, counted as in training, over [(idx, targets)], walked with the edits of `walk`."""
-    total = count = 0
+def judge(model, batches, **edits):
+    """Nats of each target that counts in training (N,), whether it is the likeliest token (N,), and the mean length of
+    a state, over batches [(idx, targets)], walked with the edits of `walk`."""
+    nats, is_right, lengths = [], [], []
     for idx, targets in batches:
-        targets = targets if model.config.eos_id is None else targets.masked_fill(idx == model.config.eos_id, -1)
-        logits = model.head(model.head_input(walk(model, idx, **edits)[0]))
-        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum').double()
-        count += (targets >= 0).sum()
-    return float((total / count).exp())
+        states = walk(model, idx, **edits)[0]
+        counts = counted_targets(model, idx, targets)
+        logits, wanted = model.head(model.head_input(states[counts])), targets[counts]
+        nats.append(F.cross_entropy(logits, wanted, reduction='none').double())
+        is_right.append(logits[:, :model.config.n_ids].argmax(-1) == wanted)
+        lengths.append(states.norm(dim=-1).mean())
+    return torch.cat(nats), torch.cat(is_right).double(), float(torch.stack(lengths).mean())
+
+
+def counted_targets(model, idx, targets):
+    """Where targets count in training: idx, targets (B, T) -> (B, T) bool."""
+    eos_id = model.config.eos_id
+    return targets >= 0 if eos_id is None else (targets >= 0) & (idx != eos_id)
 
 
 @torch.no_grad()
-def measure(model, batches, unigram, show):
-    """All of it: rows (part, name, x, value). unigram (V,) counts of training tokens; show(id) is a token as text."""
+def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, asked_distance=None):
+    """All of it: rows (part, name, x, value).
+
+    unigram (V,) counts of training tokens; show(id) is a token as text; pool_tokens as in Settings; asked_distance: of
+    idx (B, T), how far back what a target asks for was read (B, T), where the data know it.
+    """
     walked = [walk(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*walked))
     T, n_ids, rows = states.shape[1], model.config.n_ids, []
-    numbers, deviation, share = geometry(states.flatten(0, 1))
+    numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
     rows += [('geometry', name, '', v) for name, v in numbers.items()]
     rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
     rows += [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
+    counts, edges = torch.histogram(correlation.cpu(), 100, range=(-1, 1))
+    rows += [('correlation', 'share of pairs', round(float(x), 2), float(v))
+             for x, v in zip((edges[1:] + edges[:-1]) / 2, counts / len(correlation))]
 
     mean = states.mean((0, 1))
     mean_logits, embedding = model.head(model.head_input(mean))[:n_ids], model.embed.weight[:n_ids].mean(0)
@@ -177,7 +216,12 @@ def measure(model, batches, unigram, show):
                'tokens shared with the mean embedding': len(set(tops[0]) & set(tops[1])),
                'cosine with the mean embedding': float(F.cosine_similarity(model.head_input(mean), embedding, 0))}
     if len(pairs):
-        numbers['cosine between batches'] = float(pairs.mean())
+        numbers |= {'cosine between batches': float(pairs.mean()),
+                    'cosine between batches deviation': float(pairs.std(correction=0))}
+    if model.config.decoder_bias:
+        tokens = [show(i) for i in model.head(model.decode.bias)[:n_ids].topk(min(10, n_ids)).indices.tolist()]
+        rows += [('decoder bias', 'tokens', i, token) for i, token in enumerate(tokens)]
+        numbers['tokens shared with the decoder bias'] = len(set(tops[0]) & set(tokens))
     rows += [('mean direction', name, '', v) for name, v in numbers.items()]
     steps = [t for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
     running = states.cumsum(1).mean(0)
@@ -196,28 +240,48 @@ def measure(model, batches, unigram, show):
         lives = [half_life(curve, lags) for curve in curves]
         rows += [('retention', f'head {h}', k, float(v)) for h, curve in enumerate(curves) for k, v in zip(lags, curve)]
         rows += [('half-life', f'head {h}', '', life) for h, life in enumerate(lives)]
-        fast, slow = pools(lives)
-        tests |= {f'fast heads {fast} off': dict(heads_off=fast), f'slow heads {slow} off': dict(heads_off=slow)}
-    return rows + [('perplexity', name, '', perplexity(model, batches, **edits)) for name, edits in tests.items()]
+        for how, tokens in (('the largest gap', None), (f'{pool_tokens:g} tokens', pool_tokens)):
+            for pool, heads in zip(('fast', 'slow'), pools(lives, tokens)):
+                rows.append(('pool', f'{pool} heads, split at {how}', '', str(heads)))
+                if heads:
+                    tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
+
+    if asked_distance is not None:
+        distances = torch.cat([asked_distance(idx)[counted_targets(model, idx, targets)] for idx, targets in batches])
+    for name, edits in tests.items():
+        nats, is_right, length = judge(model, batches, **edits)
+        rows += [('perplexity', name, '', float(nats.mean().exp())), ('magnitude', name, '', length)]
+        if asked_distance is not None:
+            for part, values in (('accuracy', is_right), ('nll', nats)):
+                rows += [(part, name, d, float(values[distances == d].mean())) for d in distances.unique().tolist()]
+    return rows
 
 
 def plot(rows, path):
-    figure, axes = new_figure(2, 3, figsize=(15, 8))
     panels = [('deviation', 'deviation of each dimension, sorted', 'linear'),
+              ('correlation', 'correlation of each two dimensions', 'linear'),
               ('variance', 'variance of the first components', 'linear'),
               ('running mean', "the running mean's cosine with the mean", 'log'),
               ('cosine', 'cosine of states against lag', 'log'),
-              ('retention', 'retention of each memory head against lag', 'log')]
+              ('retention', 'retention of each memory head against lag', 'log'),
+              ('accuracy', 'accuracy against distance', 'log'), ('nll', 'nats against distance', 'log')]
+    panels = [panel for panel in panels if panel[0] in {part for part, *_ in rows}]
+    figure, axes = new_figure(-(-(len(panels) + 1) // 3), 3, figsize=(17, 12))
     for ax, (part, title, scale) in zip(axes.flat, panels):
         for name in dict.fromkeys(r[1] for r in rows if r[0] == part):
             ax.plot(*zip(*[(r[2], r[3]) for r in rows if r[:2] == (part, name)]), label=name)
         ax.set(title=title, xscale=scale)
         ax.grid(alpha=0.3)
-        if part == 'cosine':
-            ax.legend()
+        if part in ('cosine', 'accuracy'):
+            ax.legend(fontsize='small')
+        if part == 'retention':  # dots at 1/e
+            lives = [r[3] for r in rows if r[0] == 'half-life' and r[3] < inf]
+            ax.plot(lives, [1 / torch.e] * len(lives), 'k.')
     tests = [(r[1], r[3]) for r in rows if r[0] == 'perplexity']
-    axes.flat[-1].barh([name for name, _ in tests][::-1], [v for _, v in tests][::-1])
-    axes.flat[-1].set(title='validation perplexity', xscale='log')
+    axes.flat[len(panels)].barh([name for name, _ in tests][::-1], [v for _, v in tests][::-1])
+    axes.flat[len(panels)].set(title='validation perplexity', xscale='log')
+    for ax in axes.flat[len(panels) + 1:]:
+        ax.set_axis_off()
     save_figure(figure, path)
 
 
@@ -243,12 +307,15 @@ def main(argv=None):
         counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
         unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
         tokenizer = load_tokenizer(record['data']['tokenizer'])
-        rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'))
+        asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
+        rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'),
+                       s.pool_tokens, asked_distance)
         out = output_path(s.out, runs, 'gpn_state')
         write_csv(f'{out}.csv', [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows])
         plot(rows, f'{out}.png')
         for part, name, x, value in rows:
-            if part in ('geometry', 'mean direction', 'half-life', 'perplexity'):
+            if part in ('geometry', 'mean direction', 'decoder bias', 'half-life', 'pool', 'perplexity', 'magnitude',
+                        'accuracy', 'nll'):
                 shown = value if isinstance(value, str) else f'{value:.4g}'
                 print(f'{part}: {name}{"" if x == "" else f" {x}"} {shown}')
         print(f'written to {out}.png and {out}.csv')

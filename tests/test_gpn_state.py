@@ -6,17 +6,23 @@ import torch
 from test_gpn import make
 
 from analysis import gpn_state
+from data import open_data
+from model_gpn import Config, Model
 
 
 def test_geometry_of_known_states():
     torch.manual_seed(0)
     x = torch.randn(4000, 6) * torch.tensor([1.0, 1, 1, 1, 2, 0]) + torch.tensor([3.0, 0, 0, 4, 0, 0])
-    numbers, deviation, share = gpn_state.geometry(x)
+    numbers, deviation, share, correlation = gpn_state.geometry(x)
     assert numbers['mean magnitude'] == pytest.approx(5, abs=0.1) and numbers['dead dimensions'] == 1
     assert numbers['stable rank'] == pytest.approx(2, rel=0.1)  # (4 + 4) / 4
     assert numbers['participation ratio'] == pytest.approx(8 ** 2 / (4 + 16), rel=0.1)
     assert (numbers['components 90%'], numbers['components 99%']) == (5, 5) and share[-1] == pytest.approx(1)
     assert numbers['correlation mean'] < 0.05 and deviation.tolist() == sorted(deviation.tolist())
+    assert len(correlation) == 6 * 5 and correlation.abs().mean() == pytest.approx(numbers['correlation mean'])
+    # the mean, along (3, 4), is the direction of the largest mean square; without it the fifth dimension varies most
+    assert numbers['cosine of the mean with the first component'] > 0.99
+    assert numbers['cosine of the mean with the first component of centred states'] < 0.1
 
 
 def test_retention_half_lives_and_pools():
@@ -25,8 +31,10 @@ def test_retention_half_lives_and_pools():
     curves = gpn_state.retention(log_decay, lags)
     assert torch.allclose(curves[2], torch.tensor([math.exp(-k / 40) for k in lags], dtype=torch.float64))
     got = [gpn_state.half_life(curve, lags) for curve in curves]
-    assert got == pytest.approx(lives, rel=0.15) and gpn_state.pools(got) == ([0, 1], [2])
+    assert got == pytest.approx(lives) and gpn_state.pools(got) == ([0, 1], [2])
+    assert gpn_state.pools(got, tokens=2) == ([0], [1, 2])
     assert gpn_state.half_life(torch.ones(7), lags) == math.inf
+    assert gpn_state.half_life(torch.tensor([math.exp(-4), 0]), [1, 2]) == pytest.approx(1 / 4)
 
 
 def test_rank_correlation_is_spearmans():
@@ -34,7 +42,7 @@ def test_rank_correlation_is_spearmans():
     assert gpn_state.rank_correlation(torch.tensor([1.0, 2, 2, 4]), torch.tensor([4.0, 3, 3, 0])) == pytest.approx(-1)
 
 
-@pytest.mark.parametrize('values', [dict(eos_id=59), dict(n_head=0), dict(n_layer=2)])
+@pytest.mark.parametrize('values', [dict(eos_id=59), dict(n_head=0), dict(n_layer=2), dict(decoder_bias=True)])
 def test_all_measures_of_a_small_model(values, tmp_path):
     model, idx = make(**values)
     states, _ = gpn_state.walk(model, idx)
@@ -42,10 +50,40 @@ def test_all_measures_of_a_small_model(values, tmp_path):
     batches = [(idx, idx.roll(-1, 1)), (idx.flip(0), idx.flip(0).roll(-1, 1))]
     rows = gpn_state.measure(model, batches, torch.arange(64), str)
     parts = {part for part, *_ in rows}
-    assert {'geometry', 'mean direction', 'running mean', 'cosine',
-            'perplexity'} <= parts and ('half-life' in parts) == bool(model.config.n_head)
+    assert {'geometry', 'mean direction', 'running mean', 'cosine', 'perplexity', 'magnitude'} <= parts
+    assert ('half-life' in parts) == bool(model.config.n_head)
+    assert ('decoder bias' in parts) == model.config.decoder_bias
+    assert sum(value for part, *_, value in rows if part == 'correlation') == pytest.approx(1)
+    numbers = {name: value for part, name, _, value in rows if part in ('geometry', 'mean direction')}
+    assert numbers['cosine between batches deviation'] == 0  # two batches, one pair
     ppl = {name: v for part, name, _, v in rows if part == 'perplexity'}
     assert ppl['as it is'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
     assert len(set(ppl.values())) == len(ppl)
     gpn_state.plot(rows, tmp_path / 'x.png')
     assert (tmp_path / 'x.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_by_distance_is_the_runs_own_accuracy_and_what_an_empty_memory_costs():
+    torch.manual_seed(0)
+    d = open_data('recall:pairs=4,distances=4-8,length=32,keys=4,values=3,fillers=3,val_rows=16')
+    model = Model(Config(vocab_size=d.n_ids, n_ids=d.n_ids, n_head=2, n_embd=16, d_emb=8, d_k=4, d_v=8, scan='loop'))
+    with torch.no_grad():
+        for p in model.parameters():  # no zeros
+            p.add_(torch.randn_like(p) / 4)
+    batches = [d.val_batch(range(8), d.T), d.val_batch(range(8, 16), d.T)]
+    rows = gpn_state.measure(model, batches, torch.arange(d.n_ids), str, 4.0, d.task.asked_distance)
+    value = {row[:3]: row[3] for row in rows}
+    score = d.score(model, 'cpu', 16)
+    assert [value['accuracy', 'as it is', far] for far in (4, 8)] == pytest.approx([*score.values()])
+    tests = {name for part, name, _ in value if part == 'nll'}
+    assert tests == {name for part, name, _ in value if part == 'perplexity'} and len(tests) > 3
+    for name in tests:  # as many are asked at each distance
+        mean = (value['nll', name, 4] + value['nll', name, 8]) / 2
+        assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
+    length = {name: v for (part, name, _), v in value.items() if part == 'magnitude'}
+    assert length['mean direction out of the decoded state'] < length['as it is']
+
+    nats, is_right, _ = gpn_state.judge(model, batches, heads_off=[0, 1])
+    with torch.no_grad():
+        model.layers[0].read_out.weight.zero_()  # nothing is read
+    assert torch.allclose(nats, gpn_state.judge(model, batches)[0]) and len(is_right) == 16 * 4

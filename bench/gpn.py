@@ -5,6 +5,9 @@
     python -m bench.gpn --jax     JAX too, which it installs (pip install jax) if it is not there
     python -m bench.gpn --toy     everything at a size of seconds, and no results written
 
+First come bounds, which need no GPU: what a token at 129M must take on an H100 at least, as the scan is and as one
+kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md reads them).
+
 'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c). 'plain' is autograd through every
 step; 'loop' is what scan = 'loop' gives, which takes the steps of a segment again in the backward. 'jax' has the
 embedding and the head outside the lax.scan, 'jax as the authors' in it. All sides in fp32, in one process, with
@@ -13,6 +16,7 @@ a process for each side.
 """
 import functools
 import importlib.util
+import itertools
 import multiprocessing
 import subprocess
 import sys
@@ -30,6 +34,10 @@ scan = import_scan('gpn')
 SHAPE = dict(n_embd=256, d_emb=128, n_head=4, d_k=32, d_v=64, n_ffn=683, vocab_size=1000, n_ids=1000)
 TOY = dict(n_embd=32, d_emb=16, n_head=2, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=64)
 BANDWIDTH = {'H100': 3.35e12, 'H200': 4.8e12}  # bytes/s, the vendor's data sheets
+TENSOR_FLOPS = 989e12  # of an H100, bf16 without sparsity, the vendor's data sheet
+ON_CHIP = 132 * (256 + 227) * 1024  # bytes: registers and shared memory of its multiprocessors
+LAUNCH = 1.3e-6  # s of a kernel in a CUDA graph in which nothing is done: Hazy Research, "Look Ma, No Bubbles", H100
+BARRIER = 1e-6  # s of a barrier of all multiprocessors, a guess: 0.5 to 2 are reported for barriers of atomics
 
 
 def make_model(B, T, form='fast', **values):
@@ -159,6 +167,55 @@ def loop_as_users_get_it(B, T, toy):
     return row
 
 
+def bounds(sizes, B, bandwidth=BANDWIDTH['H100']):
+    """[forward, backward]: what one token of B rows takes on an H100 at least, in bf16, M in fp32. sizes: scan.Sizes.
+
+    Now, as CUDA graphs: every kernel is launched, and reads and writes what it needs in the GPU's memory: all weights
+    once (they are more than the L2 cache holds), M as often as kernels pass over it. Forward it is read and written;
+    backward M is written by the replay and read, its gradient read and written. Persistent, as one kernel: barriers
+    for launches, and as much of M (or of its gradient) stays on the chip as there is room for, then of the weights. The
+    room is all registers and shared memory but for the sums of the widest product. A kernel also needs buffers there,
+    so `gain` is a bound, and gain_half that of half the room. Left out: states and products, which are few bytes, the
+    L2 cache, which serves both forms alike, and the weights' gradients, which are products over all tokens and the same
+    in both.
+    """
+    C, F, H, K, D, L = sizes
+    columns = [sum(sizes.columns(i)) for i in range(L)]
+    n_weights = C * C + sum(C * width + (F + H * D) * C for width in columns)
+    weights, memory = 2 * n_weights, 4 * B * H * K * D
+    room = max(0, ON_CHIP - 4 * B * max(columns))
+    tensor_s = 2 * B * n_weights / TENSOR_FLOPS
+    barriers = 1 + L * (3 if H else 2)  # after the ground gate's product; in, memory and out of each layer
+    # kernels of scan.step and of a step of scan.segment_backward
+    if H:
+        launches = {'forward': 2 + 6 * L, 'backward': 4 + 11 + 9 * (L - 1)}
+    else:
+        launches = {'forward': 2 + 4 * L, 'backward': 4 + 6 * L}
+
+    def persistent_s(moved, room):
+        kept = min(room, memory)  # one read and one write less
+        kept_weights = min(room - kept, weights)
+        return barriers * BARRIER + max((moved - 2 * kept - kept_weights) / bandwidth, tensor_s)
+
+    rows = []
+    for name, passes in (('forward', 2), ('backward', 4)):
+        moved = weights + passes * memory
+        now, persistent = launches[name] * LAUNCH + max(moved / bandwidth, tensor_s), persistent_s(moved, room)
+        rows.append({'what': f'bound of a token, {name}', 'batch': B, 'weights_mb': round(weights / 1e6, 1),
+                     'memory_mb': round(memory / 1e6, 1), 'room_mb': round(room / 1e6, 1),
+                     'moved_us': round(1e6 * moved / bandwidth, 1), 'tensor_us': round(1e6 * tensor_s, 1),
+                     'launches': launches[name], 'barriers': barriers, 'now_us': round(1e6 * now, 1),
+                     'persistent_us': round(1e6 * persistent, 1), 'gain': round(now / persistent, 2),
+                     'gain_half': round(now / persistent_s(moved, room / 2), 2)})
+    return rows
+
+
+def all_bounds():
+    """`bounds` of the paper's 129M at several batches."""
+    for B in (1, 4, 16, 32, 128):
+        yield from bounds(scan.Sizes.of(model_gpn.Config()), B)
+
+
 def on_gpu(toy):
     for B, T, with_loop in ((2, 16, True),) if toy else ((4, 256, True), (128, 2048, False)):
         torch.cuda.reset_peak_memory_stats()
@@ -174,9 +231,9 @@ def on_gpu(toy):
             seconds = alternate(sides, rounds=3, warmup=1)
         c, name = fast[0].config, torch.cuda.get_device_name()
         bandwidth = next((x for gpu, x in BANDWIDTH.items() if gpu in name), 3.35e12)
-        moved = 2 * sum(w.numel() for w in scan.fold(fast[0])) + 4 * B * c.n_head * c.d_k * c.d_v  # weights and M, once
+        of_token = sum(row['moved_us'] for row in bounds(scan.Sizes.of(c), B, bandwidth)) / 1e6
         yield {'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']),
-               'of_bandwidth_bound': round(2 * T * moved / bandwidth / seconds['scan'], 3),
+               'of_bandwidth_bound': round(T * of_token / seconds['scan'], 3),
                'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
                'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
                'peak_gb': round(peak / 1e9, 1)}
@@ -252,7 +309,7 @@ def main(argv=None):
         sys.exit('bench.gpn: there is no folder scans/ here, and so nothing to compare')
     toy = '--toy' in argv
     rows = on_gpu(toy) if torch.cuda.is_available() else on_cpu('--jax' in argv, toy)
-    write_results('gpn', rows, toy=toy)
+    write_results('gpn', itertools.chain(all_bounds(), rows), toy=toy)
 
 
 if __name__ == '__main__':

@@ -67,7 +67,7 @@ try:
     from triton import jit
     from triton.language import constexpr
 except ImportError:  # no Triton for this platform: the PyTorch forms remain
-    triton = constexpr = None
+    triton = tl = constexpr = None
     jit = lambda kernel: kernel
 
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition

@@ -66,6 +66,12 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    """Packed weights are always used, in this process: nothing depends on what is measured."""
+    monkeypatch.setattr('common.decoding.is_faster', lambda f, g, x: False)
+
+
 @pytest.fixture
 def kernels_device(monkeypatch):
     """Where Triton's kernels run: on a GPU if there is one, else in the interpreter."""

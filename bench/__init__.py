@@ -7,7 +7,7 @@
     python -m bench.context_ready   backpropagation through time, and few wide layers, beside the plain forms
     python -m bench.attention       the Triton attention kernels on a GPU beside PyTorch's
     python -m bench.attention_cpu   the forms of attention on CPU
-    python -m bench.gpn             GPN's scan beside the plain loop; with --jax, beside JAX
+    python -m bench.gpn             GPN's bounds on an H100; its scan beside the plain loop; with --jax, beside JAX
     python -m bench.prepare FILE    prepare_fineweb.py beside a plain loop of tiktoken
     python -m bench.evaluation      eval.py beside lm-eval's own model
     python -m bench.checks          what the checks of files and numbers cost, as a share of a training step

@@ -31,7 +31,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from functools import cache
-from math import inf
+from math import inf, nan
 from pathlib import Path
 
 import torch
@@ -342,9 +342,10 @@ def state_bytes(run) -> dict[str, float]:
 
 def unrolls(run) -> dict[str, float]:
     row = context_ready.analyse(run, context_ready.Settings())
+    gap = row['K=1'] - row['K=5']
     return {'contraction L': row['L_pooled'],
             'perplexity of K = 10 minus streaming': row['K=10'] - row['sequential'],
-            'gap that K = 3 closes': (row['K=1'] - row['K=3']) / (row['K=1'] - row['K=5'])}
+            'gap that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
 
 
 def drafts(run) -> dict[str, float]:
@@ -442,9 +443,14 @@ def below(a: list[float], b: list[float]) -> float:
     return test.pvalue
 
 
+def varies(ours: list[float], other: list[float]) -> bool:
+    """Whether seeds differ, on one side at least."""
+    return len({*ours}) > 1 or len({*other}) > 1
+
+
 def t_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float | None, str]:
     """(p, verdict) of Welch's or the one-sample test, of TOST for `equal`; p is None where nothing varies."""
-    if len({*ours}) < 2 and len({*other}) < 2:
+    if not varies(ours, other):
         return None, NOT_SEEN
     is_lower = below([x - margin for x in ours], other)
     is_higher = below([x - margin for x in other], ours)
@@ -454,7 +460,7 @@ def t_test(ours: list[float], other: list[float], direction: str, margin: float)
 
 
 def sign_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
-    """(p, verdict) by how many seeds lead by more than the margin on the side of the claim; sides are paired by seed."""
+    """(p, verdict) by how many seeds lead by more than the margin, as the claim has it; sides are paired by seed."""
     from scipy.stats import binomtest
     sign = {'lower': 1, 'higher': -1}[direction]
     leads = [sign * (b - a) for a, b in zip(ours, other, strict=True)]
@@ -474,11 +480,12 @@ def exact_test(ours: list[float], other: list[float], direction: str, margin: fl
 def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
     """{'difference', 'low', 'high', 'p', 'verdict'} of a claim, from a number a seed on each side or a fixed one."""
     p, verdict = {'t': t_test, 'sign': sign_test, 'exact': exact_test}[test](ours, other, direction, margin)
-    gap, low, high = difference(ours, other)
-    if test == 'exact':
-        low = high = None
-    elif len(other) == 1:
-        low, high = (bound - other[0] for bound in interval(ours))
+    low = high = None
+    if test != 'exact' and varies(ours, other):
+        _, low, high = difference(ours, other)
+        if len(other) == 1:
+            low, high = (bound - other[0] for bound in interval(ours))
+    gap = statistics.mean(ours) - statistics.mean(other)
     return {'difference': gap, 'low': low, 'high': high, 'p': p, 'verdict': verdict}
 
 
@@ -551,7 +558,7 @@ def in_markdown(row: dict) -> dict[str, str]:
             'test': test, 'p': '' if row['p'] is None else f'{row["p"]:.2g}', 'verdict': f'**{row["verdict"]}**'}
 
 
-def cost(args: list[str], data_of=cache(open_data)) -> tuple[int, float]:
+def cost(args: list[str], data_of) -> tuple[int, float]:
     """(training tokens, training FLOPs) of a run of train.py with these arguments."""
     t, given, record = read_settings(args)
     model = blank_model(t.model, model_config(t, given, data_of(t.data), record))
@@ -564,12 +571,13 @@ def listing(claims: list[Claim], s: Settings) -> str:
     for c in claims:
         lines.append(f'{c.name}: {c.says} ({c.paper}, {c.section})\n'
                      f'    {c.statistic} of {c.ours} {c.direction} beside {c.other}, {c.test}')
-    runs = runs_of(claims)
-    n_trainings = (s.seeds + 2) * len(runs)
-    tokens, flops = (sum(each) * (s.seeds + 2) for each in zip(*(cost(arguments(s, run)) for run in runs.values())))
-    return '\n'.join([*lines, f'{len(claims)} claims, {len(runs)} models, at least {n_trainings} runs of training: '
-                      f'{short_number(tokens)} tokens, {flops:.2g} FLOPs, about '
-                      f'{tokens / TOKENS_PER_SECOND / 3600:.1f} core-hours on an Intel Xeon'])
+    runs, data_of = runs_of(claims), cache(open_data)
+    costs = [cost(arguments(s, run), data_of) for run in runs.values()]
+    each = s.seeds + 2  # the first seed has two more rates, at least
+    tokens, flops = (each * sum(column) for column in zip(*costs))
+    hours = tokens / TOKENS_PER_SECOND / 3600
+    return '\n'.join([*lines, f'{len(claims)} claims, {len(runs)} models, at least {each * len(runs)} runs of '
+                      f'training: {short_number(tokens)} tokens, {flops:.2g} FLOPs, about {hours:.1f} core-hours'])
 
 
 def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[Path]], dict[str, str]]:

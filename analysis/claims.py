@@ -59,7 +59,7 @@ SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
           'nextlat': 'Next-Latent Prediction Transformers Learn Compact World Models',
           'gpn': 'A Single-Layer Model Can Do Language Modeling'}
-TOKENS_PER_SECOND = 10_000  # of one core, for the estimate of --list: the mean of RUNS on an Intel Xeon
+TOKENS_PER_SECOND = 10_000  # of a core, for the estimate of --list: all of RUNS on an Intel Xeon that others shared
 
 
 @dataclass
@@ -90,6 +90,7 @@ class Run:
 SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
+STAR = 'config/path_star_small.py --n_head=3 --n_embd=96 --n_dynamics=96'
 CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
 POINTER = 'config/pointer_chasing_small.py'
 ROFORMER = f'{POINTER} --bptt=False --K=1 --prefill=parallel'
@@ -125,8 +126,8 @@ RUNS = {
     'mtp_2': Run(f'{NEXTLAT} --objective=mtp --horizon=2', 1.3e-3),
     'jtp': Run(f'{NEXTLAT} --objective=jtp', 1.3e-3),
     'bst': Run(f'{SPS} --model=bst --init_std=0.03 --pair_share=0.02', 1.3e-3),
-    'star_ntp': Run('config/path_star_small.py --objective=ntp', 1e-3, 4),
-    'star_nextlat': Run('config/path_star_small.py', 1e-3, 4),
+    'star_ntp': Run(f'{STAR} --objective=ntp', 1e-3, 4),
+    'star_nextlat': Run(STAR, 1e-3, 4),
     'a5_ntp': Run('config/a5_small.py --objective=ntp', 1e-3, 4),
     'a5_nextlat': Run('config/a5_small.py', 1e-3, 4),
     'manhattan_ntp': Run('config/manhattan_small.py --objective=ntp', 2e-3, 3),
@@ -313,6 +314,7 @@ def runs_of(claims: list[Claim]) -> dict[str, Run]:
 
 GRADIENT_DOCUMENTS = 16  # for `later_gradient`; each costs some seconds
 DOCUMENTS = 100  # for `far_state`
+UNROLLED_TOKENS = 32_768  # for `unrolls`
 PROBE_STEPS = 500  # of 20 probes
 PROMPTS = 16  # for `drafts`
 BATCHES = 4  # of 8 windows, for `gpn_states`
@@ -341,7 +343,7 @@ def state_bytes(run) -> dict[str, float]:
 
 
 def unrolls(run) -> dict[str, float]:
-    row = context_ready.analyse(run, context_ready.Settings())
+    row = context_ready.analyse(run, context_ready.Settings(tokens=UNROLLED_TOKENS))
     gap = row['K=1'] - row['K=5']
     return {'contraction L': row['L_pooled'],
             'perplexity of K = 10 minus streaming': row['K=10'] - row['sequential'],
@@ -349,11 +351,11 @@ def unrolls(run) -> dict[str, float]:
 
 
 def drafts(run) -> dict[str, float]:
-    """Greedy, 5 tokens a draft or as many as the model can, on the second halves of validation windows."""
+    """Sampled, 5 tokens a draft or as many as the model can, after the first halves of validation windows."""
     model, record = load_run(run, pick_device('auto'))
     data, half = run_data(record, None), settings_of(run).block_size // 2
     prompts = data.val_batch(range(min(PROMPTS, data.n_windows('val', half))), half)[0].tolist()
-    _, found = speculative_generate(model, prompts, half, draft_len=min(5, model.longest_draft), temperature=0)
+    _, found = speculative_generate(model, prompts, half, draft_len=min(5, model.longest_draft))
     return {'tokens accepted a draft': found.accepted_per_step}
 
 

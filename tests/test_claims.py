@@ -193,12 +193,13 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
     def train_all(cells, jobs):
         for folder, args in cells.items():
             result = run('train.py', *args, f'--out_dir={folder}', '--threads=1')
-            assert result.returncode == 0, result.stderr
+            assert result.returncode == 0, (folder, result)
     monkeypatch.setattr(claims, 'train_all', train_all)  # in this process, which spares the imports
     monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: first)
     for name in ('GRADIENT_DOCUMENTS', 'DOCUMENTS', 'PROBE_STEPS', 'PROMPTS', 'BATCHES'):
         monkeypatch.setattr(claims, name, 2)
     monkeypatch.setattr(claims, 'WALKS', 20)
+    monkeypatch.setattr(claims, 'UNROLLED_TOKENS', 1024)
     out = tmp_path / 'out'
     command = ['-m', 'analysis.claims', f'--only={paper}', '--max_tokens=2000', '--eval_tokens=1000', '--seeds=2',
                f'--out_dir={out}']

@@ -483,7 +483,7 @@ def judge(ours: list[float], other: list[float], direction: str, test: str, marg
     """{'difference', 'low', 'high', 'p', 'verdict'} of a claim, from a number a seed on each side or a fixed one."""
     p, verdict = {'t': t_test, 'sign': sign_test, 'exact': exact_test}[test](ours, other, direction, margin)
     low = high = None
-    if test != 'exact' and varies(ours, other):
+    if test == 't' and varies(ours, other):
         _, low, high = difference(ours, other)
         if len(other) == 1:
             low, high = (bound - other[0] for bound in interval(ours))
@@ -492,9 +492,14 @@ def judge(ours: list[float], other: list[float], direction: str, test: str, marg
 
 
 def judged_again(path) -> list[dict]:
-    """`judge` for each row of a claims.csv, from its numbers and what it says of the test; with its name."""
+    """`judge` for each row of a claims.csv, from its numbers and what it says of the test; with its name.
+
+    Raises UserError where a verdict is not the file's.
+    """
     with open(path, newline='') as file:
         rows = list(csv.DictReader(file))
+    if not rows or 'our_numbers' not in rows[0]:
+        raise UserError(f'{path} has no column our_numbers: expected a claims.csv of python -m analysis.claims')
     found = []
     for row in rows:
         ours, other = ([*map(float, row[side].split())] for side in ('our_numbers', 'other_numbers'))

@@ -62,7 +62,7 @@ def test_p_and_intervals_are_those_of_scipy():
 ])
 def test_a_verdict_of_sign_needs_every_seed(ours, direction, margin, p, verdict):
     found = judge(ours, [0.5] * 3, direction, 'sign', margin)
-    assert (found['p'], found['verdict']) == (pytest.approx(p), verdict)
+    assert (found['p'], found['verdict'], found['low']) == (pytest.approx(p), verdict, None)
 
 
 @pytest.mark.parametrize(('ours', 'other', 'direction', 'verdict'), [
@@ -147,6 +147,9 @@ def test_verdicts_are_computed_again_from_the_file(judged):
     path.write_text(path.read_text().replace('contradicted', 'seen'))
     assert_sentence(run('-m', 'analysis.claims', f'--recompute={path}'),
                     "calls c 'seen', its numbers say 'contradicted'")
+    path.write_text('name,verdict\na,seen\n')
+    assert_sentence(run('-m', 'analysis.claims', f'--recompute={path}'), 'has no column our_numbers')
+    assert_sentence(run('-m', 'analysis.claims', f'--recompute={out}/nothing.csv'), 'nothing.csv')
 
 
 def test_committed_verdicts_are_those_of_their_numbers():

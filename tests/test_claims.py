@@ -204,8 +204,8 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
     monkeypatch.setattr(claims, 'WALKS', 20)
     monkeypatch.setattr(claims, 'UNROLLED_TOKENS', 1024)
     out = tmp_path / 'out'
-    command = ['-m', 'analysis.claims', f'--only={paper}', '--max_tokens=2000', '--eval_tokens=1000', '--seeds=2',
-               f'--out_dir={out}']
+    monkeypatch.setattr(claims, 'EVAL_TOKENS', 1000)
+    command = ['-m', 'analysis.claims', f'--only={paper}', '--max_tokens=2000', '--seeds=2', f'--out_dir={out}']
     result = run(*command)
     assert result.returncode == 0, result.stderr
     names = [claim.name for claim in CLAIMS if claim.paper == paper]

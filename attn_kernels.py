@@ -67,7 +67,7 @@ try:
     from triton import jit
     from triton.language import constexpr
 except ImportError:  # no Triton for this platform: the PyTorch forms remain
-    triton = constexpr = None
+    triton = tl = constexpr = None
     jit = lambda kernel: kernel
 
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
@@ -134,7 +134,7 @@ def attention(q, k, v, doc_start=None, window=None):
     dense = q.dtype == torch.bfloat16 and T <= DENSE_T  # elsewhere the fused kernel is faster, unless there is to skip
     if q.device.type == 'cpu' and (dense or not plain and T > 2 * QUERY_ROWS):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        return _tiled_attention(q, k, v, [window], doc_start, 'input').squeeze(1)
+        return _tiled_attention_on_cpu(q, k, v, [window], doc_start, 'input').squeeze(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
     position = torch.arange(T, device=q.device)
     mask = None if plain else visible(position, position, doc_start, window).unsqueeze(-3)  # one mask for all heads
@@ -164,6 +164,11 @@ def _tiled_attention(q, k, v, windows, doc_start, queries):
         seen = seen.unsqueeze(-3)  # for all heads
         tiles.append((slice(a, b), keys, torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float('-inf'))))
     return _TiledAttention.apply(q, k, v, tiles)
+
+
+@torch.compiler.disable  # a compiler would unroll the tiles of all layers, and take minutes
+def _tiled_attention_on_cpu(*args):
+    return _tiled_attention(*args)
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -290,7 +295,8 @@ def _two_stream_attention(q, k, v, windows, doc_start, queries):
     if use_triton(q):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
     k, v = (each_head(x, q.shape[3]) for x in (k, v))
-    return _tiled_attention(q, k, v, windows, doc_start, queries)
+    tiled = _tiled_attention_on_cpu if q.device.type == 'cpu' else _tiled_attention
+    return tiled(q, k, v, windows, doc_start, queries)
 
 
 # ---- attention in Triton: every pattern is a range of keys per query ----

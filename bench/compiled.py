@@ -22,15 +22,17 @@ from triton.compiler import ASTSource
 
 import attn_kernels as K
 from bench import markdown_table
+from common import int8
 
 # None where the folder scans/ has been removed
 delta_rule, scan, gdn = (K.import_scan(name) for name in ('delta_rule', 'gpn', 'gdn'))
 SHARED_LIMIT = 232448  # bytes a block may use on an H100
 TYPES = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32', torch.int64: 'i64', torch.int32: 'i32',
-         torch.bool: 'i1'}
+         torch.int8: 'i8', torch.bool: 'i1'}
 KERNELS = {(module, name): getattr(module, name) for module, names in (
     (K, ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel', '_decode_kernel', '_combine_kernel')),
-    (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')), (gdn, ('_walk_kernel',)),
+    (int8, ('_int8_product_kernel',)), (delta_rule, ('_delta_steps_kernel', '_delta_backward_kernel')),
+    (gdn, ('_walk_kernel',)),
     (scan, ('_gated_add_norm_kernel', '_gated_add_norm_backward_kernel', '_glu_kernel', '_glu_backward_kernel',
             '_memory_inputs_kernel', '_memory_inputs_backward_kernel')))
     for name in names if module}
@@ -121,6 +123,7 @@ class Recorder:
 
 
 GPN_SIZES = (2496, 6656, 15, 128, 256), (1920, 5120, 11, 128, 256), (256, 683, 4, 32, 64), (100, 300, 2, 70, 48)
+INT8_SIZES = (1, 768, 50304), (16, 768, 2304), (64, 1280, 2560), (5, 100, 70)  # rows of x, K, N
 GDN_SIZES = (64, 128, 256), (64, 64, 64), (64, 32, 64), (20, 70, 48)  # chunk_len, d_k, d_v
 
 
@@ -138,6 +141,7 @@ def short_variants():
         yield 'gpn', True, sizes, torch.bfloat16
     for sizes in GDN_SIZES if gdn else ():
         yield 'gdn', True, sizes, torch.float32
+    yield 'int8', False, INT8_SIZES[0], torch.bfloat16
 
 
 def variants():
@@ -163,17 +167,22 @@ def variants():
             yield 'gpn', documents, sizes, torch.bfloat16
     for sizes in GDN_SIZES if gdn else ():
         yield 'gdn', True, sizes, torch.float32
+    for sizes in INT8_SIZES:
+        for dtype in (torch.bfloat16, torch.float32):
+            yield 'int8', False, sizes, dtype
 
 
 def build(variant, measure=resources):
     """A row for each kernel launched: by one attention, forward and backward; by one over a cache; or by a step of GPN,
-    its gradient and a replay of the memory; by Gated DeltaNet's walk over chunks and its walk back. measure(built
-    kernel) -> dict."""
+    its gradient and a replay of the memory; by Gated DeltaNet's walk over chunks and its walk back; by a product with
+    8-bit weights. measure(built kernel) -> dict."""
     pattern, documents, D, dtype, *run = variant
     if pattern == 'gpn':
         return build_gpn(documents, *D, dtype)
     if pattern == 'gdn':
         return build_gdn(*D, dtype)
+    if pattern == 'int8':
+        return build_int8(*D, dtype)
     NQ, NK, first, group = PATTERNS[pattern]
     B, T, H, rows = 2, run[0] if run else 4096, 8, []
     described = {'pattern': pattern, 'documents': documents, 'run': T, 'head': D, 'dtype': TYPES[dtype]}
@@ -241,6 +250,17 @@ def build_gdn(C, d_k, d_v, dtype):
         gdn._walk_kernel = Recorder(KERNELS[gdn, '_walk_kernel'], rows, described | {'pattern': f'gdn, {direction}'})
         gdn._walk_in_triton(memory, keys, keys, values, carried, before if is_back else None, before, values,
                             memory, is_back)
+    return rows
+
+
+def build_int8(M, K, N, dtype):
+    """The row of the product of M vectors of K and an 8-bit matrix (N, K)."""
+    rows = []
+    described = {'pattern': 'int8', 'documents': False, 'run': M, 'head': f'{K} x {N}', 'dtype': TYPES[dtype]}
+    int8._int8_product_kernel = Recorder(KERNELS[int8, '_int8_product_kernel'], rows, described)
+    weight = torch.empty(N, K, dtype=torch.int8, device='meta')
+    int8._gpu_product(torch.empty(M, K, dtype=dtype, device='meta'), weight,
+                      torch.empty(N, dtype=torch.float32, device='meta'), torch.empty(N, dtype=dtype, device='meta'))
     return rows
 
 

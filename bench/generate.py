@@ -55,7 +55,8 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int, weights: str | N
 def beside_hugging_face(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[dict]:
     sides = {(side, str(dtype)[6:]): function for dtype in DTYPES
              for side, function in make_sides(shape, dtype, batch_size, n_new).items()}
-    sides['ours', 'int8'] = make_sides(shape, torch.float32, batch_size, n_new, 'int8')['ours']
+    beside_int8 = torch.bfloat16 if DEVICE.type == 'cuda' else torch.float32  # of all that is not a weight
+    sides['ours', 'int8'] = make_sides(shape, beside_int8, batch_size, n_new, 'int8')['ours']
     times = alternate_times(sides, rounds, warmup=1)
 
     def fastest(side):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = {
-    'kernels': ['-m', 'pytest', '-q', 'tests/test_triton_kernels.py', 'tests/test_scans.py', '-m', 'not slow'],
+    'kernels': ['-m', 'pytest', '-q', 'tests/test_triton_kernels.py', 'tests/test_scans.py', 'tests/test_int8.py', '-m',
+                'not slow'],
     'tests': ['-m', 'pytest', '-q', 'tests', '-k', 'cuda'],
     'attention': ['-m', 'bench.attention'],
     'training': ['train.py', 'config/quickstart.py', '--max_tokens=500_000', '--out_dir=out/gpu_check', '--overwrite'],

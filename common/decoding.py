@@ -4,12 +4,16 @@ Read `generate` first, then `Decoder`, which it drives. A model decodes by its `
 neither decodes by its `logits`, through `Recomputing`.
 """
 import functools
+import math
 import sys
+import time
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from common.files import UserError
+from common.parallel import first_of_all
 
 # ---- the distribution ----
 
@@ -282,25 +286,40 @@ class TextCache:
 
 # ---- a model made ready for decoding on CPU ----
 
-def pack_weights(model: nn.Module) -> nn.Module:
-    """Stores every linear layer's weight in the layout of the CPU's matrix units, where this PyTorch can.
+PACKED_COUNTS = 1, 4, 16  # vectors in a product for which `packed_from` times both forms
 
-    By private operators, in place, for inference only; the plain weights stay beside the packed ones. Decoding is bound
-    by reading weights, and this reads them in order.
+
+def pack_weights(model: nn.Module) -> nn.Module:
+    """Stores the weights of linear layers in the layout of the CPU's matrix units, where this PyTorch can.
+
+    By private operators, in place, for inference only. Decoding is bound by reading weights, and this reads them in
+    order. The plain weights stay beside the packed ones, for products of few vectors: by machine, shape and dtype these
+    may be faster plain, which is timed here, once for each shape of layer. With several processes the first one's
+    timing holds for all, as both forms may round differently: all must come here.
     """
     if getattr(model, 'scan_report', 0) is None:
         model.choose_scan()  # packed weights cannot be exchanged for those of the check
     reorder = getattr(torch.ops.mkldnn, '_reorder_linear_weight', None)
     if reorder is None or not torch.backends.mkldnn.is_available():
         return model
+    layers, counts = [], {}
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.device.type == 'cpu':
+            plain = functools.partial(F.linear, weight=module.weight, bias=module.bias)
             try:
                 packed = _packed_linear(module, reorder(module.weight.detach()))
                 packed(torch.zeros(1, module.in_features, dtype=module.weight.dtype))
             except RuntimeError:  # this dtype has no such operator here
-                return model
-            module.forward = packed
+                break
+            shape = module.weight.shape
+            if shape not in counts:
+                counts[shape] = packed_from(plain, packed, module)
+            layers.append((module, plain, packed))
+    counts = first_of_all(counts)
+    for module, plain, packed in layers:
+        count = counts.get(module.weight.shape)
+        if count is not None:
+            module.forward = packed if count == 1 else _by_count(plain, packed, count)
     return model
 
 
@@ -308,3 +327,32 @@ def _packed_linear(module, weight):
     """The forward of a linear layer whose weight is packed."""
     bias = module.bias
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '')
+
+
+def _by_count(plain, packed, count):
+    """The forward of a linear layer that multiplies fewer than `count` vectors by its plain weight."""
+    return lambda x: (packed if x.numel() >= count * x.shape[-1] else plain)(x)
+
+
+def packed_from(plain, packed, module) -> int | None:
+    """The fewest vectors, of PACKED_COUNTS, that a layer does not multiply faster plain; None: it always does."""
+    for count in PACKED_COUNTS:
+        if not is_faster(plain, packed, torch.ones(count, 1, module.in_features, dtype=module.weight.dtype)):
+            return count
+    return None
+
+
+@torch.no_grad()
+def is_faster(f, g, x) -> bool:
+    """Whether f(x) takes less than nine tenths of the time of g(x).
+
+    They take turns for 2 ms, three times at least; the least time of each counts, as other programs only add to it.
+    """
+    seconds, rounds, begun = {f: math.inf, g: math.inf}, 0, time.perf_counter()
+    while rounds < 3 or time.perf_counter() - begun < 0.002:
+        for side in (f, g):
+            start = time.perf_counter()
+            side(x)
+            seconds[side] = min(seconds[side], time.perf_counter() - start)
+        rounds += 1
+    return seconds[f] < 0.9 * seconds[g]

@@ -14,17 +14,23 @@ text's logits are the same alone and in a batch, read at once and token by token
 Measured on a Xeon with VNNI and without AMX, one thread, a head of 50304 x 512, 1 and 16 vectors: fp32 packed 6.7 and
 12.1 ms; bf16 packed 3.6 and 33.8; this 1.1 and 3.4; `torch._int_mm` 2.5 and 8; `_weight_int8pack_mm` in bf16, whose
 vectors stay as they are, 3.5 and 16. Signed x8 would be a thousand times slower there.
+
+On a GPU the vectors stay as they are too: a Triton kernel reads the 8 bits of a weight and multiplies in the dtype of
+x. It has not run on a GPU yet.
 """
 import functools
+import sys
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from attn_kernels import constexpr, jit, tl, triton
 from common.decoding import pack_weights
 from common.files import UserError
 
 X_ZERO = 128  # x8 is passed as x8 + 128, of 8 bits without a sign
+MAX_ROWS = 64  # of x that the kernel multiplies: more are bound by arithmetic, which the GPU's library is faster at
 
 
 def check_weights_setting(weights: str | None) -> None:
@@ -55,6 +61,8 @@ def quantize(model: nn.Module) -> nn.Module:
             if weight.device.type == 'cpu' and has_cpu_product():
                 weight = torch.ops.onednn.qlinear_prepack(weight, None)
                 module.forward = functools.partial(_cpu_linear, weight, scale, _zeros(scale), module.bias)
+            elif weight.device.type == 'cuda' and has_gpu_product(weight.device):
+                module.forward = functools.partial(_gpu_linear, weight, scale, module.bias)
             else:
                 module.forward = functools.partial(_plain_linear, weight, scale, module.bias)
             module.weight = nn.Parameter(weight, requires_grad=False)
@@ -105,3 +113,59 @@ def _plain_linear(weight, w_scale, bias, x):
     """x (..., K) -> (..., N), with PyTorch's plain operators: the bytes are saved, the time is not."""
     y = F.linear(x, weight.to(x.dtype)) * w_scale.to(x.dtype)
     return y if bias is None else y + bias
+
+
+def _gpu_linear(weight, w_scale, bias, x):
+    """x (..., K) -> (..., N), in the dtype of x; many rows by `_plain_linear`."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) > MAX_ROWS or x.dtype == torch.float64:
+        return _plain_linear(weight, w_scale, bias, x)
+    return _gpu_product(rows, weight, w_scale, bias).view(*x.shape[:-1], len(weight))
+
+
+def _gpu_product(x, weight, w_scale, bias):
+    """x (M, K), weight (N, K) int8, w_scale and bias (N,) or None -> (M, N) in the dtype of x."""
+    (M, K), N = x.shape, len(weight)
+    x, y = x.contiguous(), x.new_empty(M, N)
+    rows = max(16, triton.next_power_of_2(M))  # tensor cores multiply 16 at least
+    grid = triton.cdiv(N, 32),  # few weights a program: a small layer has work for all multiprocessors
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _int8_product_kernel[grid](x, weight, w_scale, bias, y, M, N, K, rows, 32, 128, num_warps=4, num_stages=4)
+    return y
+
+
+@jit
+def _int8_product_kernel(x, weight, w_scale, bias, y, M, N, K, ROWS: constexpr, OUTPUTS: constexpr, STEP: constexpr):
+    """OUTPUTS columns of y: their rows of the weight are read once, for all rows of x."""
+    n, m, at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS), tl.arange(0, STEP)
+    w_rows, x_rows = weight + n[:, None].to(tl.int64) * K, x + m[None, :] * K
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for k in range(0, K, STEP):
+        w = tl.load(w_rows + (k + at)[None, :], mask=(n < N)[:, None] & (k + at < K)[None, :], other=0)
+        x_part = tl.load(x_rows + (k + at)[:, None], mask=(m < M)[None, :] & (k + at < K)[:, None], other=0.0)
+        sums = tl.dot(w.to(x_part.dtype), x_part, sums, input_precision='ieee')
+    sums *= tl.load(w_scale + n, mask=n < N, other=0.0)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + n, mask=n < N, other=0.0)[:, None].to(tl.float32)
+    tl.store(y + m[None, :] * N + n[:, None], sums.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+@functools.cache
+def has_gpu_product(device) -> bool:
+    """Whether the Triton kernel is there and right on this GPU; a line on stderr says where it is wrong."""
+    if triton is None:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(5, 200, device=device, generator=generator)
+    weight, w_scale = int8_rows(torch.randn(70, 200, device=device, generator=generator))
+    for dtype in torch.float32, torch.bfloat16:
+        want = _plain_linear(weight, w_scale.double(), None, x.to(dtype).double())
+        try:
+            off = ((_gpu_product(x.to(dtype), weight, w_scale, None) - want).norm() / want.norm()).item()
+        except Exception as error:  # of Triton's compiler, for one
+            off = f'an error ({type(error).__name__})'
+        if not isinstance(off, float) or not off < 0.01:
+            print(f"int8: Triton's product in {str(dtype)[6:]} is off by {off}: plain operators run instead, slower. "
+                  'Please report this line', file=sys.stderr)
+            return False
+    return True

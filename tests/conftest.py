@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in the tests that ask for it
     os.environ['TRITON_INTERPRET'] = '1'
 import attn_kernels
+import common.int8  # noqa: F401  its kernel
 from data import write_data
 from data.tokenizers import load_tokenizer
 
@@ -63,6 +64,12 @@ def one_thread():
     """After each test, however many threads it set."""
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    """Packed weights are always used, in this process: nothing depends on what is measured."""
+    monkeypatch.setattr('common.decoding.is_faster', lambda f, g, x: False)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import attn_kernels
+from common import int8
 
 aten = torch.ops.aten
 GPU = torch.device('cuda', 0)
@@ -181,7 +182,7 @@ class _Launch:
 
 def _kernels():
     """(module, name) of each Triton kernel of the repository."""
-    rooms = [attn_kernels, *(attn_kernels.import_scan(name) for name in ('delta_rule', 'gpn'))]
+    rooms = [attn_kernels, int8, *(attn_kernels.import_scan(name) for name in ('delta_rule', 'gpn'))]
     return [(room, name) for room in rooms for name in vars(room) if name.endswith('_kernel') and name[0] == '_']
 
 

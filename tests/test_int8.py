@@ -7,6 +7,7 @@ import torch.nn as nn
 from conftest import assert_sentence, run, train_tiny
 from test_models import make, some_tokens
 
+import attn_kernels
 from common import int8
 from common.files import UserError
 from common.scoring import loss_from_logits
@@ -119,3 +120,16 @@ def test_evaluation_shows_what_the_rounding_costs(trained):
     assert values['int8_costs_nats'] == values['nats_per_token'] - values['full_weights_nats']
     assert 0 < abs(values['int8_costs_nats']) < 0.01
     assert values['mib_read_per_token'] < 0.3 * values['full_weights_mib_read_per_token']
+
+
+@pytest.mark.skipif(attn_kernels.triton is None, reason='needs Triton')
+@pytest.mark.parametrize('M, N, K, dtype, has_bias', [
+    (1, 70, 200, torch.float32, True), (5, 32, 128, torch.float16, False), (33, 40, 72, torch.float32, False)])
+def test_the_gpus_product_is_that_of_rounded_weights(M, N, K, dtype, has_bias, kernels_device):
+    torch.manual_seed(0)
+    x, bias = torch.randn(M, K, device=kernels_device).to(dtype), torch.randn(N, device=kernels_device)
+    weight, scale = int8.int8_rows(torch.randn(N, K, device=kernels_device))
+    got = int8._gpu_linear(weight, scale, bias if has_bias else None, x)
+    want = x.double() @ (weight.double() * scale[:, None].double()).T + has_bias * bias.double()
+    assert got.dtype == dtype
+    assert (got - want).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3) * want.abs().max()

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import attn_kernels
 import train
+from common import int8
 from common.decoding import generate
 from common.machine import Machine
 from common.speculative import speculative_generate
@@ -112,6 +113,15 @@ def test_decoding_is_one_graph_that_can_be_captured(variant, gpu):
     with Machine(0, 1, GPU, torch.bfloat16).autocast():
         new = generate(model, PROMPTS, 20, **FILTERS)
     assert [len(ids) for ids in new] == [20, 20] and gpu.captured == 1
+    assert_no_fault(gpu)
+
+
+def test_decoding_with_8_bit_weights_is_captured_too(gpu, monkeypatch):
+    monkeypatch.setattr(int8, 'has_gpu_product', lambda device: True)
+    model = int8.quantize(make('standard, documents').eval())
+    with Machine(0, 1, GPU, torch.bfloat16).autocast():
+        generate(model, PROMPTS, 20, **FILTERS)
+    assert gpu.captured == 1 and '_int8_product_kernel' in gpu.launched
     assert_no_fault(gpu)
 
 

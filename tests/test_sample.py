@@ -4,15 +4,17 @@ import io
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_sentence, run, train_tiny
+from conftest import ROOT, assert_sentence, run, train_tiny
 
 import model_sps
 import model_standard
 import sample
-from common.decoding import generate, pack_weights, token_probs
+from common import decoding
+from common.decoding import generate, is_faster, pack_weights, token_probs
 from common.files import UserError
 from common.start import quiet_start
 from data.tokenizers import load_tokenizer
@@ -40,13 +42,65 @@ def test_greedy_generation_equals_full_forwards(eos_id, module, device):
         assert new == ids[len(prompt):]
 
 
-def test_packed_weights_generate_the_same(device):
+has_packing = hasattr(torch.ops.mkldnn, '_reorder_linear_weight') and torch.backends.mkldnn.is_available()
+
+
+@pytest.mark.parametrize('few', [0, 4, 100])
+def test_packed_weights_generate_the_same(device, monkeypatch, few):
+    monkeypatch.setattr(decoding, 'is_faster', lambda plain, packed, x: len(x) < few)
     model = make(device)
     want = generate(model, PROMPTS, 20, temperature=0)
     packed = pack_weights(copy.deepcopy(model))
     assert generate(packed, PROMPTS, 20, temperature=0) == want
-    if device == 'cpu' and hasattr(torch.ops.mkldnn, '_reorder_linear_weight'):
-        assert 'forward' in packed.head.__dict__  # it did pack
+    if device == 'cpu' and has_packing:
+        assert ('forward' in packed.head.__dict__) == (few < 100)  # it did pack
+
+
+@pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
+def test_packed_weights_serve_the_counts_of_vectors_for_which_they_are_not_slower(monkeypatch):
+    monkeypatch.setattr(decoding, 'is_faster', lambda plain, packed, x: len(x) < 4)
+    head = pack_weights(make()).head
+    head.weight.data.zero_()  # of the plain weight alone
+    uses_packed = [bool(head(torch.ones(*shape, 32)).any()) for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (2, 9))]
+    assert uses_packed == [False, False, True, True, True]
+
+
+@pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
+def test_the_first_process_chooses_where_weights_are_packed(monkeypatch):
+    monkeypatch.setattr(decoding, 'first_of_all', lambda counts: dict.fromkeys(counts))  # it found plain ones faster
+    assert 'forward' not in pack_weights(make()).head.__dict__
+
+
+TWO_PROCESSES = '''
+import os, torch, torch.distributed as dist
+from common import decoding
+dist.init_process_group('gloo')
+decoding.is_faster = lambda plain, packed, x: dist.get_rank() == 1
+layer = decoding.pack_weights(torch.nn.Sequential(torch.nn.Linear(8, 8)))[0]
+os.write(1, f'packed {"forward" in layer.__dict__}\\n'.encode())  # in one write, so that lines stay whole
+dist.destroy_process_group()
+'''
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
+def test_two_processes_pack_the_same_weights(tmp_path):
+    (tmp_path / 'script.py').write_text(TWO_PROCESSES)
+    result = run(tmp_path / 'script.py', processes=2, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert result.stdout.splitlines() == ['packed True'] * 2, result.stderr
+
+
+def test_what_is_chosen_is_faster_by_more_than_a_tenth_in_its_quietest_round(monkeypatch):
+    now, seconds = [0.0], {}
+    monkeypatch.setattr(decoding, 'time', SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def side(name):
+        def call(x):
+            now[0] += seconds[name].pop()
+        return call
+    for quietest, expected in ((0.8, True), (0.95, False), (1.2, False)):
+        seconds.update(f=[5.0, quietest, 5.0], g=[1.0, 1.0, 1.0])
+        assert is_faster(side('f'), side('g'), None) == expected
 
 
 def test_draws_follow_the_distribution(device):

@@ -126,8 +126,8 @@ def check_kernels(model: torch.nn.Module, dtype: torch.dtype | None = None) -> N
     that of the weights.
     """
     weight, c = next(model.parameters()), model.config
-    n_head = getattr(c, 'n_head', 1)
-    group = n_head // (getattr(c, 'n_kv_head', None) or n_head)
+    n_kv_head = getattr(c, 'n_kv_head', None)
+    group = c.n_head // n_kv_head if n_kv_head else 1
     kernel_check.check_kernels(weight.device, dtype or weight.dtype, getattr(c, 'head_size', None), group,
                                hasattr(c, 'persistent'))
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import attn_kernels
 import model_gpn as G
 import model_standard as S
-from common import settings
+from common import runs, settings
 from common.decoding import generate
 from common.speculative import speculative_generate
 from config import gpn_transformer
@@ -386,6 +386,10 @@ def test_state_and_memory_are_in_fp32(narrow, form):
             states.append(state[0])
         torch.testing.assert_close(got, torch.stack(states, 1), rtol=1e-4, atol=1e-4)
     assert got.dtype == torch.float32 and 0 < (got - want).norm() < 0.03 * want.norm()
+
+
+def test_a_model_without_memory_heads_has_no_kernels_to_check():
+    runs.check_kernels(make(n_head=0)[0])
 
 
 @pytest.mark.parametrize('name, millions', [('gpn_130m', 129.2), ('gpn_2l', 132.8), ('gpn_nomem', 130.5)])

@@ -1,0 +1,693 @@
+"""Claims of the four papers, each tried in miniature: trained, tested over seeds and given a verdict.
+
+    python -m analysis.claims --list                                the claims, and what all of it costs
+    python -m analysis.claims --out_dir=out/claims                  trains what they need and judges them
+    python -m analysis.claims --only=sps,gpn_memory                 those of a paper, or by name
+    python -m analysis.claims --recompute=out/claims/claims.csv     the verdicts again, from the numbers of the file
+
+A claim is a row of CLAIMS: what a paper says, the two runs that it compares, a statistic and a test. A run is a row of
+RUNS, and is trained once for all claims that name it: its learning rate is bracketed at the first seed, then it trains
+with every seed. An interrupted one goes on by the same command: what is done is not done again.
+
+The verdicts, at a level of 5%:
+
+    seen                       the test rejects in the direction of the claim
+    contradicted               the same test rejects in the other direction
+    not seen at this size      neither, which says nothing about larger models
+
+The tests are `t`: Welch's one-sided test over seeds, beside a fixed number the one of one sample, and for `equal` both
+one-sided tests (TOST); `sign`: every seed is on one side, for scores of tasks, which are far from normal (by chance
+alone three seeds agree in one of eight cases); `exact`: numbers without chance, as parameters, which every seed must
+have. Each claim is tested by itself, and nothing is corrected for their number.
+
+Writes claims.csv (a row a claim, with the numbers of every seed, both commands, the budget) and claims.md in out_dir.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import csv
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import cache
+from math import inf, nan
+from pathlib import Path
+
+import torch
+
+from analysis import context_ready, gpn_state, gradient_flow, manhattan, probes, restricted_state
+from analysis.figures import write_csv
+from analysis.loss_curves import short_number
+from analysis.outcomes import final_loss, n_parameters, settings_of
+from analysis.report import logged
+from analysis.scores import score_names
+from analysis.seeds import difference, interval, lower_test
+from analysis.shootout import n_at_inference
+from analysis.sweep import best_rates, train_all
+from bench import markdown_table, where_and_when
+from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
+from common.machine import pick_device
+from common.runs import blank_model, load_run, read_log, run_data
+from common.settings import check_ranges, load_settings
+from common.speculative import speculative_generate
+from data import open_data
+from train import model_config, read_settings
+
+ALPHA = 0.05  # level of the tests
+EVAL_TOKENS = 500_000  # of a validation loss
+SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
+PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
+          'nextlat': 'Next-Latent Prediction Transformers Learn Compact World Models',
+          'gpn': 'A Single-Layer Model Can Do Language Modeling'}
+TOKENS_PER_SECOND = 10_000  # of a core, for the estimate of --list: all of RUNS on an Intel Xeon that others shared
+
+
+@dataclass
+class Settings:
+    out_dir: str = 'out/claims'  # of the runs and of what is written
+    only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, with commas between
+    list: bool = False  # print the claims and what they cost, and stop
+    recompute: str | None = None  # a claims.csv whose verdicts to compute again from its numbers, and stop
+    max_tokens: int = 1_000_000  # training tokens of a run; RUNS says of which runs it is a multiple
+    seeds: int = 3  # runs of each row of RUNS, at its best learning rate
+    jobs: int = 2  # runs at a time, one thread each
+
+    def __post_init__(self):
+        at_least_1 = (1, inf)
+        check_ranges(self, max_tokens=at_least_1, seeds=(2, inf), jobs=at_least_1)
+
+
+# ---- the runs ----
+
+@dataclass
+class Run:
+    arguments: str  # of train.py
+    rate: float  # learning rate to look at first
+    times: float = 1  # its training tokens, over max_tokens
+
+
+SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
+SPS = f'config/quickstart.py {SHAPE}'
+NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
+STAR = 'config/path_star_small.py --n_head=3 --n_embd=96 --n_dynamics=96'
+CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
+POINTER = 'config/pointer_chasing_small.py'
+ROFORMER = f'{POINTER} --bptt=False --K=1 --prefill=parallel'
+
+RUNS = {
+    'standard': Run(f'{SPS} --model=standard', 1.35e-3),
+    'standard_twice': Run(f'{SPS} --model=standard', 1.35e-3, 2),
+    'sps': Run(SPS, 1.35e-3),
+    'sps_w0': Run(f'{SPS} --window=0', 1.35e-3),
+    'two_x_memory': Run(f'{SPS} --method=two_x_memory --window=None', 1.35e-3),
+    'delayed_state': Run(f'{SPS} --method=delayed_state', 1.35e-3),
+    'reverse_sps': Run(f'{SPS} --method=reverse_sps', 1.35e-3),
+    'reverse_sps_w0': Run(f'{SPS} --method=reverse_sps --window=0', 1.35e-3),
+
+    'cr_d2': Run(CONTEXT_READY, 1e-3),
+    'cr_d2_fixed': Run(f'{CONTEXT_READY} --k_min=None', 1e-3),
+    'cr_d2_tied': Run(f'{CONTEXT_READY} --variant=tied', 1e-3),
+    'cr_d2_token_blind': Run(f'{CONTEXT_READY} --variant=token_blind', 1e-3),
+    'cr_d2_block_head': Run(f'{CONTEXT_READY} --variant=block_head', 1e-3),
+    'cr_d1': Run(f'{CONTEXT_READY} --n_layer=1', 1e-3),
+    'roformer_n1': Run(f'{CONTEXT_READY} --n_layer=1 --K=1', 1e-3),
+    'roformer_n2': Run(f'{CONTEXT_READY} --K=1', 1e-3),
+    'roformer_n2_hffn': Run(f'{CONTEXT_READY} --K=1 --variant=extra_ffn', 1e-3),
+    'roformer_n3': Run(f'{CONTEXT_READY} --n_layer=3 --K=1', 1e-3),
+    'pointer_d1': Run(POINTER, 1e-3, 3),
+    'pointer_n1': Run(ROFORMER, 1e-3, 3),
+    'pointer_n4': Run(f'{ROFORMER} --n_layer=4', 1e-3, 3),
+
+    'ntp': Run(f'{NEXTLAT} --objective=ntp', 1.3e-3),
+    'nextlat': Run(NEXTLAT, 1.3e-3),
+    'nextlat_2': Run(f'{NEXTLAT} --horizon=2', 1.3e-3),
+    'mtp': Run(f'{NEXTLAT} --objective=mtp', 1.3e-3),
+    'mtp_2': Run(f'{NEXTLAT} --objective=mtp --horizon=2', 1.3e-3),
+    'jtp': Run(f'{NEXTLAT} --objective=jtp', 1.3e-3),
+    'bst': Run(f'{SPS} --model=bst --init_std=0.03 --pair_share=0.02', 1.3e-3),
+    'star_ntp': Run(f'{STAR} --objective=ntp', 1e-3, 4),
+    'star_nextlat': Run(STAR, 1e-3, 4),
+    'a5_ntp': Run('config/a5_small.py --objective=ntp', 1e-3, 4),
+    'a5_nextlat': Run('config/a5_small.py', 1e-3, 4),
+    'manhattan_ntp': Run('config/manhattan_small.py --objective=ntp', 2e-3, 3),
+    'manhattan_nextlat': Run('config/manhattan_small.py', 2e-3, 3),
+
+    'transformer': Run('config/gpn_quick_transformer.py', 2e-3),
+    'gdn': Run('config/gdn_quick.py', 3e-3),
+    'gpn_m': Run('config/gpn_quick.py', 3e-3),
+    'gpn_m_2l': Run('config/gpn_quick.py --n_layer=2 --n_embd=176', 3e-3),
+    'gpn': Run('config/gpn_quick.py --n_head=0 --n_embd=304', 3e-3),
+}
+
+
+def arguments(s: Settings, run: Run) -> list[str]:
+    """All arguments of train.py but for learning rate, seed and folder."""
+    tokens = round(run.times * s.max_tokens)
+    # one dtype for all: `auto` would give large models another than small ones
+    return [*run.arguments.split(), f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
+            f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0']
+
+
+# ---- the claims ----
+
+@dataclass
+class Claim:
+    name: str
+    paper: str  # of PAPERS
+    section: str
+    says: str
+    ours: str  # of RUNS
+    direction: str  # lower, higher or equal: of ours, beside other
+    other: str | float  # of RUNS, or a fixed number
+    statistic: str = 'loss'  # of STATISTICS
+    test: str = 't'  # t, sign or exact
+    margin: float = 0.0  # of equal: the largest difference; else of t: what `other` may be ahead by, of sign: the
+    # smallest lead that counts
+
+
+CLAIMS = [
+    Claim('sps_standard', 'sps', '5, table 2',
+          'SPS has a lower loss than Standard after the same tokens',
+          'sps', 'lower', 'standard'),
+    Claim('sps_standard_twice', 'sps', '5',
+          'Twice the tokens do not bring Standard to the loss of SPS',
+          'sps', 'lower', 'standard_twice'),
+    Claim('sps_two_x_memory', 'sps', '5, table 2',
+          'SPS has a lower loss than 2x Memory, so it is not capacity',
+          'sps', 'lower', 'two_x_memory'),
+    Claim('sps_delayed_state', 'sps', '5, table 2',
+          'SPS has a lower loss than Delayed State, so it is not the step',
+          'sps', 'lower', 'delayed_state'),
+    Claim('delayed_state_standard', 'sps', '5, table 2',
+          'Delayed State has a lower loss than Standard',
+          'delayed_state', 'lower', 'standard'),
+    Claim('delayed_state_two_x_memory', 'sps', 'appendix C',
+          'Delayed State and 2x Memory are equal within 0.01 nats',
+          'delayed_state', 'equal', 'two_x_memory', margin=0.01),
+    Claim('sps_window', 'sps', '5, figure 4',
+          'The loss of SPS hardly depends on w: w = 0 is within 0.01 of w = 64',
+          'sps_w0', 'equal', 'sps', margin=0.01),
+    Claim('sps_reverse', 'sps', '5, figure 4',
+          'SPS has a lower loss than Reverse SPS at w = 64',
+          'sps', 'lower', 'reverse_sps'),
+    Claim('reverse_window', 'sps', '5, figure 4',
+          'Reverse SPS loses by a small w: w = 0 is worse than w = 64',
+          'reverse_sps_w0', 'higher', 'reverse_sps'),
+    Claim('sps_gradient_x', 'sps', '5, figure 5a',
+          'The input stream of SPS gets more gradient of later losses than Standard',
+          'sps', 'higher', 'standard', 'later gradient at x'),
+    Claim('sps_gradient_rho', 'sps', '5, figure 5a',
+          'The prediction stream of SPS gets less of that gradient than its input stream',
+          'sps', 'lower', 1.0, 'later gradient at rho over x'),
+    Claim('sps_far_state', 'sps', '5, figure 5b',
+          'Without the far state SPS loses more nats than Delayed State',
+          'sps', 'higher', 'delayed_state', 'nats lost without the far state'),
+    Claim('sps_parameters', 'sps', '4',
+          'SPS has as many parameters as Standard',
+          'sps', 'equal', 'standard', 'parameters', 'exact'),
+    Claim('sps_state', 'sps', '3',
+          'The state of SPS grows by a token as fast as that of Standard',
+          'sps', 'equal', 'standard', 'bytes of state a token', 'exact'),
+    Claim('sps_state_two_x', 'sps', '5',
+          'The state of SPS grows by a token more slowly than that of 2x Memory',
+          'sps', 'lower', 'two_x_memory', 'bytes of state a token', 'exact'),
+
+    Claim('cr_same_width', 'context_ready', '5.4, table 3',
+          'D = 2 has a lower loss than N = 2 of the same width',
+          'cr_d2', 'lower', 'roformer_n2'),
+    Claim('cr_one_layer', 'context_ready', '5.4',
+          'D = 1 has a lower loss than N = 1 of the same width',
+          'cr_d1', 'lower', 'roformer_n1'),
+    Claim('cr_same_flops', 'context_ready', 'appendix C.2',
+          'D = 2 has a lower loss than N = 2 of its FLOPs (hFFN)',
+          'cr_d2', 'lower', 'roformer_n2_hffn'),
+    Claim('cr_one_layer_more', 'context_ready', '5.3, table 2',
+          'D layers have a lower loss than N = D + 1 layers',
+          'cr_d2', 'lower', 'roformer_n3'),
+    Claim('cr_streaming', 'context_ready', '5.8, table 6',
+          'Streaming has the perplexity of K = 10 within 0.01',
+          'cr_d2', 'equal', 0.0, 'perplexity of K = 10 minus streaming', margin=0.01),
+    Claim('cr_three_unrolls', 'context_ready', '5.8, table 6',
+          'K = 3 closes over 90% of the gap from K = 1 to K = 5',
+          'cr_d1', 'higher', 0.9, 'gap that K = 3 closes'),
+    Claim('cr_contraction', 'context_ready', '5.8',
+          'With k_min = 2 corrections contract: L is below 1',
+          'cr_d2', 'lower', 1.0, 'contraction L'),
+    Claim('cr_contraction_fixed', 'context_ready', '5.8',
+          'Without k_min corrections contract less',
+          'cr_d2_fixed', 'higher', 'cr_d2', 'contraction L'),
+    Claim('cr_random_depth', 'context_ready', '5.5',
+          'In the end random and fixed depth are equal, within 0.01 nats',
+          'cr_d2', 'equal', 'cr_d2_fixed', margin=0.01),
+    Claim('cr_block_head', 'context_ready', '5.8',
+          'A correction without a network of its own gains nothing',
+          'cr_d2_block_head', 'higher', 'roformer_n2', margin=0.01),
+    Claim('cr_tied', 'context_ready', '5.8',
+          "With the block's weights the correction is worse than none",
+          'cr_d2_tied', 'higher', 'roformer_n2'),
+    Claim('cr_token_aware', 'context_ready', '5.8',
+          'A correction that sees the token is no worse, within 0.01 nats',
+          'cr_d2', 'lower', 'cr_d2_token_blind', margin=0.01),
+    Claim('cr_cache', 'context_ready', '5.4',
+          'D = 2 adds fewer bytes of state a token than N = 3 of its width',
+          'cr_d2', 'lower', 'roformer_n3', 'bytes of state a token', 'exact'),
+    Claim('cr_pointer', 'context_ready', '5.6, table 5',
+          'D = 1 by BPTT finds what is 3 hops away where N = 1 does not',
+          'pointer_d1', 'higher', 'pointer_n1', 'accuracy at 3 hops', 'sign', 0.02),
+    Claim('cr_pointer_depth', 'context_ready', '5.6, table 5',
+          'Deeper Roformers solve more: N = 4 beside N = 1',
+          'pointer_n4', 'higher', 'pointer_n1', 'accuracy at 3 hops', 'sign', 0.02),
+
+    Claim('nextlat_ntp', 'nextlat', '4, planning',
+          'NextLat has the next-token loss of GPT, within 0.01 nats',
+          'nextlat', 'equal', 'ntp', margin=0.01),
+    Claim('nextlat_mtp', 'nextlat', '4, language modeling',
+          'NextLat has a lower next-token loss than MTP',
+          'nextlat', 'lower', 'mtp'),
+    Claim('nextlat_jtp', 'nextlat', '4, language modeling',
+          'NextLat has a lower next-token loss than JTP',
+          'nextlat', 'lower', 'jtp'),
+    Claim('nextlat_bst', 'nextlat', '4, planning',
+          "BST's further tokens cost it next-token loss beside GPT",
+          'bst', 'higher', 'ntp'),
+    Claim('nextlat_probes', 'nextlat', '4, planning',
+          "The states of NextLat tell more than GPT's of the token 20 ahead",
+          'nextlat', 'lower', 'ntp', 'nats of a probe 20 ahead'),
+    Claim('nextlat_accepted_mtp', 'nextlat', '4, table of drafts',
+          'More drafted tokens are accepted of NextLat than of MTP',
+          'nextlat', 'higher', 'mtp', 'tokens accepted a draft'),
+    Claim('nextlat_accepted_jtp', 'nextlat', '4, table of drafts',
+          'More drafted tokens are accepted of NextLat than of JTP',
+          'nextlat', 'higher', 'jtp', 'tokens accepted a draft'),
+    Claim('nextlat_accepted_horizon', 'nextlat', '4, table of drafts',
+          'Trained 1 ahead, NextLat has more than 1 drafted token accepted',
+          'nextlat', 'higher', 1.0, 'tokens accepted a draft'),
+    Claim('nextlat_accepted_2', 'nextlat', '4, table of drafts',
+          'Trained 2 ahead, NextLat has more accepted than trained 1 ahead',
+          'nextlat_2', 'higher', 'nextlat', 'tokens accepted a draft'),
+    Claim('nextlat_inference', 'nextlat', '5, table of costs',
+          'At inference NextLat has as many parameters as GPT',
+          'nextlat', 'equal', 'ntp', 'parameters at inference', 'exact'),
+    Claim('nextlat_horizon', 'nextlat', '5, table of costs',
+          'A longer horizon adds no parameters to NextLat',
+          'nextlat_2', 'equal', 'nextlat', 'parameters', 'exact'),
+    Claim('nextlat_mtp_horizon', 'nextlat', '5, table of costs',
+          'A longer horizon adds parameters to MTP',
+          'mtp_2', 'higher', 'mtp', 'parameters', 'exact'),
+    Claim('nextlat_star', 'nextlat', '4, planning',
+          'NextLat finds more whole paths of path-star graphs than GPT',
+          'star_nextlat', 'higher', 'star_ntp', 'whole paths', 'sign', 0.02),
+    Claim('nextlat_a5', 'nextlat', '5, recurrent networks',
+          'NextLat tracks the state of A5 words better than GPT',
+          'a5_nextlat', 'higher', 'a5_ntp', 'right states of A5', 'sign', 0.02),
+    Claim('nextlat_detours', 'nextlat', '4, world modeling',
+          'NextLat more often finds its way through a city after detours',
+          'manhattan_nextlat', 'higher', 'manhattan_ntp', 'valid ways with detours', 'sign', 0.02),
+    Claim('nextlat_compression', 'nextlat', '4, world modeling',
+          'NextLat more often continues two walks to one place alike',
+          'manhattan_nextlat', 'higher', 'manhattan_ntp', 'walks continued alike', 'sign', 0.02),
+    Claim('nextlat_rank', 'nextlat', '4, world modeling',
+          'After walks the states of NextLat have a lower effective rank',
+          'manhattan_nextlat', 'lower', 'manhattan_ntp', 'effective rank'),
+
+    Claim('gpn_transformer', 'gpn', '6, table 1',
+          'A deep Transformer has a lower loss than one layer of GPN+M',
+          'transformer', 'lower', 'gpn_m'),
+    Claim('gpn_near_transformer', 'gpn', '6, table 1',
+          'GPN+M is within 13% of the perplexity of the Transformer (0.122 nats)',
+          'gpn_m', 'lower', 'transformer', margin=0.122),
+    Claim('gpn_gdn', 'gpn', '6, table 1',
+          'A deep Gated DeltaNet has a lower loss than one layer of GPN+M',
+          'gdn', 'lower', 'gpn_m'),
+    Claim('gpn_gdn_transformer', 'gpn', '6, table 1',
+          'Gated DeltaNet has a lower loss than the Transformer',
+          'gdn', 'lower', 'transformer'),
+    Claim('gpn_memory', 'gpn', '6, table 1',
+          'GPN+M has a lower loss than GPN without memory',
+          'gpn_m', 'lower', 'gpn'),
+    Claim('gpn_two_layers', 'gpn', '6, table 1',
+          'Two layers of GPN+M have a lower loss than one',
+          'gpn_m_2l', 'lower', 'gpn_m'),
+    Claim('gpn_state', 'gpn', '4',
+          'The state of GPN+M does not grow with the text',
+          'gpn_m', 'equal', 0.0, 'bytes of state a token', 'exact'),
+    Claim('gpn_dead', 'gpn', '7.1',
+          'No dimension of the state is dead',
+          'gpn_m', 'equal', 0.0, 'dead dimensions', 'exact'),
+    Claim('gpn_mean', 'gpn', '7.1',
+          'The mean state is over half as long as the states are',
+          'gpn_m', 'higher', 0.5, 'length of the mean state over states'),
+    Claim('gpn_mean_batches', 'gpn', '7.1',
+          'Mean directions of batches have a cosine of over 0.95',
+          'gpn_m', 'higher', 0.95, 'cosine of mean states between batches'),
+    Claim('gpn_unigram', 'gpn', '7.2',
+          'The mean state decodes to the unigram: the rank correlation is positive',
+          'gpn_m', 'higher', 0.0, 'rank correlation with the unigram'),
+    Claim('gpn_horizon', 'gpn', '7.3',
+          'Of the content of a state nothing is left 128 tokens later, within 0.05',
+          'gpn_m', 'equal', 0.0, 'centred cosine 128 later', margin=0.05),
+    Claim('gpn_pools', 'gpn', '7.3',
+          'Memory heads split: the slowest remembers over 10 times as long as the fastest',
+          'gpn_m', 'higher', 10.0, 'longest over shortest half-life'),
+]
+
+
+def chosen(only: str) -> list[Claim]:
+    """The claims that --only names, in the order of CLAIMS."""
+    names = only.split(',')
+    known = {'all', *PAPERS, *(claim.name for claim in CLAIMS)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f'only has {unknown[0]!r}: expected papers ({", ".join(PAPERS)}) or names of claims, which '
+                        '--list prints, with commas between')
+    return [claim for claim in CLAIMS if {'all', claim.paper, claim.name} & {*names}]
+
+
+def runs_of(claims: list[Claim]) -> dict[str, Run]:
+    """The rows of RUNS that claims compare."""
+    named = {side for claim in claims for side in (claim.ours, claim.other)}
+    return {name: run for name, run in RUNS.items() if name in named}
+
+
+# ---- the statistics of a run ----
+
+GRADIENT_DOCUMENTS = 16  # for `later_gradient`; each costs some seconds
+DOCUMENTS = 100  # for `far_state`
+UNROLLED_TOKENS = 32_768  # for `unrolls`
+PROBE_STEPS = 500  # of 20 probes
+PROMPTS = 16  # for `drafts`
+BATCHES = 4  # of 8 windows, for `gpn_states`
+WALKS = 500  # for `city`
+
+
+def later_gradient(run) -> dict[str, float]:
+    """Gradient of losses 1 to 96 steps later over that of a position's own loss, averaged over the steps."""
+    s = gradient_flow.fitted(gradient_flow.Settings(n_documents=GRADIENT_DOCUMENTS, block_size=256, max_k=96), [run])
+    means = gradient_flow.measure(run, s)[0][:, 1:].mean(1).tolist()
+    found = {'later gradient at x': means[0]}
+    if len(means) == 2:  # two streams
+        found['later gradient at rho over x'] = means[1] / means[0]
+    return found
+
+
+def far_state(run) -> dict[str, float]:
+    s = restricted_state.fitted(restricted_state.Settings(n_documents=DOCUMENTS), [run])
+    whole, cut, _ = restricted_state.measure(run, s)
+    return {'nats lost without the far state': (cut - whole)[s.omega + 1:].mean().item()}
+
+
+def state_bytes(run) -> dict[str, float]:
+    model = load_run(run)[0]
+    return {'bytes of state a token': (model.new_cache(1, 8192).nbytes - model.new_cache(1, 4096).nbytes) / 4096}
+
+
+def unrolls(run) -> dict[str, float]:
+    row = context_ready.analyse(run, context_ready.Settings(tokens=UNROLLED_TOKENS))
+    gap = row['K=1'] - row['K=5']
+    return {'contraction L': row['L_pooled'],
+            'perplexity of K = 10 minus streaming': row['K=10'] - row['sequential'],
+            'gap that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
+
+
+def drafts(run) -> dict[str, float]:
+    """Sampled, 5 tokens a draft or as many as the model can, after the first halves of validation windows."""
+    model, record = load_run(run, pick_device('auto'))
+    data, half = run_data(record, None), settings_of(run).block_size // 2
+    prompts = data.val_batch(range(min(PROMPTS, data.n_windows('val', half))), half)[0].tolist()
+    _, found = speculative_generate(model, prompts, half, draft_len=min(5, model.longest_draft))
+    return {'tokens accepted a draft': found.accepted_per_step}
+
+
+def probed(run) -> dict[str, float]:
+    *_, last = probes.measure(run, probes.Settings(offsets=20, steps=PROBE_STEPS, eval_tokens=100_000))
+    return {'nats of a probe 20 ahead': last}
+
+
+def city(run) -> dict[str, float]:
+    row, _ = manhattan.measure(run, manhattan.Settings(n_walks=WALKS, n_prefixes=WALKS))
+    return {'valid ways with detours': row['detours'], 'walks continued alike': row['compression'],
+            'effective rank': row['rank']}
+
+
+def gpn_states(run) -> dict[str, float]:
+    """Half-lives beyond the window are counted as the window."""
+    model, record = load_run(run, pick_device('auto'))
+    data, T, device = run_data(record, None), settings_of(run).block_size, model.embed.weight.device
+    batches = [[x.to(device) for x in data.val_batch(range(8 * i, 8 * i + 8), T)] for i in range(BATCHES)]
+    counted = torch.from_numpy(data.tokens('train', 0, min(1_000_000, data.splits['train']['tokens'])))
+    unigram = torch.bincount(counted, minlength=data.n_ids).to(device)
+    rows = gpn_state.measure(model, batches, unigram, str)
+    value = {(part, name, x): number for part, name, x, number in rows}
+    lives = [min(number, T) for part, _, _, number in rows if part == 'half-life']
+    return {'dead dimensions': value['geometry', 'dead dimensions', ''],
+            'length of the mean state over states':
+                value['geometry', 'mean magnitude', ''] / value['geometry', 'magnitude', ''],
+            'cosine of mean states between batches': value['mean direction', 'cosine between batches', ''],
+            'rank correlation with the unigram': value['mean direction', 'rank correlation with the unigram', ''],
+            'centred cosine 128 later': value['cosine', 'centred', 128],
+            'longest over shortest half-life': max(lives) / min(lives)}
+
+
+def last_score(statistic: str, prefix: str):
+    """The function that gives the mean of a task's last scores, of those whose names begin with the prefix."""
+    def score(run):
+        log = read_log(run)
+        return {statistic: statistics.mean(logged(log, name)[-1] for name in score_names([run], prefix))}
+    return score
+
+
+STATISTICS = {  # name: function of a run folder that gives {name: number}, maybe with others'
+    'loss': lambda run: {'loss': final_loss(run)},
+    'parameters': lambda run: {'parameters': n_parameters(run)},
+    'parameters at inference': lambda run: {'parameters at inference': n_at_inference(run)},
+    'bytes of state a token': state_bytes,
+    'later gradient at x': later_gradient,
+    'later gradient at rho over x': later_gradient,
+    'nats lost without the far state': far_state,
+    'contraction L': unrolls,
+    'perplexity of K = 10 minus streaming': unrolls,
+    'gap that K = 3 closes': unrolls,
+    'tokens accepted a draft': drafts,
+    'nats of a probe 20 ahead': probed,
+    'valid ways with detours': city,
+    'walks continued alike': city,
+    'effective rank': city,
+    'accuracy at 3 hops': last_score('accuracy at 3 hops', 'accuracy_3'),
+    'whole paths': last_score('whole paths', 'accuracy'),
+    'right states of A5': last_score('right states of A5', 'accuracy_'),
+    **dict.fromkeys(['dead dimensions', 'length of the mean state over states',
+                     'cosine of mean states between batches', 'rank correlation with the unigram',
+                     'centred cosine 128 later', 'longest over shortest half-life'], gpn_states),
+}
+
+
+def measure(claims: list[Claim], runs: dict[str, list[Path]], path: Path) -> dict[str, dict[str, float]]:
+    """{run folder's name: {statistic: number}} of all that claims compare. What is measured is kept at `path`."""
+    found = read_json(path, 'remove it, and runs are measured again') if path.exists() else {}
+    wanted = {(folder, claim.statistic): None for claim in claims for side in (claim.ours, claim.other)
+              for folder in runs.get(side, [])}
+    for folder, statistic in wanted:
+        if statistic not in found.get(folder.name, {}):
+            found[folder.name] = found.get(folder.name, {}) | STATISTICS[statistic](folder)
+            write_json(path, checked_json(found))
+    return found
+
+
+# ---- verdicts ----
+
+def below(a: list[float], b: list[float]) -> float:
+    """p of the one-sided test against the alternative that a has the lower mean; one number alone is fixed."""
+    if min(len(a), len(b)) > 1:
+        return lower_test(a, b)['p']
+    from scipy.stats import ttest_1samp
+    test = ttest_1samp(a, b[0], alternative='less') if len(b) == 1 else ttest_1samp(b, a[0], alternative='greater')
+    return test.pvalue
+
+
+def varies(ours: list[float], other: list[float]) -> bool:
+    """Whether seeds differ, on one side at least."""
+    return len({*ours}) > 1 or len({*other}) > 1
+
+
+def t_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float | None, str]:
+    """(p, verdict) of Welch's or the one-sample test, of TOST for `equal`; p is None where nothing varies."""
+    if not varies(ours, other):
+        return None, NOT_SEEN
+    is_lower = below([x - margin for x in ours], other)
+    is_higher = below([x - margin for x in other], ours)
+    p = {'lower': is_lower, 'higher': is_higher, 'equal': max(is_lower, is_higher)}[direction]
+    # 1 - p belongs to the test in the other direction; of `equal`, to the one that the difference exceeds the margin
+    return p, SEEN if p < ALPHA else CONTRADICTED if 1 - p < ALPHA else NOT_SEEN
+
+
+def sign_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
+    """(p, verdict) by how many seeds lead by more than the margin, as the claim has it; sides are paired by seed."""
+    from scipy.stats import binomtest
+    sign = {'lower': 1, 'higher': -1}[direction]
+    leads = [sign * (b - a) for a, b in zip(ours, other, strict=True)]
+    n_ahead = sum(lead > margin for lead in leads)
+    verdict = SEEN if n_ahead == len(leads) else CONTRADICTED if max(leads) < -margin else NOT_SEEN
+    return binomtest(n_ahead, len(leads), alternative='greater').pvalue, verdict
+
+
+def exact_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[None, str]:
+    """(None, verdict) of numbers without chance: the claim holds for every seed, or it does not."""
+    gaps = [a - b for a in ours for b in other]
+    holds = {'lower': max(gaps) < margin, 'higher': min(gaps) > -margin,
+             'equal': max(map(abs, gaps)) <= margin}[direction]
+    return None, SEEN if holds else CONTRADICTED
+
+
+def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
+    """{'difference', 'low', 'high', 'p', 'verdict'} of a claim, from a number a seed on each side or a fixed one."""
+    p, verdict = {'t': t_test, 'sign': sign_test, 'exact': exact_test}[test](ours, other, direction, margin)
+    low = high = None
+    if test == 't' and varies(ours, other):
+        _, low, high = difference(ours, other)
+        if len(other) == 1:
+            low, high = (bound - other[0] for bound in interval(ours))
+    gap = statistics.mean(ours) - statistics.mean(other)
+    return {'difference': gap, 'low': low, 'high': high, 'p': p, 'verdict': verdict}
+
+
+def judged_again(path) -> list[dict]:
+    """`judge` for each row of a claims.csv, from its numbers and what it says of the test; with its name.
+
+    Raises UserError where a verdict is not the file's.
+    """
+    with open(path, newline='') as file:
+        rows = list(csv.DictReader(file))
+    if not rows or 'our_numbers' not in rows[0]:
+        raise UserError(f'{path} has no column our_numbers: expected a claims.csv of python -m analysis.claims')
+    found = []
+    for row in rows:
+        ours, other = ([*map(float, row[side].split())] for side in ('our_numbers', 'other_numbers'))
+        found.append({'name': row['name']} | judge(ours, other, row['direction'], row['test'], float(row['margin'])))
+        if found[-1]['verdict'] != row['verdict']:
+            raise UserError(f'{path} calls {row["name"]} {row["verdict"]!r}, its numbers say '
+                            f'{found[-1]["verdict"]!r}: make the file again with python -m analysis.claims')
+    return found
+
+
+# ---- what is written ----
+
+def table(claims: list[Claim], runs: dict[str, list[Path]], numbers: dict, commands: dict[str, str]) -> list[dict]:
+    """A row of claims.csv for each claim. runs {name: folders, one a seed}; numbers as `measure` gives them."""
+    rows = []
+    for c in claims:
+        ours, other = ([numbers[folder.name][c.statistic] for folder in runs[side]] if side in runs else [side]
+                       for side in (c.ours, c.other))
+        rows.append({
+            'name': c.name, 'paper': c.paper, 'section': c.section, 'says': c.says, 'ours': c.ours, 'other': c.other,
+            'statistic': c.statistic, 'direction': c.direction, 'test': c.test, 'margin': c.margin,
+            'seeds': len(ours), 'our_mean': statistics.mean(ours), 'other_mean': statistics.mean(other),
+            **judge(ours, other, c.direction, c.test, c.margin),
+            'our_tokens': settings_of(runs[c.ours][0]).max_tokens,
+            'other_tokens': settings_of(runs[c.other][0]).max_tokens if c.other in runs else '',
+            'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)),
+            'our_command': commands[c.ours], 'other_command': commands.get(c.other, '')})
+    return rows
+
+
+def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
+    """claims.md."""
+    about = where_and_when()
+    versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
+    verdicts = [row['verdict'] for row in rows]
+    lines = ['# Claims of the papers, in miniature', '',
+             f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}. {s.seeds} seeds a run, '
+             f'{s.jobs} runs at a time. Training took {core_hours:.2f} core-hours (GPU-hours on a GPU), the runs of '
+             'other learning rates among them; measuring is not counted.', '',
+             f'{len(rows)} claims: ' + ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in
+                                                 (SEEN, NOT_SEEN, CONTRADICTED)) +
+             f'. Level {ALPHA}, each claim by itself: of claims that make no difference, one in twenty counts as seen. '
+             'These models are some thousand times smaller than the papers\', and what is not seen here may be true '
+             'there. claims.csv has the numbers of each seed and the commands; python -m analysis.claims says how the '
+             'tests go.']
+    for paper, title in PAPERS.items():
+        shown = [row for row in rows if row['paper'] == paper]
+        if shown:
+            lines += ['', f'## {title}', '', markdown_table([in_markdown(row) for row in shown])]
+    return '\n'.join(lines) + '\n'
+
+
+def in_markdown(row: dict) -> dict[str, str]:
+    """A row of claims.csv as one of claims.md."""
+    names = {'t': 'TOST' if row['direction'] == 'equal' else 'Welch', 'sign': 'sign', 'exact': 'exact'}
+    is_fixed = isinstance(row['other'], float)
+    test = 'one sample' if names[row['test']] == 'Welch' and is_fixed else names[row['test']]
+    return {'section': row['section'], 'claim': row['says'], 'statistic': row['statistic'],
+            'ours': f'{row["our_mean"]:.5g} ({row["ours"]})',
+            'beside': f'{row["other_mean"]:.5g}' + ('' if is_fixed else f' ({row["other"]})'),
+            'difference (95%)': f'{row["difference"]:+.4g}' + (
+                '' if row['low'] is None else f' ({row["low"]:+.4g} to {row["high"]:+.4g})'),
+            'test': test, 'p': '' if row['p'] is None else f'{row["p"]:.2g}', 'verdict': f'**{row["verdict"]}**'}
+
+
+def cost(args: list[str], data_of) -> tuple[int, float]:
+    """(training tokens, training FLOPs) of a run of train.py with these arguments."""
+    t, given, record = read_settings(args)
+    model = blank_model(t.model, model_config(t, given, data_of(t.data), record))
+    return t.max_tokens, t.max_tokens * model.flops_per_token(t.block_size)
+
+
+def listing(claims: list[Claim], s: Settings) -> str:
+    """What --list prints."""
+    lines = []
+    for c in claims:
+        lines.append(f'{c.name}: {c.says} ({c.paper}, {c.section})\n'
+                     f'    {c.statistic} of {c.ours} {c.direction} beside {c.other}, {c.test}')
+    runs, data_of = runs_of(claims), cache(open_data)
+    costs = [cost(arguments(s, run), data_of) for run in runs.values()]
+    each = s.seeds + 2  # the first seed has two more rates, at least
+    tokens, flops = (each * sum(column) for column in zip(*costs))
+    hours = tokens / TOKENS_PER_SECOND / 3600
+    return '\n'.join([*lines, f'{len(claims)} claims, {len(runs)} models, at least {each * len(runs)} runs of '
+                      f'training: {short_number(tokens)} tokens, {flops:.2g} FLOPs, about {hours:.1f} core-hours'])
+
+
+def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[Path]], dict[str, str]]:
+    """Trains what is not trained yet: ({name: runs, one a seed}, {name: the command of all of them})."""
+    needed = runs_of(claims)
+    args = {name: arguments(s, run) for name, run in needed.items()}
+
+    def folder(name, rate, seed=1):
+        return out / f'{name}_{round(needed[name].times * s.max_tokens)}_lr{rate:.3g}_seed{seed}'
+    rates = best_rates({name: [*own, '--seed=1'] for name, own in args.items()},
+                       {name: run.rate for name, run in needed.items()}, folder, s.jobs)
+    runs = {name: [folder(name, rates[name], seed) for seed in range(1, s.seeds + 1)] for name in needed}
+    tuned = {name: [*own, f'--learning_rate={rates[name]:.3g}'] for name, own in args.items()}
+    train_all({run: [*tuned[name], f'--seed={seed}'] for name, folders in runs.items()
+               for seed, run in enumerate(folders, 1)}, s.jobs)
+    return runs, {name: ' '.join(['python train.py', *own]) for name, own in tuned.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if positional:
+            raise UserError(f'what is {positional[0]!r}? python -m analysis.claims --out_dir=NEW')
+        if s.recompute:
+            for row in judged_again(s.recompute):
+                print(f'{row["name"]}: {row["verdict"]}' + ('' if row['p'] is None else f', p {row["p"]:.2g}'))
+            return
+        claims, out = chosen(s.only), Path(s.out_dir)
+        if s.list:
+            print(listing(claims, s))
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        runs, commands = train(s, claims, out)
+        torch.set_num_threads(1)
+        rows = table(claims, runs, measure(claims, runs, out / 'measured.json'), commands)
+        # the runs of rates that were not the best too
+        logs = [read_log(path.parent) for path in out.glob('*/config.json')]
+        core_hours = sum(log[-1]['seconds'] for log in logs if log) / 3600
+        write_csv(out / 'claims.csv', rows)
+        text = markdown(rows, s, core_hours)
+        write_file(out / 'claims.md', text.encode())
+        print(f'{text}\nwritten to {out}/claims.md and claims.csv')
+
+
+if __name__ == '__main__':
+    main()

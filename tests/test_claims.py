@@ -1,0 +1,216 @@
+"""Claims of the papers: what a verdict is, that each can be computed again, and that the rows name what there is."""
+import csv
+import statistics
+
+import pytest
+from conftest import ROOT, assert_sentence, run
+from scipy import stats
+from test_sweep import write_run
+
+from analysis import claims
+from analysis.claims import CLAIMS, CONTRADICTED, NOT_SEEN, RUNS, SEEN, STATISTICS, Claim, Settings, judge
+from analysis.seeds import difference, equivalence_test
+from common.files import UserError
+
+LOW, HIGH, WIDE = [1.0, 1.01, 0.99], [1.2, 1.21, 1.18], [0.8, 1.3, 1.1]
+
+
+@pytest.mark.parametrize(('ours', 'other', 'direction', 'margin', 'verdict'), [
+    (LOW, HIGH, 'lower', 0, SEEN),
+    (HIGH, LOW, 'lower', 0, CONTRADICTED),
+    (HIGH, LOW, 'higher', 0, SEEN),
+    (LOW, WIDE, 'lower', 0, NOT_SEEN),
+    (HIGH, LOW, 'lower', 0.3, SEEN),  # `other` is ahead by less than it may be
+    (HIGH, LOW, 'lower', 0.1, CONTRADICTED),
+    (LOW, HIGH, 'higher', 0.3, SEEN),
+    (LOW, [1.005, 1.0, 0.995], 'equal', 0.05, SEEN),
+    (LOW, [1.005, 1.0, 0.995], 'equal', 0.01, NOT_SEEN),
+    (LOW, HIGH, 'equal', 0.05, CONTRADICTED),
+    (HIGH, LOW, 'equal', 0.05, CONTRADICTED),
+    (LOW, [1.5], 'lower', 0, SEEN),  # one number is fixed
+    (LOW, [0.5], 'lower', 0, CONTRADICTED),
+    (LOW, [0.5], 'higher', 0, SEEN),
+    (LOW, [1.0], 'equal', 0.1, SEEN),
+    ([1.0] * 3, [2.0] * 3, 'lower', 0, NOT_SEEN),  # nothing varies, so there is no test
+])
+def test_a_verdict_of_t_is_what_its_test_rejects(ours, other, direction, margin, verdict):
+    assert judge(ours, other, direction, 't', margin)['verdict'] == verdict
+
+
+def test_p_and_intervals_are_those_of_scipy():
+    def one_sided(a, b, alternative):
+        return stats.ttest_ind(a, b, equal_var=False, alternative=alternative).pvalue
+    moved = [x + 0.1 for x in WIDE]
+    assert judge(LOW, WIDE, 'lower', 't', 0.1)['p'] == pytest.approx(one_sided(LOW, moved, 'less'))
+    assert judge(WIDE, LOW, 'higher', 't', 0.1)['p'] == pytest.approx(one_sided(moved, LOW, 'greater'))
+    assert judge(LOW, WIDE, 'equal', 't', 0.3)['p'] == pytest.approx(equivalence_test(LOW, WIDE, 0.3)['p'])
+    for direction, alternative in (('lower', 'less'), ('higher', 'greater')):
+        p = stats.ttest_1samp(WIDE, 1.0, alternative=alternative).pvalue
+        assert judge(WIDE, [1.0], direction, 't', 0)['p'] == pytest.approx(p)
+    found = judge(LOW, WIDE, 'lower', 't', 0)
+    assert (found['difference'], found['low'], found['high']) == difference(LOW, WIDE)
+    found, bounds = judge(WIDE, [1.0], 'lower', 't', 0), stats.ttest_1samp(WIDE, 1.0).confidence_interval()
+    assert (found['low'], found['high']) == pytest.approx((bounds.low - 1, bounds.high - 1))
+
+
+@pytest.mark.parametrize(('ours', 'direction', 'margin', 'p', 'verdict'), [
+    ([0.6, 0.7, 0.9], 'higher', 0, 1 / 8, SEEN),
+    ([0.6, 0.7, 0.9], 'lower', 0, 1, CONTRADICTED),
+    ([0.6, 0.7, 0.4], 'higher', 0, 4 / 8, NOT_SEEN),
+    ([0.6, 0.7, 0.51], 'higher', 0.02, 4 / 8, NOT_SEEN),  # one leads by less than counts
+    ([0.4, 0.3, 0.49], 'higher', 0.02, 1, NOT_SEEN),
+])
+def test_a_verdict_of_sign_needs_every_seed(ours, direction, margin, p, verdict):
+    found = judge(ours, [0.5] * 3, direction, 'sign', margin)
+    assert (found['p'], found['verdict'], found['low']) == (pytest.approx(p), verdict, None)
+
+
+@pytest.mark.parametrize(('ours', 'other', 'direction', 'verdict'), [
+    ([7, 7], [7, 7], 'equal', SEEN), ([7, 8], [7, 7], 'equal', CONTRADICTED), ([7, 7], [8, 8], 'lower', SEEN),
+    ([7, 7], [7, 7], 'lower', CONTRADICTED), ([9, 9], [8, 8], 'higher', SEEN), ([0, 0], [0.0], 'equal', SEEN)])
+def test_a_verdict_of_exact_has_no_chance_in_it(ours, other, direction, verdict):
+    found = judge(ours, other, direction, 'exact', 0)
+    assert (found['verdict'], found['p'], found['low']) == (verdict, None, None)
+
+
+def test_every_claim_names_runs_a_statistic_and_a_test_that_there_are():
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS) >= 20
+    for paper in claims.PAPERS:
+        assert sum(claim.paper == paper for claim in CLAIMS) >= 5
+    for claim in CLAIMS:
+        assert claim.ours in RUNS and (claim.other in RUNS or isinstance(claim.other, float)), claim.name
+        assert claim.statistic in STATISTICS and claim.test in ('t', 'sign', 'exact'), claim.name
+        assert claim.direction in ('lower', 'higher', 'equal') and claim.section, claim.name
+        # an equality over seeds needs room, and a sign a direction and two runs
+        assert (claim.test, claim.direction, claim.margin) != ('t', 'equal', 0), claim.name
+        assert claim.test != 'sign' or (claim.direction != 'equal' and claim.other in RUNS), claim.name
+    assert claims.runs_of(CLAIMS) == RUNS
+
+
+def test_every_run_is_one_that_train_can_make():
+    s = Settings(max_tokens=1e6)
+    opened = {}
+
+    def data_of(name):
+        if name not in opened:
+            opened[name] = claims.open_data(name)
+        return opened[name]
+    for name, made in RUNS.items():
+        tokens, flops = claims.cost(claims.arguments(s, made), data_of)
+        assert tokens == made.times * 1e6 and flops > 1e9, name
+
+
+# ---- the table ----
+
+@pytest.fixture
+def judged(tmp_path, monkeypatch):
+    """claims.csv and claims.md of four claims about runs whose losses are given."""
+    losses = {'standard': [2.0, 2.1, 2.05], 'sps': [1.8, 1.85, 1.9], 'sps_w0': [1.81, 1.9, 1.8]}
+    monkeypatch.setattr(claims, 'CLAIMS', [
+        Claim('a', 'sps', '5', 'lower', 'sps', 'lower', 'standard'),
+        Claim('b', 'sps', '5', 'equal', 'sps_w0', 'equal', 'sps', margin=0.2),
+        Claim('c', 'gpn', '6', 'a number', 'standard', 'higher', 2.5),
+        Claim('d', 'sps', '4', 'as many', 'sps', 'equal', 'standard', 'parameters', 'exact')])
+    out = tmp_path / 'out'
+
+    def train_all(cells, jobs):
+        for folder in cells:
+            name, seed = folder.name.split('_1000_')[0], int(folder.name[-1])
+            model = 'standard' if name == 'standard' else 'sps'
+            write_run(folder, model, 1000, losses[name][seed - 1], **({} if model == 'standard' else {'window': 4}))
+    monkeypatch.setattr(claims, 'train_all', train_all)
+    monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: first)
+    assert run('-m', 'analysis.claims', f'--out_dir={out}', '--max_tokens=1000').returncode == 0
+    return out, losses
+
+
+def test_the_table_has_the_verdicts_of_the_runs(judged):
+    out, losses = judged
+    rows = {row['name']: row for row in csv.DictReader((out / 'claims.csv').open())}
+    assert [row['verdict'] for row in rows.values()] == [SEEN, SEEN, CONTRADICTED, SEEN]
+    assert float(rows['a']['difference']) == pytest.approx(
+        statistics.mean(losses['sps']) - statistics.mean(losses['standard']))
+    assert [*map(float, rows['a']['our_numbers'].split())] == losses['sps']
+    assert '--learning_rate=0.00135' in rows['a']['other_command'] and rows['c']['other_command'] == ''
+    assert rows['d']['our_numbers'] == rows['d']['other_numbers'] and rows['d']['p'] == ''
+    text = (out / 'claims.md').read_text()
+    for part in ('4 claims: 3 seen, 0 not seen at this size, 1 contradicted', '## A Single-Layer Model',
+                 '1.85 (sps)', '-0.2 (', 'core-hours', 'commit', '**contradicted**', 'TOST', 'one sample'):
+        assert part in text, part
+
+
+def test_verdicts_are_computed_again_from_the_file(judged):
+    out, _ = judged
+    path = out / 'claims.csv'
+    again = run('-m', 'analysis.claims', f'--recompute={path}')
+    assert again.stdout.splitlines()[0].startswith('a: seen, p ') and len(again.stdout.splitlines()) == 4
+    path.write_text(path.read_text().replace('contradicted', 'seen'))
+    assert_sentence(run('-m', 'analysis.claims', f'--recompute={path}'),
+                    "calls c 'seen', its numbers say 'contradicted'")
+    path.write_text('name,verdict\na,seen\n')
+    assert_sentence(run('-m', 'analysis.claims', f'--recompute={path}'), 'has no column our_numbers')
+    assert_sentence(run('-m', 'analysis.claims', f'--recompute={out}/nothing.csv'), 'nothing.csv')
+
+
+def test_committed_verdicts_are_those_of_their_numbers():
+    for path in (ROOT / 'bench/results').glob('claims*.csv'):
+        with path.open(newline='') as file:
+            rows = list(csv.DictReader(file))
+        for row, found in zip(rows, claims.judged_again(path), strict=True):
+            for key in ('difference', 'low', 'high', 'p'):
+                number = float(row[key]) if row[key] else None
+                assert found[key] == pytest.approx(number), (path.name, row['name'], key)
+
+
+def test_what_is_measured_is_not_measured_again(judged, monkeypatch):
+    out, _ = judged
+
+    def again(folder):
+        raise AssertionError('measured again')
+    monkeypatch.setattr(claims, 'STATISTICS', dict.fromkeys(STATISTICS, again))
+    assert run('-m', 'analysis.claims', f'--out_dir={out}', '--max_tokens=1000').returncode == 0
+
+
+def test_claims_are_chosen_by_paper_and_by_name():
+    papers = [claim.paper for claim in claims.chosen('gpn,sps_state')]
+    assert papers[0] == 'sps' and {*papers[1:]} == {'gpn'}
+    assert claims.chosen('all') == CLAIMS
+    assert set(claims.runs_of(claims.chosen('sps_state'))) == {'sps', 'standard'}
+    with pytest.raises(UserError, match='expected papers'):
+        claims.chosen('spx')
+
+
+def test_a_wrong_setting_is_a_sentence(tmp_path):
+    for arg, part in (('--only=spx', "only has 'spx'"), ('--seeds=1', 'seeds is 1'), ('out', "what is 'out'?")):
+        assert_sentence(run('-m', 'analysis.claims', f'--out_dir={tmp_path}', arg), part)
+
+
+def test_the_list_has_the_claims_and_what_they_cost():
+    text = run('-m', 'analysis.claims', '--list', '--only=sps_state').stdout
+    assert 'sps_state: ' in text and '1 claims, 2 models, at least 10 runs' in text and 'core-hours' in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('paper', claims.PAPERS)
+def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkeypatch):
+    def train_all(cells, jobs):
+        for folder, args in cells.items():
+            result = run('train.py', *args, f'--out_dir={folder}', '--threads=1')
+            assert result.returncode == 0, (folder, result)
+    monkeypatch.setattr(claims, 'train_all', train_all)  # in this process, which spares the imports
+    monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: first)
+    for name in ('GRADIENT_DOCUMENTS', 'DOCUMENTS', 'PROBE_STEPS', 'PROMPTS', 'BATCHES'):
+        monkeypatch.setattr(claims, name, 2)
+    monkeypatch.setattr(claims, 'WALKS', 20)
+    monkeypatch.setattr(claims, 'UNROLLED_TOKENS', 1024)
+    out = tmp_path / 'out'
+    monkeypatch.setattr(claims, 'EVAL_TOKENS', 1000)
+    command = ['-m', 'analysis.claims', f'--only={paper}', '--max_tokens=2000', '--seeds=2', f'--out_dir={out}']
+    result = run(*command)
+    assert result.returncode == 0, result.stderr
+    names = [claim.name for claim in CLAIMS if claim.paper == paper]
+    assert [row['name'] for row in claims.judged_again(out / 'claims.csv')] == names
+    rows = list(csv.DictReader((out / 'claims.csv').open()))
+    assert all(row['verdict'] in (SEEN, CONTRADICTED, NOT_SEEN) for row in rows)
+    exact = [row for row in rows if row['test'] == 'exact' and 'dead' not in row['name']]
+    assert all(row['verdict'] == SEEN for row in exact), exact  # they do not depend on training

@@ -23,7 +23,7 @@ from analysis.figures import new_figure, save_figure, write_csv
 from analysis.loss_curves import flops_per_token
 from analysis.outcomes import final_loss, settings_of
 from analysis.seeds import difference
-from analysis.sweep import best_rates, train_all
+from analysis.sweep import STEP, best_rates, train_all
 from common.files import UserError, friendly_errors, write_file
 from common.settings import load_settings
 
@@ -43,14 +43,18 @@ class Settings:
 
 
 def methods(s) -> dict[str, tuple[list[str], float]]:
-    """{name: (arguments of train.py, the learning rate to look at first)}"""
+    """{name: (arguments of train.py, the learning rate to look at first)}
+
+    The rates are for a width of 128; for others as many STEPs higher as the width is smaller.
+    """
+    scale = STEP ** round(math.log(128 / s.n_embd, STEP))
     forks = sorted({1, 2, s.n_layer // 2} - {s.n_layer})
     found = {f'Standard, {budget:g} x tokens': (['--model=standard', f'--max_tokens={round(budget * s.max_tokens)}'],
-                                                1.35e-3) for budget in BUDGETS}
-    found |= {f'fork, top {n}': (['--model=sps', '--predict_input=state', f'--predict_layers={n}'], 9e-4)
+                                                1.35e-3 * scale) for budget in BUDGETS}
+    found |= {f'fork, top {n}': (['--model=sps', '--predict_input=state', f'--predict_layers={n}'], 1.35e-3 * scale)
               for n in forks}
-    found |= {'fork, all layers (token)': (['--model=sps', '--predict_input=token'], 6e-4),
-              'SPS': (['--model=sps'], 9e-4)}
+    found |= {'fork, all layers (token)': (['--model=sps', '--predict_input=token'], 9e-4 * scale),
+              'SPS': (['--model=sps'], 1.35e-3 * scale)}
     return found
 
 

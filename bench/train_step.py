@@ -2,6 +2,7 @@
 
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--toy]
+    python -m bench.train_step float32             the same in fp32 alone, for a CPU without bf16 units
     python -m bench.train_step nanogpt [--toy]
     python -m bench.train_step scales              on a GPU
 
@@ -21,6 +22,7 @@ process.
 """
 import contextlib
 import copy
+import itertools
 import json
 import os
 import statistics
@@ -40,6 +42,7 @@ from common import llama, machine
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
 T, BATCH, VOCABULARY = 256, 8, 50304
+DTYPES = torch.bfloat16, torch.float32
 OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp')), ('bst', 1)]
 
 
@@ -84,10 +87,10 @@ def make_step(side: str, shape: dict, dtype, fused: bool = True, compile: bool =
 
 # ---- beside Hugging Face ----
 
-def same_terms(shape: dict = SHAPE, rounds: int = 12) -> Iterator[dict]:
+def same_terms(shape: dict = SHAPE, rounds: int = 12, dtypes=DTYPES) -> Iterator[dict]:
     """Both sides in this process."""
     machine.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
         steps = {side: make_step(side, shape, dtype) for side in ('ours', 'hf')}
         losses = {side: step() for side, step in steps.items()}
         assert abs(losses['ours'] - losses['hf']) < 0.02, losses
@@ -145,7 +148,7 @@ def user_step(side: str) -> float:
     return alternate({'step': step}, rounds=6)['step']
 
 
-def two_streams(toy: bool = False) -> Iterator[dict]:
+def two_streams(toy: bool = False, dtypes=DTYPES) -> Iterator[dict]:
     """The time of each method's step over Standard's."""
     machine.start_processes(train.Settings())
     shape = dict(n_layer=6, n_head=6, n_embd=384)
@@ -155,7 +158,7 @@ def two_streams(toy: bool = False) -> Iterator[dict]:
     for block_size, batch_size in sizes:
         tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
         tokens[torch.rand(tokens.shape, device=DEVICE) < 1 / 200] = 50256
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in dtypes:
             steps = {name: our_step(make_model(name, **shape), tokens, dtype, compile=DEVICE.type == 'cuda')
                      for name in FAMILY}
             ratios = over_standard(alternate(steps, rounds=1 if toy else 7))
@@ -280,6 +283,9 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(peak_memory(args[0], int(args[1]))))
     elif what == 'scales':
         write_results('scales', scales())
+    elif what == 'float32':
+        only = dict(dtypes=[torch.float32])
+        write_results('train_step_float32', itertools.chain(same_terms(**only), two_streams(**only)))
     elif what == 'nanogpt':
         write_results('nanogpt', beside_nanogpt(toy), toy=toy)
     elif what == 'objectives':
@@ -287,7 +293,8 @@ def main(argv: list[str] | None = None) -> None:
     elif what == '':
         write_results('train_step', toy_figures() if toy else figures(), toy=toy)
     else:
-        sys.exit(f'bench.train_step: unknown {what!r}: expected nanogpt, objectives, scales or nothing')
+        sys.exit(f'bench.train_step: unknown {what!r}: expected float32, nanogpt, objectives, scales '
+                 'or nothing')
 
 
 if __name__ == '__main__':

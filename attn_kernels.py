@@ -131,13 +131,15 @@ def attention(q, k, v, doc_start=None, window=None):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _kernel_attention(q, k, v, doc_start, [window, None], 0).squeeze(1)
     k, v = (each_head(x, q.shape[2]) for x in (k, v))
-    dense = q.dtype == torch.bfloat16 and T <= DENSE_T  # elsewhere the fused kernel is faster, unless there is to skip
+    dense = q.dtype == torch.bfloat16 and T <= DENSE_T  # else the fused kernel is faster, unless tiles skip something
     if q.device.type == 'cpu' and (dense or not plain and T > 2 * QUERY_ROWS):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _tiled_attention_on_cpu(q, k, v, [window], doc_start, 'input').squeeze(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
-    position = torch.arange(T, device=q.device)
-    mask = None if plain else visible(position, position, doc_start, window).unsqueeze(-3)  # one mask for all heads
+    mask = None
+    if not plain:
+        position = torch.arange(T, device=q.device)
+        mask = visible(position, position, doc_start, window).unsqueeze(-3)  # one mask for all heads
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain).transpose(1, 2)
 
 
@@ -177,7 +179,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, tiles):
         with torch.autocast(q.device.type, enabled=False):
-            q, k, v = ((x * q.shape[-1] ** -0.5 if x is q else x).transpose(2, 3).contiguous() for x in (q, k, v))
+            q, k, v = (x.transpose(2, 3).contiguous() for x in (q * q.shape[-1] ** -0.5, k, v))
             out, kept = torch.empty_like(q), []  # (B, streams, H, T, D)
             for tile in tiles:
                 q_tile, k_tile, v_tile = _rows_of_tile(q, k, v, tile)

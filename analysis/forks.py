@@ -45,7 +45,7 @@ class Settings:
 def methods(s) -> dict[str, tuple[list[str], float]]:
     """{name: (arguments of train.py, the learning rate to look at first)}
 
-    The rates are for a width of 128; for others as many STEPs higher as the width is smaller.
+    The rates are for a width of 128; elsewhere they go as 1 / width, in whole STEPs.
     """
     scale = STEP ** round(math.log(128 / s.n_embd, STEP))
     forks = sorted({1, 2, s.n_layer // 2} - {s.n_layer})

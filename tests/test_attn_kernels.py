@@ -93,6 +93,14 @@ def test_two_stream_attention_equals_dense_reference(T, persistent, window, kind
         assert_close(gradients(fast, *inputs), want, tolerance)
 
 
+def test_one_tensor_may_be_query_key_and_value(device):
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 70, 2, 16, device=device)
+    options = 'input', 3
+    want = K.two_stream_attention_reference(*[x.double()] * 3, *options)
+    assert_close([K.two_stream_attention(x, x, x, *options)], [want], 2e-5)
+
+
 def test_two_stream_attention_refuses_a_query_that_is_not_what_it_says():
     q = torch.zeros(1, 1, 4, 1, 2)
     with pytest.raises(ValueError, match="q has 1 streams and queries = 'both'"):

@@ -133,3 +133,20 @@ def test_the_gpus_product_is_that_of_rounded_weights(M, N, K, dtype, has_bias, k
     want = x.double() @ (weight.double() * scale[:, None].double()).T + has_bias * bias.double()
     assert got.dtype == dtype
     assert (got - want).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3) * want.abs().max()
+
+
+@pytest.mark.skipif(attn_kernels.triton is None, reason='needs Triton')
+def test_a_wrong_product_of_the_gpu_is_not_used_and_a_line_says_so(monkeypatch, capsys):
+    def right(x, weight, w_scale, bias):
+        return int8._plain_linear(weight, w_scale, bias, x)
+
+    def broken(*args):
+        raise RuntimeError('no such instruction')
+    for product, said in ((right, ''), (lambda *args: 1.1 * right(*args), 'differs from its definition by 10.0%'),
+                          (broken, 'fails (RuntimeError) in float32')):
+        monkeypatch.setattr(int8, '_gpu_product', product)
+        int8.has_gpu_product.cache_clear()
+        assert int8.has_gpu_product(torch.device('cpu')) == (said == '')
+        err = capsys.readouterr().err
+        assert said in err and bool(err) == bool(said)
+    int8.has_gpu_product.cache_clear()

@@ -14,6 +14,7 @@
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
     python -m analysis.gpn_ablations                       what each of GPN's equations adds: trains its own runs
     python -m analysis.shootout                            all architectures at equal budgets: trains its own runs
+    python -m analysis.baseline                            Standard beside nanoGPT's shape: trains its own runs
     python -m analysis.claims                              claims of all papers in miniature: trains its own runs
     python -m analysis.manhattan out/manhattan_*           NextLat paper, Manhattan: detours, compression, rank, the map
 

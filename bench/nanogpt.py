@@ -9,13 +9,12 @@ import torch.nn.functional as F
 
 
 class Block(nn.Module):
-    def __init__(self, n_embd, n_head):
+    def __init__(self, n_embd, n_head, n_ffn):
         super().__init__()
         self.n_head = n_head
         self.attn_norm, self.ffn_norm = (nn.LayerNorm(n_embd, bias=False) for _ in range(2))
         self.qkv, self.attn_out = nn.Linear(n_embd, 3 * n_embd, bias=False), nn.Linear(n_embd, n_embd, bias=False)
-        self.ffn_in, self.ffn_out = (nn.Linear(n_embd, 4 * n_embd, bias=False),
-                                     nn.Linear(4 * n_embd, n_embd, bias=False))
+        self.ffn_in, self.ffn_out = nn.Linear(n_embd, n_ffn, bias=False), nn.Linear(n_ffn, n_embd, bias=False)
 
     def forward(self, h):
         """h (B, T, C) -> (B, T, C)."""
@@ -27,10 +26,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, n_layer, n_head, n_embd, vocab_size, block_size):
+    def __init__(self, n_layer, n_head, n_embd, vocab_size, block_size, n_ffn=None):
         super().__init__()
         self.embed, self.position = nn.Embedding(vocab_size, n_embd), nn.Embedding(block_size, n_embd)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, n_ffn or 4 * n_embd) for _ in range(n_layer))
         self.norm = nn.LayerNorm(n_embd, bias=False)
         self.head = nn.Linear(n_embd, vocab_size, bias=False)
         self.head.weight = self.embed.weight
@@ -39,10 +38,14 @@ class Model(nn.Module):
                 scale = (2 * n_layer) ** -0.5 if name.endswith('_out.weight') else 1.0
                 nn.init.normal_(p, std=0.02 * scale)
 
-    def forward(self, idx, targets):
-        """idx, targets (B, T) int64 -> {'loss'}: mean nats per token."""
+    def final_hidden(self, idx):
+        """What the head multiplies. idx (B, T) -> (B, T, C)."""
         h = self.embed(idx) + self.position(torch.arange(idx.shape[1], device=idx.device))
         for block in self.blocks:
             h = block(h)
-        logits = self.head(self.norm(h))
+        return self.norm(h)
+
+    def forward(self, idx, targets):
+        """idx, targets (B, T) int64 -> {'loss'}: mean nats per token."""
+        logits = self.head(self.final_hidden(idx))
         return {'loss': F.cross_entropy(logits.flatten(0, 1), targets.flatten())}

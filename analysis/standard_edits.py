@@ -1,0 +1,34 @@
+"""model_standard with other blocks: nanoGPT's shape, to be trained by every script as `--model=standard.NanoGPT`.
+
+baseline.py trains both.
+"""
+import torch.nn as nn
+
+from bench import nanogpt
+from model_standard import Model
+
+POSITIONS = 1024  # rows of the table of positions, and so the longest window
+
+
+class NanoGPT(Model):
+    """`bench.nanogpt.Model` under `model_standard`'s loss: the same positions count, those after an eos do not.
+
+    It attends over the ends of documents, as nanoGPT does. Of the settings it reads n_layer, n_head, n_embd, n_ffn
+    (nanoGPT's is 4 n_embd) and those of the vocabulary. It trains and is evaluated; it does not decode.
+    """
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        c = self.config = config
+        for name, part in nanogpt.Model(c.n_layer, c.n_head, c.n_embd, c.vocab_size, POSITIONS,
+                                        c.n_ffn).named_children():
+            self.add_module(name, part)
+
+    def final_hidden(self, idx):
+        if idx.shape[1] > POSITIONS:
+            raise ValueError(f'windows of {idx.shape[1]} tokens: standard.NanoGPT has learned {POSITIONS} positions: '
+                             f'give block_size = {POSITIONS} or less')
+        return nanogpt.Model.final_hidden(self, idx)
+
+    def new_cache(self, *args, **kwargs):
+        raise ValueError('standard.NanoGPT has no cache: expected a run that is trained and evaluated, not decoded')

@@ -1,0 +1,92 @@
+"""Standard beside nanoGPT's shape: the same loss of two models of equal size, equal tokens and equal time."""
+import csv
+import statistics
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_sentence, run
+from test_sweep import write_run
+
+from analysis import baseline
+from analysis.baseline import IN_OUR_TIME, NANOGPT, OURS, Settings
+from analysis.seeds import difference
+from bench import nanogpt
+from common.runs import blank_model, make_config, model_file
+
+
+def make(**values):
+    config = make_config('standard.NanoGPT', dict(n_layer=2, n_head=2, n_embd=16, n_ffn=64, vocab_size=20, n_ids=20,
+                                                  eos_id=None) | values)
+    torch.manual_seed(0)
+    return model_file('standard.NanoGPT').Model(config).double()
+
+
+def test_nanogpts_shape_has_the_benchmarks_loss_and_counts_standards_positions():
+    model, idx = make(), torch.randint(0, 20, (2, 12))
+    plain = nanogpt.Model(2, 2, 16, 20, 1024).double()
+    plain.load_state_dict(model.state_dict())
+    assert model.head.weight is model.embed.weight
+    assert model(idx, idx)['loss'].item() == pytest.approx(plain(idx, idx)['loss'].item(), abs=1e-12)
+    eos_id = model.config.eos_id = idx[0, 5].item()
+    counted = idx != eos_id
+    assert not counted.all()
+    nll = F.cross_entropy(model.logits(idx)[counted], idx[counted])
+    assert model(idx, idx)['loss'].item() == pytest.approx(nll.item(), abs=1e-12)
+    for call in (lambda: model.new_cache(1, 10), lambda: model(*torch.zeros(2, 1, 1025, dtype=torch.int64))):
+        with pytest.raises(ValueError, match=r'standard\.NanoGPT has (no cache|learned 1024 positions)'):
+            call()
+
+
+@pytest.mark.parametrize('s', [Settings(), Settings(n_layer=8, n_head=8, n_embd=512)])
+def test_both_have_equal_parameters_but_for_the_unused_positions(s):
+    sizes = {}
+    for name in (OURS, NANOGPT):
+        values = dict(arg[2:].split('=') for arg in baseline.arguments(s, name)[1:])
+        config = {key: int(values[key]) for key in ('n_layer', 'n_head', 'n_embd', 'n_ffn')} | {'vocab_size': 320,
+                                                                                               'n_ids': 257}
+        model = blank_model(values['model'], make_config(values['model'], config | {'eos_id': None}))
+        sizes[name] = sum(p.numel() for key, p in model.named_parameters() if key != 'position.weight')
+    assert sizes[NANOGPT] == pytest.approx(sizes[OURS], rel=0.01)
+
+
+def test_equal_time_is_as_many_tokens_as_it_is_faster(monkeypatch, tmp_path):
+    trained = {}
+    monkeypatch.setattr(baseline, 'best_rates', lambda commands, first, folder_of, jobs: {OURS: 2e-3, NANOGPT: 1e-3})
+    monkeypatch.setattr(baseline, 'train_all', lambda commands, jobs: trained.update(commands))
+    monkeypatch.setattr(baseline, 'speed', lambda folder: 200. if folder.name.startswith('nanogpt') else 100.)
+    runs = baseline.train_cells(Settings(seeds=2, max_tokens=40_000), tmp_path)
+    assert len(trained) == 6 and list(runs) == [OURS, NANOGPT, IN_OUR_TIME]
+    for name, parts in ((OURS, ('--model=standard', '--max_tokens=40000', '--learning_rate=0.002')),
+                        (NANOGPT, ('--model=standard.NanoGPT', '--max_tokens=40000', '--learning_rate=0.001')),
+                        (IN_OUR_TIME, ('--max_tokens=80000', '--warmup_tokens=4000', '--seed=2'))):
+        assert set(parts) <= set(trained[runs[name][1]]), name
+
+
+def test_the_table_is_that_of_its_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(baseline, 'speed', lambda folder: 1234.)
+    losses, runs = {OURS: (2.0, 2.1, 2.3), NANOGPT: (2.2, 2.4, 2.3)}, {}
+    for name, model in ((OURS, 'standard'), (NANOGPT, 'standard.NanoGPT')):
+        runs[name] = [write_run(tmp_path / f'{model}_{i}', model, 1000, loss)[0]
+                      for i, loss in enumerate(losses[name])]
+    rows = baseline.table(runs)
+    assert rows[1]['loss'] == pytest.approx(statistics.mean(losses[NANOGPT]))
+    assert (rows[1]['minus_standard'], rows[1]['its_low'], rows[1]['its_high']) == difference(losses[NANOGPT],
+                                                                                               losses[OURS])
+    text = baseline.markdown(rows, Settings())
+    assert '+0.1667' in text and '1,234' in text and 'commit' in text and '3 seeds' in text
+
+
+def test_a_wrong_setting_is_a_sentence(tmp_path):
+    assert_sentence(run('-m', 'analysis.baseline', '--n_embd=8', f'--out_dir={tmp_path}'), 'n_embd is 8')
+
+
+@pytest.mark.long
+def test_both_from_training_to_the_table(tiny_data, tmp_path):
+    out = tmp_path / 'out'
+    done = run('-m', 'analysis.baseline', f'--data={tiny_data}', '--n_layer=1', '--n_head=2', '--n_embd=64',
+               '--seeds=1', '--batch_size=1', '--max_tokens=2560', f'--out_dir={out}')
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((out / 'baseline.csv').open()))
+    assert [row['model'] for row in rows] == [OURS, NANOGPT, IN_OUR_TIME]
+    assert all(float(row['loss']) > 0 for row in rows)

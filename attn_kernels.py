@@ -136,11 +136,30 @@ def attention(q, k, v, doc_start=None, window=None):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _tiled_attention_on_cpu(q, k, v, [window], doc_start, 'input').squeeze(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
-    mask = None
-    if not plain:
-        position = torch.arange(T, device=q.device)
-        mask = visible(position, position, doc_start, window).unsqueeze(-3)  # one mask for all heads
+    mask = None if plain else _once_a_step(_one_tile, doc_start, T, window, q.dtype, q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain).transpose(1, 2)
+
+
+def _once_a_step(make, doc_start, *args):
+    """make(doc_start, *args), once for all layers of a step: they share doc_start, and what is made is kept on it."""
+    if doc_start is None or torch.compiler.is_compiling():
+        return make(doc_start, *args)
+    made, key = vars(doc_start).setdefault('made', {}), (make, *args)
+    if key not in made:
+        made[key] = make(doc_start, *args)
+    return made[key]
+
+
+def _one_tile(doc_start, T, window, dtype, device):
+    """The mask of all queries and keys, as `_added` makes it."""
+    position = torch.arange(T, device=device)
+    return _added(visible(position, position, doc_start, window), dtype)
+
+
+def _added(seen, dtype):
+    """What is added to the scores of all heads: seen (..., n, S) -> (..., 1, n, S), 0 where seen, else -inf."""
+    seen = seen.unsqueeze(-3)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float('-inf'))
 
 
 def _tiled_attention(q, k, v, windows, doc_start, queries):
@@ -148,9 +167,15 @@ def _tiled_attention(q, k, v, windows, doc_start, queries):
 
     q (B, 1 or 2, T, H, D) of the streams `queries`; k, v (B, 1 or 2, T, H, D) and a window for each of their streams.
     """
-    T, on_cpu = q.shape[2], q.device.type == 'cpu'
-    step = QUERY_ROWS // q.shape[1] if on_cpu else 512
-    position = torch.arange(T, device=q.device)
+    return _TiledAttention.apply(q, k, v, _once_a_step(_tiles, doc_start, q.shape[2], tuple(windows), queries, q.dtype,
+                                                       q.device))
+
+
+def _tiles(doc_start, T, windows, queries, dtype, device):
+    """[(queries, keys of each stream, mask)]: slices of positions, and what is added to their scores."""
+    on_cpu = device.type == 'cpu'
+    step = QUERY_ROWS // len(STREAMS[queries]) if on_cpu else 512
+    position = torch.arange(T, device=device)
     tiles = []
     for a in range(0, T, step):
         b = min(a + step, T)
@@ -163,9 +188,8 @@ def _tiled_attention(q, k, v, windows, doc_start, queries):
             seen = visible(position[a:b], position[keys[0]], doc, windows[0])
         else:
             seen = two_stream_visible(position[a:b], position[keys[0]], position[keys[1]], windows, doc, queries)
-        seen = seen.unsqueeze(-3)  # for all heads
-        tiles.append((slice(a, b), keys, torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float('-inf'))))
-    return _TiledAttention.apply(q, k, v, tiles)
+        tiles.append((slice(a, b), keys, _added(seen, dtype)))
+    return tiles
 
 
 @torch.compiler.disable  # a compiler would unroll the tiles of all layers, and take minutes

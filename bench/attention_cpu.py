@@ -2,8 +2,8 @@
 
 Decides where `attention` in attn_kernels.py takes which, and `QUERY_ROWS`. Probabilities kept for the backward are
 compared with computing them again, which past `DENSE_T` saves memory. Two streams, window 64: the library's side is one
-call with a boolean mask over the keys of both. Also, for decoding, a cache in bf16 beside one in fp32, and its plain
-products beside the fused kernel.
+call with a mask over the keys of both. Masks are made before, as layers share them. Also, for decoding, a cache in bf16
+beside one in fp32, and its plain products beside the fused kernel.
 """
 import sys
 
@@ -23,16 +23,18 @@ def training(T, documents, dtype, form, rows=128, keep=True):
     q, k, v = torch.randn(3, B, 1 + two, T, H, D, dtype=dtype).requires_grad_().unbind(0)
     doc_start = (torch.arange(T) // 300 * 300).expand(B, T) if documents else None
     windows, position = [None, window] if two else [None], torch.arange(T)
+    plain = doc_start is None and not two
+    if two:
+        seen = attn_kernels.two_stream_visible(position, position, position, windows, doc_start)
+    else:
+        seen = attn_kernels.visible(position, position, doc_start)
+    mask = None if plain else attn_kernels._added(seen, dtype)
 
     def tiles():
         attn_kernels.DENSE_T, attn_kernels.QUERY_ROWS = T if keep else 0, rows
         attn_kernels._tiled_attention(q, k, v, windows, doc_start, 'both' if two else 'input').sum().backward()
 
     def fused():
-        plain = doc_start is None and not two
-        mask = None if plain else attn_kernels.visible(position, position, doc_start).unsqueeze(-3)
-        if two:
-            mask = attn_kernels.two_stream_visible(position, position, position, windows, doc_start).unsqueeze(-3)
         q_all, k_all, v_all = (x.flatten(1, 2).transpose(1, 2) for x in (q, k, v))
         F.scaled_dot_product_attention(q_all, k_all, v_all, mask, is_causal=plain).sum().backward()
     return fused if form in ('fused', 'one call') else tiles

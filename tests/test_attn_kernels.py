@@ -107,6 +107,23 @@ def test_two_stream_attention_refuses_a_query_that_is_not_what_it_says():
         K.two_stream_attention(q, q, q, 'input', 1)
 
 
+@pytest.mark.parametrize('T', [40, 300])  # one mask, and one a tile
+def test_layers_that_share_documents_share_masks(T, monkeypatch):
+    made, visible = [], K.visible
+    monkeypatch.setattr(K, 'use_triton', lambda q: False)
+    monkeypatch.setattr(K, 'visible', lambda *args: made.append(args) or visible(*args))
+    torch.manual_seed(0)
+    x, doc_start = torch.randn(2, 2, T, 2, 16), K.document_starts(documents('many', 2, T), 9)
+    calls = [lambda window=window: K.attention(x[:, 0], x[:, 0], x[:, 0], doc_start, window) for window in (None, 3)]
+    calls += [lambda queries=queries: K.two_stream_attention(x[:, :1], x, x, 'input', 3, doc_start, queries=queries)
+              for queries in ('input', 'predict')]
+    first = [call() for call in calls]
+    before = len(made)
+    assert before >= 4 and all((call() == out).all() for call, out in zip(calls, first)) and len(made) == before
+    monkeypatch.setattr(K, 'REFERENCE', True)
+    assert_close(first, [call().double() for call in calls], 2e-5)
+
+
 def test_document_starts():
     idx = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 9]])
     assert K.document_starts(idx, 9).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]

@@ -82,6 +82,9 @@ def test_separated_models_are_compared_with_standard_at_equal_flops(tmp_path):
     assert row['low'] < row['difference'] < row['high']
     assert row['high'] - row['difference'] == pytest.approx(row['difference'] - row['low'])
     assert forks.at_flops([(1, 2.0), (2, 1.0)], 3) is None
+    line = [(1, 5.0), (2, 2.0), (4, 1.0)]  # the first line ends where the second begins, the last goes on a little
+    assert forks.at_flops(line, 2.05) == pytest.approx(2 - math.log2(2.05 / 2))
+    assert forks.at_flops(line, 4.1) == pytest.approx(2 - math.log2(4.1 / 2)) and forks.at_flops(line, 4.3) is None
     assert forks.markdown([row]).splitlines()[-1].startswith('| fork | 1.')
     forks.plot(forks.table(runs), tmp_path / 'forks.png')
     assert (tmp_path / 'forks.png').stat().st_size > 5000

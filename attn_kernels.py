@@ -136,7 +136,7 @@ def attention(q, k, v, doc_start=None, window=None):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _tiled_attention_on_cpu(q, k, v, [window], doc_start, 'input').squeeze(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
-    mask = None if plain else _once_a_step(_one_tile, doc_start, T, window, q.dtype, q.device)
+    mask = None if plain else _once_a_step(_full_mask, doc_start, T, window, q.dtype, q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain).transpose(1, 2)
 
 
@@ -150,14 +150,14 @@ def _once_a_step(make, doc_start, *args):
     return made[key]
 
 
-def _one_tile(doc_start, T, window, dtype, device):
-    """The mask of all queries and keys, as `_added` makes it."""
+def _full_mask(doc_start, T, window, dtype, device):
+    """Of all queries and keys, as `_additive_mask` makes it."""
     position = torch.arange(T, device=device)
-    return _added(visible(position, position, doc_start, window), dtype)
+    return _additive_mask(visible(position, position, doc_start, window), dtype)
 
 
-def _added(seen, dtype):
-    """What is added to the scores of all heads: seen (..., n, S) -> (..., 1, n, S), 0 where seen, else -inf."""
+def _additive_mask(seen, dtype):
+    """What is added to scores, for all heads the same: seen (..., n, S) -> (..., 1, n, S), 0 where seen, else -inf."""
     seen = seen.unsqueeze(-3)
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float('-inf'))
 
@@ -188,7 +188,7 @@ def _tiles(doc_start, T, windows, queries, dtype, device):
             seen = visible(position[a:b], position[keys[0]], doc, windows[0])
         else:
             seen = two_stream_visible(position[a:b], position[keys[0]], position[keys[1]], windows, doc, queries)
-        tiles.append((slice(a, b), keys, _added(seen, dtype)))
+        tiles.append((slice(a, b), keys, _additive_mask(seen, dtype)))
     return tiles
 
 

@@ -21,9 +21,8 @@ from math import inf
 from pathlib import Path
 
 from analysis.figures import write_csv
-from analysis.outcomes import final_loss, n_parameters, settings_of
+from analysis.outcomes import final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
-from analysis.shootout import speed
 from analysis.sweep import best_rates, train_all
 from bench import markdown_table, where_and_when
 from common.files import UserError, friendly_errors, write_file
@@ -53,10 +52,10 @@ class Settings:
 
 def arguments(s: Settings, name: str) -> list[str]:
     """All arguments of train.py but for tokens, learning rate, seed and folder."""
-    model, n_ffn = ('standard', round(s.n_embd / 6) * 16) if name == OURS else ('standard.NanoGPT', 4 * s.n_embd)
-    own = dict(model=model, n_ffn=n_ffn, data=s.data, n_layer=s.n_layer, n_head=s.n_head, n_embd=s.n_embd,
-               init_std=0.02, block_size=256, batch_size=s.batch_size, micro_batch_size=s.batch_size,
-               eval_interval=1_000_000, sample_tokens=0)
+    n_ffn = round(8 / 3 * s.n_embd / 16) * 16 if name == OURS else 4 * s.n_embd
+    own = dict(model='standard' if name == OURS else 'standard.NanoGPT', data=s.data, n_layer=s.n_layer,
+               n_head=s.n_head, n_embd=s.n_embd, n_ffn=n_ffn, init_std=0.02, block_size=256, batch_size=s.batch_size,
+               micro_batch_size=s.batch_size, eval_interval=1_000_000, sample_tokens=0)
     return [s.config, *(f'--{key}={value}' for key, value in own.items())]
 
 

@@ -7,7 +7,8 @@ layers have two streams, on the same tokens; and Standard on up to twice as many
 learning rate bracketed at the first seed, then trains with every seed. Runs that are done are not trained again.
 
 Writes forks.csv, forks.md and forks.png in out_dir. A row has the loss and what Standard reaches with as many FLOPs:
-linear in the logarithm of FLOPs between its budgets, one line a seed. The interval of their difference is Welch's, 95%.
+linear in the logarithm of FLOPs between its budgets and a little beyond, one line a seed. The interval of their
+difference is Welch's, 95%.
 """
 if __name__ == '__main__':
     from common.start import quiet_start

@@ -1,4 +1,5 @@
 """How runs ended: their final validation loss, their size, and what they are compared with."""
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
@@ -54,6 +55,11 @@ def n_parameters(run: str) -> int:
     """The parameters of a run's model, each counted once."""
     record = read_run(run)
     return sum(p.numel() for p in blank_model(record['model'], saved_config(record, run)).parameters())
+
+
+def speed(run) -> float:
+    """Training tokens/s of a run: the median of its log, as a machine may be slow for a while."""
+    return statistics.median(record['tokens_per_s'] for record in read_log(run) if 'tokens_per_s' in record)
 
 
 def of_each(items: Iterable, function: Callable) -> dict:

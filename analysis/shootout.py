@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
-from analysis.outcomes import final_loss, n_parameters, settings_of
+from analysis.outcomes import final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, train_all
 from bench import alternate, markdown_table, where_and_when
@@ -172,11 +172,6 @@ def arguments(s: Settings, method: Method, values: dict, tokens: int) -> list[st
            'micro_batch_size': s.batch_size, 'max_tokens': tokens, 'warmup_tokens': tokens // 20,
            'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0}
     return [s.config, *(f'--{name}={value}' for name, value in own.items())]
-
-
-def speed(run) -> float:
-    """Training tokens/s of a run: the median of its log, as a machine may be slow for a while."""
-    return statistics.median(record['tokens_per_s'] for record in read_log(run) if 'tokens_per_s' in record)
 
 
 def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:

@@ -2,8 +2,8 @@
 
 Decides where `attention` in attn_kernels.py takes which, and `QUERY_ROWS`. Probabilities kept for the backward are
 compared with computing them again, which past `DENSE_T` saves memory. Two streams, window 64: the library's side is one
-call with a mask over the keys of both. Masks are made before, as layers share them. Also, for decoding, a cache in bf16
-beside one in fp32, and its plain products beside the fused kernel.
+call with a mask over the keys of both. The masks of documents are made before, as layers share them, but for 'masks
+made again'. Also, for decoding, a cache in bf16 beside one in fp32, and its plain products beside the fused kernel.
 """
 import sys
 
@@ -16,7 +16,7 @@ from bench import alternate, write_results
 H, D, TOKENS = 8, 64, 4096  # heads, head size, tokens per call
 
 
-def training(T, documents, dtype, form, rows=128, keep=True):
+def training(T, documents, dtype, form, rows=128, keep=True, share=True):
     """A forward and backward pass of one stream ('tiles' or 'fused'), or of two ('two streams', 'one call')."""
     two, window = form in ('two streams', 'one call'), 64
     B = max(1, TOKENS // (2 * T if two else T))
@@ -28,9 +28,11 @@ def training(T, documents, dtype, form, rows=128, keep=True):
         seen = attn_kernels.two_stream_visible(position, position, position, windows, doc_start)
     else:
         seen = attn_kernels.visible(position, position, doc_start)
-    mask = None if plain else attn_kernels._added(seen, dtype)
+    mask = None if plain else attn_kernels._additive_mask(seen, dtype)
 
     def tiles():
+        if documents and not share:
+            vars(doc_start).clear()
         attn_kernels.DENSE_T, attn_kernels.QUERY_ROWS = T if keep else 0, rows
         attn_kernels._tiled_attention(q, k, v, windows, doc_start, 'both' if two else 'input').sum().backward()
 
@@ -51,7 +53,8 @@ def decoding(batch_size, dtype, fused=False, length=512):
 
 def figures(toy):
     """The rows: training with one stream, with two, decoding."""
-    forms = {'tiles_of_128_rows': {}, 'tiles_of_256_rows': dict(rows=256), 'computed_again': dict(keep=False)}
+    forms = {'tiles_of_128_rows': {}, 'tiles_of_256_rows': dict(rows=256), 'computed_again': dict(keep=False),
+             'masks_made_again': dict(share=False)}
     for ours, library in ('tiles', 'fused'), ('two streams', 'one call'):
         for dtype in (torch.bfloat16, torch.float32):
             for T in (32,) if toy else (256, 1024, 2048):

@@ -119,6 +119,16 @@ def run_apart(*args, **kwargs):
                           **{'stdin': subprocess.DEVNULL, 'timeout': 300, **kwargs})
 
 
+@pytest.fixture
+def signals_of_a_terminal():
+    """Ctrl-C and hang-ups are heeded: what `nohup`, or `&` in a script, has started ignores them."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def run_here(main, argv):
     """main(argv) with its output caught, and this process left as it was: threads, random numbers, signals, stdin."""
     out, err, code = io.StringIO(), io.StringIO(), 0

@@ -349,7 +349,7 @@ def test_an_environment_that_is_not_torchruns_is_a_sentence(tiny_data, tmp_path,
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out'), *variables, 'unset RANK WORLD_SIZE LOCAL_RANK')
 
 
-def test_output_that_nobody_reads_is_a_hang_up(monkeypatch):
+def test_output_that_nobody_reads_is_a_hang_up(monkeypatch, signals_of_a_terminal):
     class Closed:
         def isatty(self):
             return False
@@ -365,7 +365,7 @@ def test_output_that_nobody_reads_is_a_hang_up(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('script', [['train.py'], ['-m', 'data.pointer_chasing'], ['-m', 'analysis.scores']])
-def test_ctrl_c_during_the_imports_is_silent(script):
+def test_ctrl_c_during_the_imports_is_silent(script, signals_of_a_terminal):
     process = subprocess.Popen([sys.executable, *script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)

@@ -141,7 +141,7 @@ def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('sig', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny_data, tmp_path, sig):
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny_data, tmp_path, sig, signals_of_a_terminal):
     out = tmp_path / 'stopped'
     command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={5000 * STEP_TOKENS}',
                '--save_interval=5000', '--eval_interval=5000']

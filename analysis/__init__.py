@@ -12,7 +12,8 @@
     python -m analysis.context_ready out/cr_*              Context-Ready paper, tables 6, A7, A8: unrolls
     python -m analysis.scores out/chase_*                  its appendix B: a task's scores over steps
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
-    python -m analysis.gpn_ablations                       what each of GPN's equations adds: trains its own runs
+    python -m analysis.compare NAME:... NAME:...           any models, each at its best rate: trains its own runs
+    python -m analysis.forks                               where SPS may fork: trains its own runs
     python -m analysis.shootout                            all architectures at equal budgets: trains its own runs
     python -m analysis.baseline                            Standard beside nanoGPT's shape: trains its own runs
     python -m analysis.claims                              claims of all papers in miniature: trains its own runs

@@ -14,17 +14,15 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import statistics
 import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from analysis.compare import markdown, table
 from analysis.figures import write_csv
-from analysis.outcomes import final_loss, n_parameters, settings_of, speed
-from analysis.seeds import between, difference, interval
+from analysis.outcomes import speed
 from analysis.sweep import best_rates, train_all
-from bench import markdown_table, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.settings import check_ranges, load_settings
 
@@ -82,35 +80,6 @@ def train_cells(s: Settings, out: Path) -> dict[str, list[Path]]:
     return runs
 
 
-def table(runs: dict[str, list[Path]]) -> list[dict]:
-    """A row of each name; parameters and speed are of the first seed."""
-    losses = {name: [final_loss(run) for run in folders] for name, folders in runs.items()}
-    rows = []
-    for name, values in losses.items():
-        run, (low, high) = runs[name][0], interval(values)
-        row = {'model': name, 'parameters': n_parameters(run), 'lr': settings_of(run).learning_rate,
-               'tokens': settings_of(run).max_tokens, 'tokens_per_s': speed(run), 'seeds': len(values),
-               'loss': statistics.mean(values), 'low': low, 'high': high, 'minus_standard': None, 'its_low': None,
-               'its_high': None, 'losses': ' '.join(map(repr, values))}
-        if name != OURS:
-            row['minus_standard'], row['its_low'], row['its_high'] = difference(values, losses[OURS])
-        rows.append(row)
-    return rows
-
-
-def markdown(rows: list[dict], s: Settings) -> str:
-    about = where_and_when()
-    versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
-    return (f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}. {s.n_layer} layers of '
-            f'{s.n_embd}, data {s.data}, windows of 256 tokens, {s.batch_size} a step, {s.seeds} seeds.\n\n'
-            + markdown_table([{
-                'model': r['model'], 'parameters': f'{r["parameters"]:,}', 'lr': f'{r["lr"]:.2g}',
-                'tokens': f'{r["tokens"]:,}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'loss': f'{r["loss"]:.4f}',
-                '95%': between(r['low'], r['high']),
-                'minus Standard': '' if r['minus_standard'] is None else f'{r["minus_standard"]:+.4f}',
-                '95% of that': between(r['its_low'], r['its_high'], '+')} for r in rows]) + '\n')
-
-
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
@@ -118,9 +87,11 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.baseline --data=FOLDER --out_dir=NEW')
         out = Path(s.out_dir)
         rows = table(train_cells(s, out))
+        text = markdown(rows, f'{s.n_layer} layers of {s.n_embd}, data {s.data}, windows of 256 tokens, '
+                              f'{s.batch_size} a step.')
         write_csv(out / 'baseline.csv', rows)
-        write_file(out / 'baseline.md', markdown(rows, s).encode())
-        print(f'{markdown(rows, s)}\nwritten to {out}/baseline.md and .csv')
+        write_file(out / 'baseline.md', text.encode())
+        print(f'{text}\nwritten to {out}/baseline.md and .csv')
 
 
 if __name__ == '__main__':

@@ -6,7 +6,7 @@ they train, evaluate and decode by `Model.loop`. Each is a model of its own for 
     python train.py config/gpn_quick.py --model=gpn.NoDecay --out_dir=out/no_decay
     python sample.py out/no_decay "Return the"
 
-gpn_ablations.py trains them all, beside GPN.
+docs/gpn.md has the command that trains them all beside GPN, and the table.
 """
 import torch
 

@@ -1,16 +1,13 @@
 """Standard beside nanoGPT's shape: the same loss of two models of equal size, equal tokens and equal time."""
 import csv
-import statistics
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run
-from test_sweep import write_run
 
 from analysis import baseline
 from analysis.baseline import IN_OUR_TIME, NANOGPT, OURS, Settings
-from analysis.seeds import difference
 from bench import nanogpt
 from common.runs import blank_model, make_config, model_file
 
@@ -61,20 +58,6 @@ def test_equal_time_is_as_many_tokens_as_it_is_faster(monkeypatch, tmp_path):
                         (NANOGPT, ('--model=standard.NanoGPT', '--max_tokens=40000', '--learning_rate=0.001')),
                         (IN_OUR_TIME, ('--max_tokens=80000', '--warmup_tokens=4000', '--seed=2'))):
         assert set(parts) <= set(trained[runs[name][1]]), name
-
-
-def test_the_table_is_that_of_its_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(baseline, 'speed', lambda folder: 1234.)
-    losses, runs = {OURS: (2.0, 2.1, 2.3), NANOGPT: (2.2, 2.4, 2.3)}, {}
-    for name, model in ((OURS, 'standard'), (NANOGPT, 'standard.NanoGPT')):
-        runs[name] = [write_run(tmp_path / f'{model}_{i}', model, 1000, loss)[0]
-                      for i, loss in enumerate(losses[name])]
-    rows = baseline.table(runs)
-    assert rows[1]['loss'] == pytest.approx(statistics.mean(losses[NANOGPT]))
-    assert (rows[1]['minus_standard'], rows[1]['its_low'], rows[1]['its_high']) == difference(losses[NANOGPT],
-                                                                                               losses[OURS])
-    text = baseline.markdown(rows, Settings())
-    assert '+0.1667' in text and '1,234' in text and 'commit' in text and '3 seeds' in text
 
 
 def test_a_wrong_setting_is_a_sentence(tmp_path):

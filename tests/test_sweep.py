@@ -21,7 +21,8 @@ def write_run(folder, model, tokens, loss, **values):
         'model': model, 'settings': {'block_size': 8, 'max_tokens': tokens, 'learning_rate': 1e-3},
         'model_config': asdict(config), 'versions': {},
         'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'sha256': ''}}))
-    (folder / 'log.jsonl').write_text(json.dumps({'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss}) + '\n')
+    (folder / 'log.jsonl').write_text(json.dumps({'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss,
+                                                  'tokens_per_s': 1234}) + '\n')
     return folder, blank_model(model, config).flops_per_token(8)
 
 

@@ -1,21 +1,14 @@
-"""GPN with one equation edited: each subclass is that edit, the fast form is not taken for it, and their table."""
-import math
-import statistics
-import subprocess
-from types import SimpleNamespace
-
+"""GPN with one equation edited: each subclass is that edit, and the fast form is not taken for it."""
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run
 from test_gpn import make
-from test_sweep import write_run
 
-from analysis import gpn_ablations as ablations
 from common import runs
 from model_gpn import RMSNorm
 
-EDITS = [model.partition('.')[2] for model in ablations.NAMES.values() if '.' in model]
+EDITS = 'GateAtOne', 'NoGrounding', 'KeyFromThisState', 'NoWriteGate', 'NoDecay'
 
 
 def edited(name, **values):
@@ -83,27 +76,3 @@ def test_a_name_that_no_subclass_has_is_a_sentence(tmp_path):
                            ('gpn.Write', 'unknown model'), ('gpn.Model', 'unknown model'),
                            ('../gpn.NoDecay', 'unknown model'), ('standard.NoDecay', "unknown model 'standard.NoDe")):
         assert_sentence(run('train.py', f'--model={name}', f'--out_dir={tmp_path}/out'), sentence)
-    assert_sentence(run('-m', 'analysis.gpn_ablations', 'out/x'), "what is 'out/x'?")
-
-
-def test_the_table_has_every_edit_with_its_intervals(tmp_path, monkeypatch):
-    trained, small = [], dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12)
-
-    def train(command, **kwargs):
-        folder, = (arg.partition('=')[2] for arg in command if arg.startswith('--out_dir='))
-        model, = (arg.partition('=')[2] for arg in command if arg.startswith('--model='))
-        trained.append(model)
-        write_run(ablations.Path(folder), model, 100, 1 + (model != 'gpn') + trained.count(model) / 10, **small)
-        return SimpleNamespace(stderr='')
-    monkeypatch.setattr(subprocess, 'run', train)
-    for _ in range(2):  # the second time nothing is left to train
-        result = run('-m', 'analysis.gpn_ablations', f'--out_dir={tmp_path}')
-        assert result.returncode == 0, result.stderr
-    assert sorted(trained) == sorted(3 * list(ablations.NAMES.values()))
-    half = 4.302653 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
-    line = next(line for line in result.stdout.splitlines() if line.startswith('| no decay'))
-    assert f'| 2.2000 | {2.2 - half:.4f} to {2.2 + half:.4f} | +1.0000 |' in line
-    rows = (tmp_path / 'gpn_ablations.csv').read_text().splitlines()
-    assert len(rows) == 1 + 6
-    in_use = {row.split(',')[0]: int(row.split(',')[1]) for row in rows[1:]}
-    assert in_use['GPN'] - in_use['gate at 1'] == 24 * 24 + 2 * 24  # the gate's weight and bias, and its norm

@@ -1,0 +1,155 @@
+"""Models side by side: the same tokens, each at its own best learning rate, over seeds.
+
+    python -m analysis.compare --out_dir=out/gpn_or_gdn "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
+
+An argument is NAME: and what would follow `python train.py`. The learning rate of each is bracketed around its own at
+the first seed, then it trains with every seed. Runs that are done are not trained again, one that was interrupted goes
+on. All train on the same data for the same tokens: --data and --max_tokens, where given, hold for all.
+
+Writes compare.csv and compare.md in out_dir: final validation loss with its 95% interval (Student's t), perplexity, and
+the difference to the first with Welch's interval. The state is what decoding keeps after a window of tokens, in fp32.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import re
+import shlex
+import statistics
+import sys
+import zlib
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from analysis.figures import write_csv
+from analysis.outcomes import final_loss, n_parameters, settings_of, speed
+from analysis.seeds import between, difference, interval
+from analysis.sweep import best_rates, train_all
+from bench import markdown_table, where_and_when
+from common.files import UserError, friendly_errors, write_file
+from common.runs import blank_model, model_file, read_run, saved_config
+from common.scoring import perplexity
+from common.settings import check_ranges, load_settings
+from train import Settings as TrainSettings
+
+
+@dataclass
+class Settings:
+    out_dir: str = 'out/compare'  # of the runs and of what is written
+    data: str | None = None  # folder of prepare_fineweb.py or built-in data; None: as each says, the same for all
+    max_tokens: int | None = None  # training tokens; None: as each says, the same for all
+    seeds: int = 3  # runs of each, at its best learning rate
+    jobs: int = 2  # runs at a time, one thread each
+
+    def __post_init__(self):
+        check_ranges(self, max_tokens=(1, inf), seeds=(1, inf), jobs=(1, inf))
+
+
+@dataclass
+class Side:
+    args: list[str]  # of train.py, but for learning rate, seed and folder
+    rate: float  # learning rate to look at first
+    same: tuple  # what all sides must have in common: data and tokens
+    folder: str  # how its runs' folders begin: another command has other folders
+
+
+def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
+    """{name: side} of 'NAME: what follows train.py' each; UserError for what cannot be compared."""
+    sides = {}
+    for argument in arguments:
+        name, colon, command = argument.partition(': ')
+        if not colon or name in sides:
+            raise UserError(f"{argument!r} has {'the name of another' if colon else 'no name'}: expected 'NAME: CONFIG "
+                            "--setting=value ...'")
+        args = shlex.split(command)
+        args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
+        settings, _, given = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
+        taken = [key for key in ('seed', 'out_dir') if key in given]
+        if taken:
+            raise UserError(f'{name}: {taken[0]} is given for each run here: leave it out')
+        slug, key = re.sub(r'\W+', '_', name), zlib.crc32(repr(sorted(given.items())).encode())
+        sides[name] = Side(args, settings.learning_rate, (settings.data, settings.max_tokens), f'{slug}_{key:08x}')
+    if len(sides) < 2:
+        raise UserError('what is to be compared? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
+    (first, reference), *others = sides.items()
+    for name, side in others:
+        if side.same != reference.same:
+            raise UserError(f'{first} trains on {reference.same[1]:,} tokens of {reference.same[0]}, {name} on '
+                            f'{side.same[1]:,} of {side.same[0]}: give --data and --max_tokens for all')
+    return sides
+
+
+def train_sides(s: Settings, sides: dict[str, Side]) -> dict[str, list[Path]]:
+    """Trains all that is not done yet: {name: runs, one a seed}."""
+    out = Path(s.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def cell(name, rate, seed=1):
+        return out / f'{sides[name].folder}_lr{rate:.3g}_seed{seed}'
+    rates = best_rates({name: [*side.args, '--seed=1'] for name, side in sides.items()},
+                       {name: side.rate for name, side in sides.items()}, cell, s.jobs)
+    runs = {name: [cell(name, rates[name], seed) for seed in range(1, s.seeds + 1)] for name in sides}
+    train_all({run: [*sides[name].args, f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
+               for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, s.jobs)
+    return runs
+
+
+def state_bytes(run) -> int | None:
+    """Bytes of the cache that decoding keeps after a window of tokens, in fp32; None for a model without one."""
+    record = read_run(run)
+    model = blank_model(record['model'], saved_config(record, run))
+    try:
+        return model.new_cache(1, settings_of(run).block_size).nbytes
+    except ValueError:
+        return None
+
+
+def table(runs: dict[str, list[Path]]) -> list[dict]:
+    """A row of each of {name: its runs, one a seed}; size, state and speed are of the first seed.
+
+    The first name is what the others are compared with.
+    """
+    losses = {name: [final_loss(run) for run in folders] for name, folders in runs.items()}
+    reference, *_ = losses.values()
+    rows = []
+    for name, values in losses.items():
+        run, loss, (low, high) = runs[name][0], statistics.mean(values), interval(values)
+        row = {'model': name, 'parameters': n_parameters(run), 'state_bytes': state_bytes(run),
+               'lr': settings_of(run).learning_rate, 'tokens': settings_of(run).max_tokens, 'tokens_per_s': speed(run),
+               'seeds': len(values), 'loss': loss, 'low': low, 'high': high, 'perplexity': perplexity(loss),
+               'minus_first': None, 'its_low': None, 'its_high': None, 'losses': ' '.join(map(repr, values))}
+        if values is not reference:
+            row['minus_first'], row['its_low'], row['its_high'] = difference(values, reference)
+        rows.append(row)
+    return rows
+
+
+def markdown(rows: list[dict], about: str) -> str:
+    """The table as Markdown, after a line that says where and when, and `about` it."""
+    here = where_and_when()
+    versions = ', '.join(f'{name} {version}' for name, version in here['versions'].items())
+    shown = [{'model': r['model'], 'parameters': f'{r["parameters"]:,}',
+              'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
+              'tokens': f'{r["tokens"]:,}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'seeds': r['seeds'],
+              'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}',
+              f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
+              '95% of that': between(r['its_low'], r['its_high'], '+')} for r in rows]
+    return (f'{here["device"]}; {here["date"]}; commit {here["commit"]}; {versions}. {about}\n\n'
+            f'{markdown_table(shown)}\n')
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, arguments, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        sides = read_sides(s, arguments)
+        rows = table(train_sides(s, sides))
+        data, _ = next(iter(sides.values())).same
+        text = markdown(rows, f'Data {data}, {s.jobs} runs at a time, one thread each.')
+        write_csv(Path(s.out_dir) / 'compare.csv', rows)
+        write_file(Path(s.out_dir) / 'compare.md', text.encode())
+        print(f'{text}\nwritten to {s.out_dir}/compare.md and .csv')
+
+
+if __name__ == '__main__':
+    main()

@@ -689,6 +689,8 @@ def run(s, c, data, record, machine, argv):
           f'{"" if is_compiled else "not "}compiled'
           + (f', weights in parts on {s.shard or world} processes' if is_sharded else ''))
     source, source_step, weights = read_weights(s, record)
+    if trained := source or (run_of(s) if record else None):
+        runs.tell_of_edits(trained)
     if source:
         checkpoint.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
     if s.dry_run:
@@ -721,7 +723,7 @@ def run(s, c, data, record, machine, argv):
             start_folder(s, c, data, machine)
         if is_extension(s):
             runs.copy_log(s.extend, s.out_dir, step)
-        log, wandb = runs.open_log(s.out_dir, step), start_wandb(s, c)
+        log, wandb = runs.open_log(s.out_dir, step, runs.code_digest(s.model)), start_wandb(s, c)
         if scan:
             log.write(runs.log_line({'step': step, **scan}))
     saving = []

@@ -4,8 +4,9 @@ A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
     tokenizer.json          a copy of the tokenizer's file, if it has one (or tokenizer.model, or gpt2_vocabulary/)
-    log.jsonl               one line per logged step; a line with 'resumed_from' where training went on, one with 'scan'
-                            where it began or went on; each ends with a checksum
+    log.jsonl               one line per logged step; a line with 'resumed_from', and the digest of the model's code
+                            then, where training went on, one with 'scan' where it began or went on; each ends with a
+                            checksum
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
 
@@ -13,13 +14,17 @@ Read `load_run` first: what every script does with a trained run. Then the folde
 """
 import dataclasses
 import difflib
+import functools
+import hashlib
 import importlib
 import inspect
+import io
 import json
 import os
 import re
 import shutil
 import sys
+import tokenize
 import typing
 import zlib
 from collections.abc import Iterator
@@ -78,6 +83,45 @@ def model_file(name: str) -> ModuleType | SimpleNamespace:
         raise UserError(f'unknown model {name!r}: did you mean {" or ".join(map(repr, near))}? '
                         '(there is one model_NAME.py per model)')
     return importlib.import_module(f'model_{name}')
+
+
+def code_files(model_name: str) -> list[Path]:
+    """The files that hold the equations of a model, by the name that `model_file` takes."""
+    base, _, subclass = model_name.partition('.')
+    return [ROOT / f'model_{base}.py'] + ([ROOT / f'analysis/{base}_edits.py'] if subclass else [])
+
+
+def code_digest(model_name: str) -> str:
+    """sha256 of the code of `code_files`, which tells whether a model's equations may be others than they were.
+
+    Comments, docstrings and blank lines hold no equation, so an edit of those changes nothing. What is left is digested
+    as text: the dump of a syntax tree would be simpler, but differs between versions of Python.
+    """
+    digest = hashlib.sha256()
+    for path in code_files(model_name):
+        source = path.read_text(encoding='utf-8')
+        lines, not_code, starts_statement = source.split('\n'), [], True
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT or token.type == tokenize.STRING and starts_statement:
+                not_code.append((*token.start, *token.end))
+            elif token.type != tokenize.NL:
+                starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        for row, column, end_row, end_column in reversed(not_code):
+            lines[row - 1:end_row] = [lines[row - 1][:column] + lines[end_row - 1][end_column:]]
+        digest.update('\n'.join(line.rstrip() for line in lines if line.strip()).encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def tell_of_edits(folder) -> None:
+    """Says on stderr, once, if the code of a run's model has changed since the run was begun. Older runs cannot tell."""
+    record = read_run(folder)
+    begun_with = record['versions'].get('model_code')
+    if os.environ.get('RANK', '0') != '0' or begun_with in (None, code_digest(record['model'])):
+        return
+    files = ' or '.join(str(path.relative_to(ROOT)) for path in code_files(record['model']))
+    print(f'{files} has changed since {folder} was begun: its equations may be others than those it was trained with',
+          file=sys.stderr, flush=True)
 
 
 def make_config(model_name: str, values: dict):
@@ -181,6 +225,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
     """
     record = read_run(folder)
     config = saved_config(record, folder)
+    tell_of_edits(folder)
     if scan is not None:
         if not hasattr(config, 'scan'):
             raise UserError(f'scan is {scan!r}, but {folder} is a run of model_{record["model"]}.py, which has no fast '
@@ -346,22 +391,28 @@ def tokenizer_files(config: Path) -> list[str]:
 
 
 def save_run(folder, record: dict) -> None:
-    """Writes a new run folder's config.json, which `read_run` reads, and its copy of the tokenizer's file."""
-    data = record['data']
+    """Writes a new run folder's config.json, which `read_run` reads, and its copy of the tokenizer's file.
+
+    The digest of the model's code goes with the record's versions.
+    """
+    data, versions = record['data'], {**record['versions'], 'model_code': code_digest(record['model'])}
     Path(folder).mkdir(parents=True, exist_ok=True)
     own = {'tokenizer': keep_tokenizer(folder, data['tokenizer']),
            'tokenizer_digest': tokenizer_digest(data['tokenizer'])}
-    write_json(Path(folder) / 'config.json', checked_json({**record, 'data': {**data, **own}}))
+    write_json(Path(folder) / 'config.json', checked_json({**record, 'data': {**data, **own}, 'versions': versions}))
 
 
-def open_log(folder, step: int) -> TextIO:
-    """Opens log.jsonl for appending. Where there is one, a run goes on: its first line says from which step."""
+def open_log(folder, step: int, model_code: str) -> TextIO:
+    """Opens log.jsonl for appending. Where there is one, a run goes on: its first line says from which step.
+
+    And by which code of the model (`code_digest`): config.json has that of the first start alone.
+    """
     path = Path(folder) / 'log.jsonl'
     before = path.read_bytes() if path.exists() else b''
     log = open(path, 'a', buffering=1)
     if before:
         log.write('' if before.endswith(b'\n') else '\n')  # a line that was cut stays alone
-        log.write(log_line({'resumed_from': step}))
+        log.write(log_line({'resumed_from': step, 'model_code': model_code}))
     return log
 
 

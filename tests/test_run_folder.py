@@ -33,6 +33,57 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
 
 
+# ---- the code of its model ----
+
+def edited(monkeypatch, folder, old, new, file='model_standard.py'):
+    """The digest of 'standard.Thing' where the repository is a copy in `folder` with an edit in one of its files."""
+    folder.mkdir(exist_ok=True)
+    (folder / 'analysis').mkdir(exist_ok=True)
+    for name in ('model_standard.py', 'analysis/standard_edits.py'):
+        source = (ROOT / name).read_text()
+        assert name != file or old in source
+        (folder / name).write_text(source.replace(old, new, 1) if name == file else source)
+    monkeypatch.setattr(runs, 'ROOT', folder)
+    runs.tell_of_edits.cache_clear()
+    return runs.code_digest('standard.Thing')
+
+
+def test_comments_and_docstrings_are_not_code_and_all_else_is(tmp_path, monkeypatch):
+    line = '    def forward(self, idx, targets):\n'
+    own = edited(monkeypatch, tmp_path, '', '')
+    for new in (line + '        # why\n\n', line + '        """What."""\n',
+                line.replace('\n', '  # why\n')):
+        assert edited(monkeypatch, tmp_path, line, new) == own, new
+    for new in (line + '        idx = "a"\n', line + '        return {}\n', '    def forward(self, idx, goals):\n'):
+        assert edited(monkeypatch, tmp_path, line, new) != own, new
+    assert edited(monkeypatch, tmp_path, 'class ', 'class New', 'analysis/standard_edits.py') != own
+    assert runs.code_digest('standard') != runs.code_digest('standard.Thing')
+
+
+def test_a_run_whose_model_was_edited_says_so_once(trained, tiny_data, tmp_path, monkeypatch):
+    out, said = shutil.copytree(trained, tmp_path / 'run'), 'model_standard.py has changed since'
+    judge = ['eval.py', out, '--val', '--weights=int8', '--device=cpu']  # loads the run twice
+    edited(monkeypatch, tmp_path / 'code', 'class Model', '# the model\nclass Model')
+    assert said not in run(*judge).stderr
+    edited(monkeypatch, tmp_path / 'code', 'class Model', 'EPS = 1e-3\nclass Model')
+    result = run(*judge)
+    assert result.returncode == 0 and result.stderr.count(f'{said} {out} was begun') == 1, result.stderr
+    new, begun_with = runs.code_digest('standard'), runs.read_run(out)['versions']['model_code']
+    runs.tell_of_edits.cache_clear()
+    assert run('train.py', f'--out_dir={out}', '--resume').stderr.count(said) == 1
+    assert runs.read_run(out)['versions']['model_code'] == begun_with != new
+    assert f'"model_code": "{new}"' in (out / 'log.jsonl').read_text()
+    runs.tell_of_edits.cache_clear()
+    started = train_tiny(tiny_data, tmp_path / 'new', f'--init_from={out}', steps=1)
+    assert started.returncode == 0 and started.stderr.count(said) == 1
+    older = runs.read_run(out)
+    del older['versions']['model_code']
+    (out / 'config.json').write_text(json.dumps(older))
+    runs.tell_of_edits.cache_clear()
+    runs.load_run(out)
+    assert said not in run(*judge).stderr
+
+
 # ---- one writer ----
 
 @pytest.mark.slow
@@ -145,7 +196,7 @@ def test_damage_costs_a_log_no_other_line(tmp_path, capsys):
 
 def test_a_log_of_older_code_is_read_on(tmp_path, capsys):
     (tmp_path / 'log.jsonl').write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
-    with runs.open_log(tmp_path, 1) as log:
+    with runs.open_log(tmp_path, 1, 'digest') as log:
         log.write(runs.log_line({'step': 2, 'loss': 2.125}))
     assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
     assert 'left out 1 damaged line' in capsys.readouterr().err

@@ -247,6 +247,10 @@ def check_settings(s, data, world):
     parallel.check_sharding(s.parallel, s.shard, world)
     if s.batch_size < world:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
+    if s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world:
+        raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than others, '
+                        'and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the others '
+                        f'would have to wait: use --micro_batch_size=2, or a batch_size that is a multiple of {world}')
     if s.wandb_project and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or '
                         'leave it out')
@@ -513,7 +517,8 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
         group['lr'] = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
     idx, targets = data.train_batch(step, s.batch_size, s.block_size, s.seed, mine)
-    n_micro = math.ceil(len(idx) / s.micro_batch_size)
+    most = math.ceil(s.batch_size / world)  # sequences of a process: all have equally many micro-batches, as FSDP needs
+    n_micro = min(len(idx), math.ceil(most / s.micro_batch_size))
     micro_batches = list(zip(idx.tensor_split(n_micro), targets.tensor_split(n_micro)))  # of one size where they can be
     counts = [counted(x, y, model.config.eos_id) for x, y in micro_batches]
     agreed = torch.tensor([sum(counts), stop], dtype=torch.int64)

@@ -1,4 +1,6 @@
 """Several processes: FSDP trains as DDP does, and any number of processes goes on from what any other has saved."""
+import dataclasses
+import itertools
 import json
 import os
 import random
@@ -6,12 +8,17 @@ import shutil
 from concurrent.futures import Future
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT, STEP_TOKENS, TINY, run, run_apart
 from test_damage import flip_a_bit
 from torch.distributed.checkpoint.api import CheckpointException
 
+import train
 from common import checkpoint, parallel, runs
 from common.files import UserError
+from common.machine import Machine
+from data import open_data
 
 STEPS = 50
 MODELS = {
@@ -90,6 +97,34 @@ def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
     assert is_close(losses(trained / f'{model}_fsdp'), losses(trained / f'{model}_ddp'))
     assert {path.name for path in checkpoint.checkpoints(trained / f'{model}_fsdp')[0].glob('*.safetensors')} == {
         f'shard-0000{rank}-model-0000{number}-of-00002.safetensors' for rank in (1, 2) for number in (1, 2)}
+
+
+def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):
+    """Each of FSDP's micro-batches gathers weights from all processes: with one more, a process would wait for ever."""
+    monkeypatch.setattr(dist, 'all_reduce', lambda agreed: None)
+    data, c = open_data(str(tiny_data)), runs.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16))
+    model, refused = runs.model_file('standard').Model(c), []
+    for batch_size, micro, world in itertools.product((3, 4, 5, 7), (1, 2, 3), (2, 3)):
+        s = train.Settings(batch_size=batch_size, micro_batch_size=micro, block_size=8, parallel='fsdp')
+        try:
+            train.check_settings(dataclasses.replace(s, sample_tokens=0), data, world)
+        except UserError as error:
+            refused.append((batch_size, micro, world))
+            assert '--micro_batch_size=2' in str(error)
+            continue
+        calls = []
+        for rank in range(world):
+            rows = []
+
+            def forward(x, y):
+                rows.append(len(x))
+                return {'loss': model.embed.weight.sum()}
+            train.train_step(model, forward, train.make_optimizer(model, s), data, s, 0,
+                             Machine(rank, world, torch.device('cpu')), torch.zeros(3), False)
+            assert max(rows) <= micro
+            calls.append(len(rows))
+        assert len(set(calls)) == 1, (batch_size, micro, world, calls)
+    assert refused == [(3, 1, 2), (4, 1, 3), (5, 1, 2), (5, 1, 3), (7, 1, 2), (7, 1, 3)]
 
 
 @pytest.mark.slow

@@ -226,6 +226,19 @@ class Model(nn.Module):
                                        targets.flatten())
         return {'loss': loss, 'nll': nll} | {name: part.detach() for name, part in parts.items()}
 
+    def loss_count(self, idx, targets):
+        """How many pairs the loss of idx and targets (B, T) is a mean over, before a share of them is drawn.
+
+        So micro-batches weigh as their pairs. Of windows whose targets all count, as those of texts.
+        """
+        x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)
+        position = torch.arange(x.shape[1], device=x.device)
+        start = torch.zeros_like(x) if self.config.eos_id is None else document_starts(x, self.config.eos_id)
+        n_pairs = (position + 1 - start).sum()  # p from the start of q's document to q
+        if self.config.min_k == 1:
+            n_pairs += (start[:, 1:] == start[:, :-1]).sum()  # p = q + 1
+        return int(n_pairs)
+
     def _loss_weight(self, head):
         """The rows of an output matrix that take part in training's softmax."""
         return head.weight if self.config.pad_rows_in_loss else head.weight[:self.config.n_ids]

@@ -9,7 +9,8 @@
 Reads top to bottom: settings, the model and its optimizer, evaluation, the loop, and at the end `main`, which tells the
 story. A model needs `forward` and `logits`; what else it may have is used where it is there: `adopt` (weights of
 another model), `choose_scan` (two forms of its equations), `begin_step` (choices of a step, by a seeded random.Random),
-`flops_per_token` and `head` (costs), `longest_draft` and `draft` (speculative decoding).
+`loss_count` (what its loss is a mean over), `flops_per_token` and `head` (costs), `longest_draft` and `draft`
+(speculative decoding).
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -78,7 +79,7 @@ class Settings:
     verify: bool = False  # compare every shard with its checksum before the first step
     # batch and length
     batch_size: int = 96  # sequences per optimizer step, over all processes and micro-batches
-    micro_batch_size: int = 8  # sequences per forward pass of one process; changes memory and speed, not the result
+    micro_batch_size: int = 8  # sequences of a forward pass; for memory and speed, not the result (nextlat: to 1e-3)
     block_size: int = 4096  # tokens per sequence, T
     max_tokens: int = 20_000_000_000  # tokens to train on, the decay included
     # optimizer
@@ -506,8 +507,9 @@ def print_sample(model, data, s, machine):
 def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
     """One optimizer step: (means of the loss parts over the global batch, gradient norm, whether a process must stop).
 
-    The loss is the mean over the counted tokens of the global batch: each micro-batch weighs as many as it has. The
-    parts are this process's share; their sum over processes is the mean. skips: see `skip_if_not_finite`.
+    The loss is the mean over the counted tokens of the global batch: each micro-batch weighs as many as it has, or as
+    its `loss_count` where the model's loss is a mean over something else. The parts are this process's share; their sum
+    over processes is the mean. skips: see `skip_if_not_finite`.
     """
     rank, world = machine.rank, machine.world
     torch.manual_seed(((s.seed << 32) + (step << 10) + rank) % 2 ** 63)  # dropout's stream
@@ -521,12 +523,13 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
     n_micro = min(len(idx), math.ceil(most / s.micro_batch_size))
     micro_batches = list(zip(idx.tensor_split(n_micro), targets.tensor_split(n_micro)))  # of one size where they can be
     counts = [counted(x, y, model.config.eos_id) for x, y in micro_batches]
-    agreed = torch.tensor([sum(counts), stop], dtype=torch.int64)
+    loss_counts = [model.loss_count(x, y) for x, y in micro_batches] if hasattr(model, 'loss_count') else counts
+    agreed = torch.tensor([sum(counts), sum(loss_counts), stop], dtype=torch.int64)
     if world > 1:
         dist.all_reduce(agreed)  # on the host: does not wait for a GPU
-    total, stop = max(1, int(agreed[0])), bool(agreed[1])
+    total, loss_total, stop = max(1, int(agreed[0])), max(1, int(agreed[1])), bool(agreed[2])
     parts = {}
-    for i, ((x, y), count) in enumerate(zip(micro_batches, counts)):
+    for i, ((x, y), count, loss_count) in enumerate(zip(micro_batches, counts, loss_counts)):
         if machine.device.type == 'cuda':
             x, y = x.pin_memory(), y.pin_memory()
         x, y = (t.to(machine.device, non_blocking=True) for t in (x, y))
@@ -534,9 +537,10 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
         parallel.reduce_gradients(model, ddp, is_last)
         with machine.autocast():
             out = ddp(x, y)
-        (out['loss'] * (count / total * world)).backward()  # DDP and FSDP take the mean over processes
+        share, loss_share = count / total, loss_count / loss_total
+        (out['loss'] * (loss_share * world)).backward()  # DDP and FSDP take the mean over processes
         for name, value in out.items():
-            parts[name] = parts.get(name, 0) + value.detach() * (count / total)
+            parts[name] = parts.get(name, 0) + value.detach() * (share if name == 'nll' else loss_share)
     norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     skip_if_not_finite(optimizer, norm, skips)
     optimizer.step()

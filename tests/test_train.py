@@ -353,6 +353,22 @@ def test_the_loss_weighs_tokens_not_micro_batches(tiny_data):
     assert parts['loss'].item() == pytest.approx(want, abs=1e-6)
 
 
+@pytest.mark.parametrize('values', [{'min_k': 1}, {'min_k': 2, 'eos_id': None}, {'min_k': 2}])
+def test_a_loss_that_is_a_mean_over_pairs_weighs_pairs(tiny_data, values):
+    """Of BST: the gradient in micro-batches of one window is that of the whole batch."""
+    data = open_data(str(tiny_data))
+    c = runs.make_config('bst', dict(n_layer=1, n_head=2, n_embd=16, n_text=16, vocab_size=320, n_ids=257, eos_id=256)
+                         | values)
+    torch.manual_seed(0)
+    model, found = runs.model_file('bst').Model(c), []
+    for micro in (1, 4):
+        s = train.Settings(batch_size=4, micro_batch_size=micro, block_size=32, learning_rate=0.0, grad_clip=0.0)
+        parts, norm, _ = train.train_step(model, model, train.make_optimizer(model, s), data, s, 3,
+                                          machine.Machine(0, 1, torch.device('cpu')), torch.zeros(3), False)
+        found.append([*torch.stack([*parts.values(), norm]).tolist()])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 # ---- old runs ----
 
 OLD_CONFIG = {  # config.json as a version before `scan` and `acceptance_prompts` wrote it, but for folders

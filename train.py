@@ -249,9 +249,9 @@ def check_settings(s, data, world):
     if s.batch_size < world:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
     if s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world:
-        raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than others, '
-                        'and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the others '
-                        f'would have to wait: use --micro_batch_size=2, or a batch_size that is a multiple of {world}')
+        raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than '
+                        'others, and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the '
+                        'others would have to wait: use --micro_batch_size=2, or a batch_size that is a multiple of {world}')
     if s.wandb_project and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or '
                         'leave it out')
@@ -528,12 +528,13 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
     if world > 1:
         dist.all_reduce(agreed)  # on the host: does not wait for a GPU
     total, loss_total, stop = max(1, int(agreed[0])), max(1, int(agreed[1])), bool(agreed[2])
+    if machine.device.type == 'cuda':  # one copy behind the host's back, which windows with gaps between would not be
+        whole = (t.contiguous().pin_memory().to(machine.device, non_blocking=True) for t in (idx, targets))
+        micro_batches = list(zip(*(t.tensor_split(n_micro) for t in whole)))
     parts = {}
     for i, ((x, y), count, loss_count) in enumerate(zip(micro_batches, counts, loss_counts)):
-        if machine.device.type == 'cuda':
-            x, y = x.pin_memory(), y.pin_memory()
-        x, y = (t.to(machine.device, non_blocking=True) for t in (x, y))
-        is_last = i == len(micro_batches) - 1
+        x, y = x.to(machine.device), y.to(machine.device)  # Apple's GPUs have no pinned memory
+        is_last = i == n_micro - 1
         parallel.reduce_gradients(model, ddp, is_last)
         with machine.autocast():
             out = ddp(x, y)

@@ -251,7 +251,7 @@ def check_settings(s, data, world):
     if s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world:
         raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than '
                         'others, and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the '
-                        'others would have to wait: use --micro_batch_size=2, or a batch_size that is a multiple of {world}')
+                        f'others would wait: use --micro_batch_size=2, or a batch_size that {world} divides')
     if s.wandb_project and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or '
                         'leave it out')
@@ -533,7 +533,7 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
         micro_batches = list(zip(*(t.tensor_split(n_micro) for t in whole)))
     parts = {}
     for i, ((x, y), count, loss_count) in enumerate(zip(micro_batches, counts, loss_counts)):
-        x, y = x.to(machine.device), y.to(machine.device)  # Apple's GPUs have no pinned memory
+        x, y = x.to(machine.device), y.to(machine.device)  # Apple's GPUs, without pinned memory, now
         is_last = i == n_micro - 1
         parallel.reduce_gradients(model, ddp, is_last)
         with machine.autocast():

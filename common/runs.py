@@ -114,7 +114,7 @@ def code_digest(model_name: str) -> str:
 
 @functools.cache
 def tell_of_edits(folder) -> None:
-    """Says on stderr, once, if the code of a run's model has changed since the run was begun. Older runs cannot tell."""
+    """Says on stderr, once, if the code of a run's model has changed since it was begun. Runs of older code cannot."""
     record = read_run(folder)
     begun_with = record['versions'].get('model_code')
     if os.environ.get('RANK', '0') != '0' or begun_with in (None, code_digest(record['model'])):

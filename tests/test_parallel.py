@@ -103,7 +103,11 @@ def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):
     """Each of FSDP's micro-batches gathers weights from all processes: with one more, a process would wait for ever."""
     monkeypatch.setattr(dist, 'all_reduce', lambda agreed: None)
     data, c = open_data(str(tiny_data)), runs.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16))
-    model, refused = runs.model_file('standard').Model(c), []
+    model, refused, rows = runs.model_file('standard').Model(c), [], []
+
+    def forward(x, y):
+        rows.append(len(x))
+        return {'loss': model.embed.weight.sum()}
     for batch_size, micro, world in itertools.product((3, 4, 5, 7), (1, 2, 3), (2, 3)):
         s = train.Settings(batch_size=batch_size, micro_batch_size=micro, block_size=8, parallel='fsdp')
         try:
@@ -114,11 +118,7 @@ def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):
             continue
         calls = []
         for rank in range(world):
-            rows = []
-
-            def forward(x, y):
-                rows.append(len(x))
-                return {'loss': model.embed.weight.sum()}
+            rows.clear()
             train.train_step(model, forward, train.make_optimizer(model, s), data, s, 0,
                              Machine(rank, world, torch.device('cpu')), torch.zeros(3), False)
             assert max(rows) <= micro

@@ -10,8 +10,9 @@
     python eval.py RUN --to_llama=FOLDER                       a Standard run as a Hugging Face Llama folder
     python eval.py FOLDER --from_llama=RUN                     a Llama, Mistral or Qwen folder as a new run
 
-Several runs are shown side by side. Each run folder gets a line in eval.jsonl. With --data_dir, tasks and corpora are
-read from the benchmarks' own files there (common/benchmarks.py lists them) and nothing is downloaded.
+Several runs are shown side by side, each by its newest checkpoint, whose step is told. Each run folder gets a line in
+eval.jsonl. With --data_dir, tasks and corpora are read from the benchmarks' own files there (common/benchmarks.py lists
+them) and nothing is downloaded.
 
 Where the documents of a run's training start with bos (prepare_fineweb.py --bos), so do the texts of tasks and corpora;
 --bos=False leaves it out.
@@ -497,9 +498,17 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> tuple
     if of_lm_eval:
         versions['lm_eval'] = importlib.metadata.version('lm_eval')
     line = {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s),
+            'step': record['step'], 'of_steps': planned_steps(record['settings']),
             'dtype': str(next(model.parameters()).dtype)[6:], 'versions': versions,
             'truncated': scorer.truncated, 'results': results}
     return line, table
+
+
+def planned_steps(settings: dict) -> int | None:
+    """The steps of a whole run by its settings; None for an imported one."""
+    if not {'max_tokens', 'batch_size', 'block_size'} <= settings.keys():
+        return None
+    return math.ceil(settings['max_tokens'] / (settings['batch_size'] * settings['block_size']))
 
 
 @contextlib.contextmanager
@@ -578,7 +587,9 @@ def main(argv: list[str] | None = None) -> None:
             columns[run] = {f'{task} {metric}': value
                             for task, values in line['results'].items() for metric, value in values.items()}
             if rank() == 0:
+                of_steps = f' of {line["of_steps"]:,}' if line['of_steps'] else ''
                 print_table({run: columns[run]})
+                print(f'by the checkpoint of step {line["step"]:,}{of_steps}')
                 write_records(run, line, tables[run])
         if rank() == 0:
             if len(runs) > 1:

@@ -97,14 +97,19 @@ def note_taker(notes: list[str]) -> Callable:
 
 
 def evaluations(path: Path) -> dict[str, float]:
-    """{'task metric': value} of eval.jsonl, the latest where there are several. Lines that are damaged are left out."""
+    """{'task metric': value} of eval.jsonl, the latest where there are several. Lines that are damaged are left out.
+
+    What was asked for besides stands after the metric, and the step where training had not ended.
+    """
     found = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
             settings = record.get('settings', {})
-            asked = ('data', 'val_tokens', 'limit', 'bos')  # None unless they were
+            asked = ('data', 'val_tokens', 'limit', 'bos', 'max_length', 'weights')  # None unless they were
             limits = [f'{key}={settings[key]}' for key in asked if settings.get(key) is not None]
+            if record.get('of_steps') and record['step'] < record['of_steps']:
+                limits.append(f'step={record["step"]}')
             for task, metrics in record['results'].items():
                 if task != 'speculative':  # a table of its own, speculative.csv
                     names = {f'{" ".join([task, metric, *limits])}': value for metric, value in metrics.items()}

@@ -54,6 +54,7 @@ from data.tokenizers import GPT2_SHA256, tokenizer_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
+OF_EVALUATION = ('eval.jsonl', 'speculative.csv', 'speculative.png')  # what eval.py writes to a run folder
 LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
                   *(f'.{name}.writing' for name in ('config.json', *TOKENIZER_FILES))}
 RENAMED: dict[str, str] = {}  # settings of older runs: {name in an old config.json: name now}
@@ -218,7 +219,7 @@ def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor)
 # ---- a trained run ----
 
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str | None = None) -> tuple:
-    """The trained model of a run folder, in eval mode, and its config.json: (model, record).
+    """The trained model of a run folder, in eval mode, and its config.json: (model, record), with the step as 'step'.
 
     device as for Tensor.to; dtype None keeps fp32. scan: 'auto', 'loop' or 'fast' for models that have a fast form;
     None: as in the run. Reads the newest checkpoint that is whole.
@@ -231,14 +232,15 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
             raise UserError(f'scan is {scan!r}, but {folder} is a run of model_{record["model"]}.py, which has no fast '
                             'form: leave scan out')
         config = make_config(record['model'], {**dataclasses.asdict(config), 'scan': scan})
-    tensors = load_checkpoint(folder, ('model.safetensors',))[1]['model.safetensors']
+    state, files = load_checkpoint(folder, ('model.safetensors',))
+    tensors = files['model.safetensors']
     check_weights(blank_model(record['model'], config), tensors, folder)  # before memory is taken for sizes misread
     model = model_file(record['model']).Model(config)
     load_weights(model, tensors, folder)
     model = model.eval().to(device=device, dtype=dtype)
     check_kernels(model)
     choose_scan(model)
-    return model, record
+    return model, {**record, 'step': state['step']}
 
 
 def read_run(folder) -> dict:
@@ -357,7 +359,7 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
 
 
 def remove_run(folder) -> None:
-    """Removes what training has written to a run folder, if there is any. Other files stay, and are named.
+    """Removes what train.py and eval.py have written to a run folder, if there is any. Other files stay, and are named.
 
     config.json goes first, by a rename: a kill leaves a folder that is no run, and that says so.
     """
@@ -368,14 +370,15 @@ def remove_run(folder) -> None:
         return
     for checkpoint in (*checkpoints(folder), *(folder / 'ckpt').glob('.writing_*')):
         shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png', *tokenizer_files(folder / REPLACED)):
-        (folder / name).unlink(missing_ok=True)
+    for name in ('log.jsonl', 'loss.png', *OF_EVALUATION, *tokenizer_files(folder / REPLACED)):
+        if not (folder / name).is_dir():
+            (folder / name).unlink(missing_ok=True)
     for name in ('ckpt', 'gpt2_vocabulary'):
         with suppress(OSError):  # it holds files of others, is a link, or is not there
             (folder / name).rmdir()
     kept = sorted({path.name for path in folder.iterdir()} - {REPLACED, '.lock'})
     if kept:
-        print(f'{folder}: these files are not of training, and stay: {", ".join(kept)}')
+        print(f'{folder}: these files are not of the run, and stay: {", ".join(kept)}')
     (folder / REPLACED).unlink()
 
 

@@ -12,7 +12,8 @@ from conftest import assert_sentence, run, train_tiny
 from test_models import make
 
 import eval as judge
-from common import runs
+from analysis.report import evaluations
+from common import checkpoint, runs
 from common.benchmarks import local_records
 from common.files import UserError
 from data.shards import Data
@@ -175,6 +176,25 @@ def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_d
     assert val['bits_per_byte'] == pytest.approx(val['nats_per_token'] / math.log(2) * info['tokens'] / info['bytes'])
     accuracies = [lines[0]['results'][task][metric] for task, metric in judge.PAPERS['sps'][0].items()]
     assert lines[0]['results']['average']['accuracy'] == pytest.approx(sum(accuracies) / 5)
+
+
+@pytest.mark.slow
+def test_a_score_tells_the_step_of_its_checkpoint(trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    whole = checkpoint.checkpoints(out)[0]
+    step, before = map(checkpoint.step_of, checkpoint.checkpoints(out)[:2])
+    args, named = ['eval.py', out, '--val', '--device=cpu'], 'val nats_per_token'
+    assert f'by the checkpoint of step {step} of {step}\n' in run(*args).stdout
+    shutil.rmtree(whole)
+    assert f'by the checkpoint of step {before} of {step}\n' in run(*args).stdout
+    lines = [json.loads(line) for line in (out / 'eval.jsonl').read_text().splitlines()[-2:]]
+    assert [(line['step'], line['of_steps']) for line in lines] == [(step, step), (before, step)]
+    final, unfinished = (line['results']['val']['nats_per_token'] for line in lines)
+    for short in ('--max_length=16', '--weights=int8'):
+        assert run(*args, short).returncode == 0
+    found = evaluations(out / 'eval.jsonl')
+    assert found[named] == final and found[f'{named} step={before}'] == unfinished != final
+    assert {f'{named} max_length=16 step={before}', f'{named} weights=int8 step={before}'} < found.keys()
 
 
 @pytest.mark.slow

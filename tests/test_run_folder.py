@@ -230,12 +230,15 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
 
     disk, link = shutil.copytree(trained, tmp_path / 'disk'), tmp_path / 'link'
     link.symlink_to(disk)
+    for name in runs.OF_EVALUATION:
+        (disk / name).write_text('of the run before')
     for name in ('notes.txt', 'ckpt/step_00000010.tar', 'ckpt/mine/thesis.txt'):
         (disk / name).parent.mkdir(exist_ok=True)
         (disk / name).write_text('years of work')
     result = replaced(link)
-    assert result.returncode == 0 and 'not of training, and stay: ckpt, notes.txt' in result.stdout, result.stderr
+    assert result.returncode == 0 and 'not of the run, and stay: ckpt, notes.txt' in result.stdout, result.stderr
     assert link.is_symlink() and [record['step'] for record in runs.read_log(disk)] == [1, 2]
+    assert not any((disk / name).exists() for name in runs.OF_EVALUATION)
     names = sorted(path.name for path in (disk / 'ckpt').iterdir())
     assert names == ['mine', 'step_00000001', 'step_00000002', 'step_00000010.tar']
     assert len(list(disk.rglob('*.txt'))) == 2

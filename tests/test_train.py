@@ -230,7 +230,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     copy = shutil.copytree(undisturbed, tmp_path / 'copy')
     (copy / 'notes.txt').write_text('not of training')
     replaced = train_tiny(tiny_data, copy, '--overwrite', steps=2)
-    assert replaced.returncode == 0 and 'these files are not of training, and stay: notes.txt' in replaced.stdout
+    assert replaced.returncode == 0 and 'these files are not of the run, and stay: notes.txt' in replaced.stdout
     assert (copy / 'notes.txt').exists() and len(losses(copy)) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ['copy', 'mine']
 

@@ -338,6 +338,13 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tiny_d
     assert_checkpoints_are_finite(out)
 
 
+def test_one_number_that_is_not_finite_is_found_and_a_sum_too_large_is_none():
+    large, nan = torch.full((4,), 3e38), float('nan')
+    assert checkpoint.not_finite({'large': large, 'half': torch.full((99,), 6e4).half(), 'none': torch.ones(0)}) is None
+    for bad in ([nan], [float('inf'), 1.0], [float('inf'), -float('inf')], [3e38, 3e38, nan]):
+        assert checkpoint.not_finite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
+
+
 @pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_saved(tiny_data, tmp_path):
     for kind, tensor in (('weight', 'embed.weight'), ('moment', 'exp_avg_sq/embed.weight')):

@@ -590,6 +590,9 @@ def main(argv: list[str] | None = None) -> None:
                 of_steps = f' of {line["of_steps"]:,}' if line['of_steps'] else ''
                 print_table({run: columns[run]})
                 print(f'by the checkpoint of step {line["step"]:,}{of_steps}')
+                if s.val and s.weights:
+                    print('these losses leave out ids that pad the vocabulary: compare them with each other, not with '
+                          'those of --val alone')
                 write_records(run, line, tables[run])
         if rank() == 0:
             if len(runs) > 1:

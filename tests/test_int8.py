@@ -114,7 +114,9 @@ def test_evaluation_shows_what_the_rounding_costs(trained):
     result = run('eval.py', trained, '--val', '--weights=int8', '--dtype=float32', '--device=cpu')
     assert result.returncode == 0, result.stderr
     values = read_records(trained / 'eval.jsonl')[-1]['results']['val']
-    run('eval.py', trained, '--val', '--dtype=float32', '--device=cpu')
+    plain = run('eval.py', trained, '--val', '--dtype=float32', '--device=cpu').stdout
+    told = 'compare them with each other, not with those of --val alone'
+    assert told in result.stdout and told not in plain
     own = read_records(trained / 'eval.jsonl')[-1]['results']['val']['nats_per_token']
     assert abs(values['full_weights_nats'] - own) < 0.1  # the padding of the vocabulary has a share in training's loss
     assert values['int8_costs_nats'] == values['nats_per_token'] - values['full_weights_nats']

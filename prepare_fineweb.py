@@ -71,7 +71,7 @@ from data.shards import (
     is_count,
     piece_checksums,
 )
-from data.sources import FINEWEB, START, batches, fitting_share, open_source
+from data.sources import FINEWEB, START, batches, fitting_share, local_files, open_source
 from data.tokenizers import Tokenizer, load_tokenizer
 
 OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
@@ -280,6 +280,7 @@ def prepare(name: str, s: Settings) -> None:
     if s.out_dir:
         folder = Path(s.out_dir)
     check_folder(folder)  # before anything is written there, the lock included
+    local_files(name)  # a file that is missing is told before a tokenizer that cannot be downloaded
     tokenizer = load_tokenizer(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer, s.bos)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

@@ -228,7 +228,10 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        if any(arg.partition('=')[0] in ('--prompt', '--prompts') for arg in argv):
+            raise UserError('a prompt has no name: python sample.py RUN_FOLDER "a prompt" "another"')
+        s, positional, _ = load_settings(Settings, argv)
         if not positional:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
         run, *given = positional

@@ -205,9 +205,11 @@ def check_unchanged(folder, saved, given):
     """Raises UserError if a resumed run is given other settings than it was started with, but for MAY_CHANGE."""
     for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: name != 'model'):  # another model has other settings
         if saved[name] != given[name]:
+            other = 'start another with another --out_dir'
+            if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
+                other = f'make it longer with --extend={folder} --max_tokens={given[name]} --out_dir=NEW'
             raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go '
-                            f'on as it was with python train.py --out_dir={folder} --resume, or start another with '
-                            'another --out_dir')
+                            f'on as it was with python train.py --out_dir={folder} --resume, or {other}')
 
 
 def has_data(name: str) -> bool:
@@ -252,6 +254,8 @@ def check_settings(s, data, world):
         raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than '
                         'others, and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the '
                         f'others would wait: use --micro_batch_size=2, or a batch_size that {world} divides')
+    if s.memory is not None and not s.dry_run:
+        raise UserError(f'--memory={s.memory:g} asks whether a step would fit: add --dry_run, or leave it out to train')
     if s.wandb_project and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or '
                         'leave it out')
@@ -316,6 +320,11 @@ def describe(s, c, data, world):
           f'data {data.folder}: {amount}\n'
           f'{n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
+    constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
+    if s.warmup_tokens > constant_until and not s.eval_only:
+        what = 'decay begins' if constant_until < s.max_tokens else 'run ends'
+        print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
+              f'and the {what} after {constant_until:,.0f}')
     return model, n_steps
 
 

@@ -24,6 +24,7 @@ from common.files import UserError, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 2 ** 53  # number in a setting: up to here whole numbers are exact as floats and in JSON
+EXAMPLES = [f'config/{name}.py' for name in ('quickstart', 'standard_xs', 'sps_xs', 'gpn_quick', 'gdn_quick')]
 OTHER_NAMES = {  # what a setting is called in nanoGPT and in other repositories
     'lr': 'learning_rate', 'wd': 'weight_decay', 'max_iters': 'max_tokens', 'warmup_iters': 'warmup_tokens',
     'eval_iters': 'eval_tokens', 'dataset': 'data', 'd_model': 'n_embd', 'dim': 'n_embd', 'hidden_size': 'n_embd',
@@ -103,6 +104,8 @@ def _parse(argv):
     for arg in argv:
         if arg in ('-h', '--help'):
             wants_help = True
+        elif re.fullmatch('-[A-Za-z]', arg):
+            raise UserError(f'unknown option {arg}: settings are --name=value, run with --help for the list')
         elif arg.startswith('--'):
             name, equals, text = arg[2:].partition('=')
             given[name] = Text(text) if equals else True
@@ -120,8 +123,11 @@ def read_config_file(path: str) -> dict:
     if not os.path.isfile(path):
         files = (ROOT / 'config').rglob('*.py')
         known = sorted(str(p.relative_to(ROOT)) for p in files if p.name != '__init__.py')
-        near = difflib.get_close_matches(path, known, 3, 0.4) or [name for name in known if name.count('/') == 1]
-        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
+        if os.path.isfile(f'{path}/config.json'):
+            raise UserError(f'{path} is a run folder, no config file: go on with it with --out_dir={path} --resume')
+        near = difflib.get_close_matches(path, known, 3, 0.4)
+        hint = f'did you mean {" or ".join(near)}?' if near else f'expected one such as {", ".join(EXAMPLES)}'
+        raise UserError(f'there is no config file {path}: {hint}')
     try:
         names = runpy.run_path(str(path))
     except KeyboardInterrupt:

@@ -107,6 +107,9 @@ def source_in_order(name: str, s) -> tuple[Callable, str, int | None]:
             shuffle_files(of_split, s)
         stream = builder.as_streaming_dataset(split='train' if files else s.split)
     except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
+        if os.path.isdir(name) and isinstance(error, FileNotFoundError):
+            raise UserError(f'{name} has no files that can be read: expected some of {", ".join(KINDS)}, or what else '
+                            'the library datasets reads; texts with another ending need the name .txt')
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
     info = stream.info.splits and stream.info.splits.get(s.split)
     index, n_parts = part

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import re
 import shutil
 import typing
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
     ('--name=', "setting 'name' on the command line is empty: expected text, or None"),
     ('--count=' + '[' * 5000, "setting 'count' on the command line is '[[["),
+    ('-n', 'unknown option -n: settings are --name=value'),
     ('--count=\0', 'expected int'), ('--count=\udcff', 'expected int')])
 def test_bad_values_are_sentences(arg, sentence):
     with pytest.raises(UserError) as error:
@@ -162,6 +164,13 @@ def test_a_step_of_every_sps_config_fits_80_gib_by_the_estimate(method, scale):
 def test_missing_config_file_names_the_nearest():
     with pytest.raises(UserError, match='did you mean config/quickstart.py'):
         load_settings(Example, ['config/quikstart.py'], config_of=model_config_class)
+
+
+def test_a_config_file_like_no_other_names_a_few_that_are_there():
+    with pytest.raises(UserError) as error:
+        load_settings(Example, ['zzz'], config_of=model_config_class)
+    named = re.findall(r'config/\w+\.py', str(error.value))
+    assert 1 < len(named) < 6 and all((ROOT / name).is_file() for name in named)
 
 
 def test_help_lists_every_setting_with_type_default_and_comment(capsys):

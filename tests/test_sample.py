@@ -280,6 +280,8 @@ def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py'), 'which run?')
     assert_sentence(run('sample.py', tmp_path / 'none', 'a'), f'{tmp_path}/none is not a run folder')
     assert_sentence(run('sample.py', trained), 'a prompt is empty')
+    assert_sentence(run('sample.py', trained, '--prompt=a b'), 'a prompt has no name: python sample.py')
+    assert_sentence(run('sample.py', trained, '-n', '5'), 'unknown option -n')
     assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
     assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')
     assert_sentence(run('sample.py', trained, 'a', '--stop=\udcff'), "stop is '\\udcff': expected text in UTF-8")

@@ -170,6 +170,20 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, built):
         assert [*built.glob('*')] == [] and not (tmp_path / 'run').exists()
 
 
+def test_a_source_that_is_not_there_is_told_before_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_fineweb, 'load_tokenizer', lambda *_: pytest.fail('the tokenizer came first'))
+    nowhere = tmp_path / 'nowhere.jsonl'
+    assert_sentence(run('prepare_fineweb.py', nowhere, f'--out_dir={tmp_path}/out'), f'no file matches {nowhere}')
+
+
+def test_a_folder_with_nothing_to_read_names_what_could_be(tmp_path):
+    (tmp_path / 'docs').mkdir()
+    (tmp_path / 'docs/page.md').write_text('# A page')
+    result = prepare(tmp_path / 'docs', tmp_path / 'out')
+    assert_sentence(result, 'docs has no files that can be read: expected some of .parquet', 'the name .txt')
+    assert 'DataFilesNotFoundError' not in result.stderr and not (tmp_path / 'out').exists()
+
+
 def test_a_folder_of_texts_and_records_is_not_read_as_texts(tmp_path):
     (tmp_path / 'LICENSE.txt').write_text('do as you like')
     (tmp_path / 'a.jsonl').write_text('{"id": 1, "text": "a"}\n')

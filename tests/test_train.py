@@ -249,6 +249,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
     (['--window=-1'], ['window = -1: expected 0 or more']),
     (['--n_layer=0'], ['n_layer = 0: expected more than 0']),
+    (['--memory=80'], ['add --dry_run']),
     (['--grad_clip=-1.0'], ['grad_clip is -1.0: expected at least 0']),
     (['--device=tpu'], ["device is 'tpu'"]),
     pytest.param(['--wandb_project=x'], ['wandb is not installed'], marks=pytest.mark.skipif(
@@ -256,6 +257,23 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
 def test_bad_input_is_a_sentence_and_creates_nothing(tiny_data, tmp_path, args, parts):
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), *parts)
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('args, said', [
+    (['--warmup_tokens=3000'], 'the warm-up takes 3,000 tokens, and the decay begins after 2,304'),
+    (['--warmup_tokens=3000', '--schedule=constant'], 'the warm-up takes 3,000 tokens, and the run ends after 2,560'),
+    (['--warmup_tokens=2400', '--schedule=cosine'], None), (['--warmup_tokens=2304'], None)])
+def test_a_peak_that_the_warm_up_never_reaches_is_told(tiny_data, tmp_path, args, said):
+    printed = train_tiny(tiny_data, tmp_path / 'out', '--dry_run', *args).stdout
+    assert 'parameters' in printed and (said in printed if said else 'never reached' not in printed)
+
+
+def test_a_run_asked_to_be_longer_names_what_does_that(undisturbed, tmp_path):
+    out = shutil.copytree(undisturbed, tmp_path / 'run')
+    longer = run('train.py', '--resume', f'--out_dir={out}', '--max_tokens=200000')
+    assert_sentence(longer, f'make it longer with --extend={out} --max_tokens=200000 --out_dir=NEW')
+    assert '--extend' not in run('train.py', '--resume', f'--out_dir={out}', '--max_tokens=100').stderr
+    assert_sentence(run('train.py', out, '--resume'), f'{out} is a run folder', f'--out_dir={out} --resume')
 
 
 def test_dry_run_prints_costs_and_creates_nothing(tiny_data, tmp_path):

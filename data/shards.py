@@ -383,12 +383,10 @@ class Data:
 
         Every epoch reads all its windows once, in an order of its own and cut at an offset of its own.
         """
-        n = self.n_windows('train', T)
-        windows = []
-        for i in range(step * batch_size, (step + 1) * batch_size)[part]:
-            index, offset = shuffled(i, n, seed)
-            windows.append(self.tokens('train', index * T + offset % T, T + 1))
-        windows = torch.from_numpy(np.stack(windows))
+        numbers = np.arange(step * batch_size, (step + 1) * batch_size)[part]
+        windows, own = shuffled(numbers, self.n_windows('train', T), seed)
+        starts = windows * T + (own % T).astype(np.int64)
+        windows = torch.from_numpy(np.stack([self.tokens('train', start, T + 1) for start in starts.tolist()]))
         return windows[:, :-1], windows[:, 1:]
 
     def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
@@ -413,14 +411,18 @@ class Data:
 # ---- the order of training ----
 
 
-def shuffled(i: int, n: int, seed: int) -> tuple[int, int]:
-    """Which of n windows the i-th of training is, and a number of that epoch's own.
+def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of n windows those of training with these numbers are, and for each a number of its epoch's own.
 
-    Every epoch takes each window once, in its own order.
+    int64 and uint64, as many as there are numbers. Every epoch takes each window once, in its own order.
     """
-    epoch, index = divmod(i, n)
-    *keys, own = epoch_keys(seed, epoch)
-    return permute(index, n, keys), own
+    epochs, index = np.divmod(numbers, n)
+    windows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
+    for epoch in np.unique(epochs).tolist():
+        of_epoch = epochs == epoch
+        *keys, number = epoch_keys(seed, epoch)
+        windows[of_epoch], own[of_epoch] = permute(index[of_epoch], n, keys), number
+    return windows, own
 
 
 @functools.lru_cache(8)
@@ -429,19 +431,21 @@ def epoch_keys(seed: int, epoch: int) -> list[int]:
     return [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
 
 
-def permute(i: int, n: int, keys: list[int]) -> int:
-    """Where a pseudo-random permutation of range(n) puts i, without holding it.
+def permute(index: np.ndarray, n: int, keys: list[int]) -> np.ndarray:
+    """Where a pseudo-random permutation of range(n) puts each index, without holding it.
 
-    A Feistel network on the next power of 4, applied again while it lands outside range(n) (cycle walking).
+    A Feistel network on the next power of 4, applied again to those that land outside range(n) (cycle walking). Sums
+    and products are modulo 2^64.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    while True:
-        left, right = i >> half, i & mask
+    place, outside = index.astype(np.uint64), np.arange(len(index))
+    while len(outside):
+        left, right = place[outside] >> half, place[outside] & mask
         for key in keys:
-            mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-            mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            mixed = (right + key) * 0x9E3779B97F4A7C15
+            mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9
             left, right = right, left ^ (mixed >> 32) & mask
-        i = left << half | right
-        if i < n:
-            return i
+        place[outside] = left << half | right
+        outside = outside[place[outside] >= n]
+    return place

@@ -110,14 +110,12 @@ class Generated:
 
         def make(i):
             return make_row(np.random.default_rng([split == 'val', stream, i]))
-
-        def row(i):
-            if split == 'val' or i >= len(self.kept):
-                return make(i)
-            if not self.is_kept[i]:
-                self.kept[i], self.is_kept[i] = make(i), True
-            return self.kept[i]
-        return np.stack([row(i) for i in numbers]).astype(np.int64, copy=False)
+        numbers = np.asarray(numbers)
+        if split == 'val' or numbers.max() >= len(self.kept):
+            return np.stack([make(i) for i in numbers.tolist()]).astype(np.int64, copy=False)
+        for i in numbers[~self.is_kept[numbers]].tolist():
+            self.kept[i], self.is_kept[i] = make(i), True
+        return self.kept[numbers].astype(np.int64)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """count ids from position start of a split's rows, one after the other (fresh ones: those of seed 0)."""
@@ -135,9 +133,9 @@ class Generated:
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
         """idx, targets (part of batch_size, T) int64 of a training step: a pure function of its arguments."""
-        numbers, n = range(step * batch_size, (step + 1) * batch_size)[part], self.n_windows('train', T)
+        numbers, n = np.arange(step * batch_size, (step + 1) * batch_size)[part], self.n_windows('train', T)
         if n < math.inf:
-            numbers = [shuffled(i, n, seed)[0] for i in numbers]
+            numbers, _ = shuffled(numbers, n, seed)
         return self._batch(self.rows('train', numbers, seed))
 
     def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:

@@ -16,7 +16,7 @@ import data
 from common.files import UserError
 from common.scoring import validation_loss
 from data import python_docs, shards
-from data.shards import Data, permute
+from data.shards import Data, epoch_keys, permute, shuffled
 from data.tokenizers import load_tokenizer, padded_vocab
 
 
@@ -37,9 +37,31 @@ def test_byte_tokenizer_round_trips():
 
 @pytest.mark.parametrize('n', [1, 2, 3, 17, 64, 1000])
 def test_permutation_visits_every_index_once(n):
-    orders = [[permute(i, n, [key, 2, 3, 4]) for i in range(n)] for key in (1, 9)]
+    orders = [permute(np.arange(n), n, [key, 2, 3, 4]).tolist() for key in (1, 9)]
     assert all(sorted(order) == list(range(n)) for order in orders)
     assert n < 17 or orders[0] != orders[1]
+
+
+def test_the_order_of_training_is_that_of_older_code():
+    """Which went through the network one index at a time, in Python's numbers."""
+    def of_one(i, n, keys):
+        half = max(1, ((n - 1).bit_length() + 1) // 2)
+        mask = (1 << half) - 1
+        while True:
+            left, right = i >> half, i & mask
+            for key in keys:
+                mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+                mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+                left, right = right, left ^ (mixed >> 32) & mask
+            i = left << half | right
+            if i < n:
+                return i
+    for n, first in ((1, 0), (7, 3), (1000, 980), (3_000_000_001, 5_999_999_990), (2 ** 41 + 1, 2 ** 41 - 20)):
+        numbers = np.arange(first, first + 40)  # of several epochs
+        windows, own = shuffled(numbers, n, seed=5)
+        for i, window, number in zip(numbers.tolist(), windows.tolist(), own.tolist()):
+            *keys, want = epoch_keys(5, i // n)
+            assert (window, number) == (of_one(i % n, n, keys), want)
 
 
 def test_shards_read_as_one_stream(tiny_data):

@@ -34,6 +34,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TextIO
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from common import kernel_check
 from common.checkpoint import check_weights, checkpoints, load_checkpoint, load_weights
@@ -143,10 +144,24 @@ def saved_config(record: dict, folder):
     return saved_settings(model_file(record['model']).Config, record['model_config'], Path(folder) / 'config.json')
 
 
+class WithoutInit(TorchFunctionMode):
+    """Parameters stay as `torch.nn.init` finds them, where all of them are loaded afterwards, or have no storage.
+
+    Random numbers for 131M weights take a second, and so do the imports of their meta forms.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensor = kwargs.get('tensor', args[0] if args else None)
+        if getattr(func, '__module__', None) == 'torch.nn.init' and isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        return func(*args, **kwargs)
+
+
 def blank_model(model_name: str, config) -> torch.nn.Module:
     """A model without storage, for its names, shapes and costs; UserError for sizes that no tensor can have."""
     try:
-        with torch.device('meta'):
+        with torch.device('meta'), WithoutInit():
             return model_file(model_name).Model(config)
     except (RuntimeError, TypeError) as error:
         if 'overflow' not in str(error).lower():
@@ -235,7 +250,8 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
     state, files = load_checkpoint(folder, ('model.safetensors',))
     tensors = files['model.safetensors']
     check_weights(blank_model(record['model'], config), tensors, folder)  # before memory is taken for sizes misread
-    model = model_file(record['model']).Model(config)
+    with WithoutInit():
+        model = model_file(record['model']).Model(config)
     load_weights(model, tensors, folder)
     model = model.eval().to(device=device, dtype=dtype)
     check_kernels(model)

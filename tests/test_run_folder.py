@@ -84,6 +84,17 @@ def test_a_run_whose_model_was_edited_says_so_once(trained, tiny_data, tmp_path,
     assert said not in run(*judge).stderr
 
 
+# ---- its weights ----
+
+def test_loading_a_run_draws_no_random_weights_and_loads_all(trained):
+    saved = load_file(checkpoint.checkpoints(trained)[0] / 'model.safetensors')
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        model, _ = runs.load_run(trained)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(p, saved[name]) for name, p in model.named_parameters())
+
+
 # ---- one writer ----
 
 @pytest.mark.slow

@@ -542,7 +542,7 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
         micro_batches = list(zip(*(t.tensor_split(n_micro) for t in whole)))
     parts = {}
     for i, ((x, y), count, loss_count) in enumerate(zip(micro_batches, counts, loss_counts)):
-        x, y = x.to(machine.device), y.to(machine.device)  # Apple's GPUs, without pinned memory, now
+        x, y = x.to(machine.device), y.to(machine.device)  # Apple's GPUs have no pinned memory: only now
         is_last = i == n_micro - 1
         parallel.reduce_gradients(model, ddp, is_last)
         with machine.autocast():

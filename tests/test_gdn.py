@@ -249,6 +249,47 @@ def test_an_edit_of_the_equation_trains_and_decodes_and_says_so(capsys):
     torch.testing.assert_close(edited.extend(idx, cache, all_positions=True)[..., :60], edited.logits(idx)[..., :60])
 
 
+class WriteOfQuery(G.Model):
+    """The query is written too."""
+
+    def step(self, memory, q, k, v, log_decay, beta):
+        memory = log_decay.exp()[..., None, None] * memory
+        error = v - G.read(memory, k)
+        memory = memory + (k + 0.5 * q).unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+        return G.read(memory, q), memory
+
+
+class DecayOfEachKey(G.Model):
+    """A decay for each dimension of a key: the shapes of what a token gives `step` change."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        H, K = config.n_head, config.d_k
+        for block in self.blocks:
+            block.decay = torch.nn.Linear(config.n_embd, H * K, bias=False)
+            block.log_rate = torch.nn.Parameter(torch.rand(H, K))
+            block.dt_bias = torch.nn.Parameter(torch.randn(H, K))
+
+    def step(self, memory, q, k, v, log_decay, beta):
+        memory = log_decay.exp().unsqueeze(-1) * memory
+        memory = memory + k.unsqueeze(-1) * (beta.unsqueeze(-1) * (v - G.read(memory, k))).unsqueeze(-2)
+        return G.read(memory, q), memory
+
+
+@pytest.mark.parametrize('edit', [WriteOfQuery, DecayOfEachKey])
+def test_decoding_follows_an_edit_in_whatever_calls(edit, capsys):
+    """A prompt, single tokens, and a run of which all but one is forgotten and read again."""
+    model, idx = edit(make(eos_id=59)[0].config).double(), make()[1]
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.25 if p.dim() == 2 else 0.7)
+    assert model(idx, idx)['loss'].isfinite() and model.scan_report['scan'] == 'loop'
+    cache, found = model.new_cache(3, 23, max_run=4), []
+    for a, b in [(0, 9), *((t, t + 1) for t in range(9, 15)), (15, 19), (16, 23)]:
+        cache.rollback(int(cache.lengths[0]) - a)
+        found[a:] = model.extend(idx[:, a:b], cache, all_positions=True).unbind(1)
+    torch.testing.assert_close(torch.stack(found, 1)[..., :60], model.logits(idx)[..., :60], rtol=1e-9, atol=1e-9)
+
+
 def test_without_scans_the_equation_runs(monkeypatch):
     model, idx = make(eos_id=59)
     want = loss_and_gradients(model, idx)

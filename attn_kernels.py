@@ -1487,6 +1487,7 @@ def choose_scan(model, scan, **for_the_check):
         difference  the largest relative difference of both forms in any output, None without a comparison
         where       in which output or gradient that is; or what the fast form raised (difference inf); or a hook
         unused      names of parameters that get no gradient from the equations, where these have been run
+        decoding    what decoding by the equations raised, if it did
         seconds     that the check took
         device      the type of device it holds for
 
@@ -1535,6 +1536,9 @@ def _say_why(model, report):
                            f'{report["where"]}')
         reasons.append('The equations run as they read, step by step. After an edit that is as it should be: '
                        "set scan = 'loop' (--scan=loop) to skip this check")
+    if 'decoding' in report:
+        reasons.append(f'Decoding fails ({report["decoding"]}): training goes on, by the equations, but `extend` and '
+                       '`Cache` must follow the edit')
     if report['unused']:
         reasons.append(f'The equations make no use of {", ".join(report["unused"])}')
     if reasons:
@@ -1552,9 +1556,9 @@ def _inner_hook(model):
 class _Form(torch.nn.Module):
     """States, loss and gradients of a model in one form: one call, which `functional_call` can give other weights."""
 
-    def __init__(self, model, form):
+    def __init__(self, model, form, decodes):
         super().__init__()
-        self.model, self.form = model, form
+        self.model, self.form, self.decodes = model, form, decodes
 
     def forward(self, weights, idx):
         report = self.model.scan_report
@@ -1563,8 +1567,9 @@ class _Form(torch.nn.Module):
             self.model.eval()
             with torch.no_grad():
                 found = {'the states': self.model.states(idx)}
-                if hasattr(self.model, 'decoded_states'):
+                if self.decodes and hasattr(self.model, 'decoded_states'):
                     found['the decoded states'] = self.model.decoded_states(idx)
+            torch.manual_seed(0)  # what both forms draw alike is the same then; the caller keeps the generators
             self.model.train()
             loss = self.model(idx, idx.roll(-1, 1))['loss']
             wanted = {name.removeprefix('model.'): w for name, w in weights.items() if w.requires_grad}
@@ -1579,21 +1584,25 @@ def _compare_forms(model, with_scan, for_the_check):
 
     Two windows of a few tokens, with a document's end where the model has documents; weights moved off their values by
     noise, because many are zero at first and hide what comes before them; states in evaluation, loss and gradients in
-    training mode; with the settings for_the_check.
+    training mode; with the settings for_the_check. `F.dropout` multiplies by fixed factors, so that an edit of dropout
+    is seen, and forms that draw their masks in different order are still one function.
     """
     config, device = model.config, next(model.parameters()).device
     settings, modes = {key: getattr(config, key) for key in for_the_check}, {m: m.training for m in model.modules()}
     precision, generators = torch.get_float32_matmul_precision(), [device] if device.type == 'cuda' else []
+    dropout = F.dropout
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(generators):
         try:
             for key, value in for_the_check.items():
                 setattr(config, key, value)
             torch.set_float32_matmul_precision('highest')
+            F.dropout = _fixed_dropout
             for seed in range(3):  # rounding may put an input of a ReLU on its other side: hardly in three draws
                 report = _compare_once(model, with_scan, *_noisy_weights_and_tokens(model, device, seed))
                 if report['scan'] == 'fast' or not report['rounding']:
                     break
         finally:
+            F.dropout = dropout
             torch.set_float32_matmul_precision(precision)
             for key, value in settings.items():
                 setattr(config, key, value)
@@ -1601,6 +1610,11 @@ def _compare_forms(model, with_scan, for_the_check):
                 module.training = mode
     del report['rounding']
     return report
+
+
+def _fixed_dropout(x, p=0.5, training=True, inplace=False):
+    """In the place of F.dropout: factors of 1 - p to 1, not all alike, which a norm after them would take out again."""
+    return x * torch.linspace(1 - p, 1, x.shape[-1], device=x.device, dtype=x.dtype) if training else x
 
 
 def _compare_once(model, with_scan, weights, idx):
@@ -1613,7 +1627,7 @@ def _compare_once(model, with_scan, weights, idx):
     autocast = device == 'cuda' and torch.is_autocast_enabled('cuda')
 
     def run(form, weights):
-        return functional_call(_Form(model, form), weights, (weights, idx))
+        return functional_call(_Form(model, form, 'decoding' not in report), weights, (weights, idx))
 
     def compare(loop, weights):
         try:
@@ -1623,10 +1637,14 @@ def _compare_once(model, with_scan, weights, idx):
 
     for dtype in [wide, torch.bfloat16] if autocast else [wide]:
         with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loop = run('loop', weights)
+            try:
+                loop = run('loop', weights)
+            except Exception as error:  # of decoding, if it is gone without: an edit can be trained before it decodes
+                report['decoding'] = f'{type(error).__name__}: {error}'
+                loop = run('loop', weights)
             trained = {name for name, p in model.named_parameters() if p.requires_grad}
             report['unused'] = [name for name, x in loop.items() if x is None and name in trained]
-            if not with_scan:
+            if not with_scan or 'decoding' in report:
                 return report
             report['difference'], report['where'] = compare(loop, weights)
         if not report['difference'] <= TOLERANCE[dtype]:

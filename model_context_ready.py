@@ -63,7 +63,7 @@ class Config:
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly; None: always K
     last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only; None: through all
     bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
-    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both agree, dropout not compared
+    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both are shown to agree
     segment_len: int = 32  # positions that the loop's backward computes again at a time: fewer need less memory
     checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
     prefill: str = 'parallel'  # of long runs, and `logits`: unroll until nothing changes; sequential: token by token
@@ -465,7 +465,7 @@ class Model(nn.Module):
             return None
         window = None if c.window is None else min(c.window, 5)
         scan = fast if c.block == 'gpt' else None
-        self.scan_report = attn_kernels.choose_scan(self, scan, dropout=0.0, segment_len=4, window=window)
+        self.scan_report = attn_kernels.choose_scan(self, scan, segment_len=4, window=window)
         return self.scan_report
 
     @property

@@ -315,8 +315,8 @@ class Cache:
 
         a row's tokens   [ older, written to the memory | tail, the last max_run of the last call ]
 
-    The tail is kept as what `Model.step` is given of it, and the next call writes what is left of it: so `rollback` only
-    shortens the tail.
+    The tail is kept as what `Model.step` is given of it, and the next call writes what is left of it: so `rollback`
+    only shortens the tail.
     """
 
     def __init__(self, config, memory, max_tokens, max_run, dtype):

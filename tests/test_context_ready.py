@@ -315,6 +315,33 @@ def test_dropout_and_autocast_do_not_keep_the_fast_form_from_being_chosen(capsys
     assert (c.dropout, c.window, c.segment_len) == (0.3, 8, 7) and capsys.readouterr().err == ''
 
 
+def no_dropout_of_the_ffn(self, h, rotate, attend):
+    h = h + F.dropout(self.attn(h, rotate, attend), self.config.dropout, self.training)
+    return h + self.ffn(h)
+
+
+def dropout_before_a_norm(self, h, rotate, attend):
+    return block_forward(self, F.dropout(h, self.config.dropout, self.training), rotate, attend)
+
+
+def less_dropout_of_the_ffn(self, h, rotate, attend):
+    h = h + F.dropout(self.attn(h, rotate, attend), self.config.dropout, self.training)
+    return h + F.dropout(self.ffn(h), 0.9 * self.config.dropout, self.training)
+
+
+block_forward = Block.forward
+
+
+@needs_scan
+@pytest.mark.parametrize('edit', [no_dropout_of_the_ffn, dropout_before_a_norm, less_dropout_of_the_ffn])
+def test_an_edit_of_dropout_is_seen(edit, monkeypatch, capsys):
+    monkeypatch.setattr(Block, 'forward', edit)
+    model, dropout = make(bptt=True, dropout=0.3).train(), F.dropout
+    model(tokens(), tokens())
+    assert model.scan_report['scan'] == 'loop' and 'differs from the equations' in capsys.readouterr().err
+    assert F.dropout is dropout
+
+
 @needs_scan
 def test_a_swapped_layer_of_a_living_model_takes_effect_when_asked(monkeypatch):
     model, idx = make(bptt=True), tokens()

@@ -290,6 +290,39 @@ def test_decoding_follows_an_edit_in_whatever_calls(edit, capsys):
     torch.testing.assert_close(torch.stack(found, 1)[..., :60], model.logits(idx)[..., :60], rtol=1e-9, atol=1e-9)
 
 
+class Noisy(G.Block):
+    """Dropout, and noise of another kind: neither is part of the memory's equation."""
+
+    def forward(self, h, convolve, remember):
+        h = F.dropout(super().forward(h, convolve, remember), 0.2, self.training)
+        return h + 0.1 * torch.randn_like(h) if self.training else h
+
+
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+def test_chance_outside_of_the_memory_does_not_keep_the_fast_form_from_being_chosen(capsys):
+    model, idx = make(eos_id=59)
+    for block in model.blocks:
+        block.__class__ = Noisy
+    state = torch.get_rng_state()
+    assert model.choose_scan()['scan'] == 'fast' and capsys.readouterr().err == ''
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second = (model.train()(idx, idx)['loss'] for _ in range(2))
+    assert first != second
+
+
+def test_an_edit_that_cannot_decode_yet_is_trained_and_a_line_says_so(monkeypatch, capsys):
+    """What is convolved is wider than what the cache keeps."""
+    model, idx = make()
+    want, convolve = model(idx, idx)['loss'].item(), G.Cache.convolve
+    monkeypatch.setattr(G.Cache, 'convolve', lambda self, layer, x, weight: convolve(self, layer, x[..., 1:], weight))
+    model, _ = make()
+    assert model(idx, idx)['loss'].item() == pytest.approx(want, rel=1e-9)
+    assert model.scan_report['scan'] == 'loop' and 'Decoding fails (RuntimeError: ' in capsys.readouterr().err
+    monkeypatch.setattr(G.Model, 'step', lambda self, *tokens: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make()[0](idx, idx)
+
+
 def test_without_scans_the_equation_runs(monkeypatch):
     model, idx = make(eos_id=59)
     want = loss_and_gradients(model, idx)

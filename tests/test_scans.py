@@ -179,13 +179,22 @@ def test_an_edit_of_gradients_that_are_zero_at_first_is_seen(monkeypatch):
     assert model.scan_report['scan'] == 'loop' and 'gradient' in model.scan_report['where']
 
 
-def test_an_edit_for_training_alone_is_seen_by_a_model_that_evaluates():
-    class Dropping(G.Layer):
-        def forward(self, x, memory):
-            return F.dropout(super().forward(x, memory), 0.1, self.training)
+class DropsItsOutput(G.Layer):
+    def forward(self, x, memory):
+        return F.dropout(super().forward(x, memory), 0.1, self.training)
 
-    model, _ = initial()
-    model.layers[0].__class__ = Dropping
+
+class DropsBeforeANorm(G.Layer):
+    def forward(self, x, memory):
+        gate, up = self.gate_up(self.ffn_norm(F.dropout(x, 0.1, self.training))).chunk(2, -1)
+        plain, plain_up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
+        return super().forward(x, memory) + self.ffn_out(F.silu(gate) * up - F.silu(plain) * plain_up)
+
+
+@pytest.mark.parametrize('layer', [DropsItsOutput, DropsBeforeANorm])
+def test_an_edit_for_training_alone_is_seen_by_a_model_that_evaluates(layer):
+    model = initial()[0].float()
+    model.layers[0].__class__ = layer
     model.eval().choose_scan()
     assert model.scan_report['scan'] == 'loop' and not model.layers[0].training
 

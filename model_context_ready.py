@@ -301,12 +301,20 @@ class Model(nn.Module):
             x = block(x, rotate, attend)
         return x
 
+    def enter(self, e, correction):
+        """Eq. 2: what enters the blocks (B, n, C), of tokens e and their correction (B, n, C)."""
+        return e + correction
+
+    def first_unroll(self, e, rotate, attend):
+        """Eq. 2 and 3 with correction^(0) = 0: z of tokens e (B, n, C). With K = 1 that is the model."""
+        return self._run_blocks(self.enter(e, torch.zeros_like(e)), rotate, attend)
+
     def step(self, e, z, is_doc_start, rotate, attend):
         """Eq. 1 to 3: z of tokens e (B, n, C), from z (B, n, C) of the position before each.
 
         Of one position that is a step of Algorithm 1; of all positions, with z^(k-1), it is an unroll (eq. 5).
         """
-        return self._run_blocks(e + self.correct(z, e, is_doc_start), rotate, attend)
+        return self._run_blocks(self.enter(e, self.correct(z, e, is_doc_start)), rotate, attend)
 
     def head_input(self, z):
         """Eq. 4: what the head multiplies. z (B, n, C) -> (B, n, C)."""
@@ -353,7 +361,7 @@ class Model(nn.Module):
     def _unroll(self, e, z, is_doc_start, rotate, attend):
         """z^(k) from z^(k-1) (eq. 5), which is None for k = 1."""
         if z is None:
-            return self._run_blocks(e, rotate, attend)
+            return self.first_unroll(e, rotate, attend)
         z_before = z.roll(1, 1)  # what the roll brings to position 0 is hidden: a document starts there
         return self.step(e, z_before, is_doc_start, rotate, attend)
 
@@ -392,7 +400,7 @@ class Model(nn.Module):
 
     def _unrolls(self, e, z_before, is_doc_start, rotate, attend):
         """Yields z^(k) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
-        z = self._run_blocks(e, rotate, attend)  # correction^(0) = 0
+        z = self.first_unroll(e, rotate, attend)
         while True:
             yield z
             z = self.step(e, torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), is_doc_start, rotate, attend)
@@ -577,7 +585,7 @@ class Model(nn.Module):
         """z (B, n, C) of tokens (B, n) at their place in the cache, which takes their keys and values."""
         c, n, e = self.config, tokens.shape[1], self.embed_tokens(tokens)
         if c.K == 1:
-            return self._run_blocks(e, place.rotate, partial(cache.attend, place))
+            return self.first_unroll(e, place.rotate, partial(cache.attend, place))
         is_doc_start = place.positions == (0 if place.doc_start is None else place.doc_start)
         z = cache.last_z()
         if n > cache.max_run and c.prefill == 'parallel':

@@ -368,6 +368,15 @@ def test_an_edited_step_is_in_everything(prefill):
     assert not torch.allclose(edited(idx, idx)['nll'], model(idx, idx)['nll'])
 
 
+def test_an_edit_of_eq_2_is_in_the_first_unroll_too(monkeypatch):
+    """With the correction alone, the first unroll and K = 1 know no token from another."""
+    monkeypatch.setattr(Model, 'enter', lambda self, e, correction: 2 * correction)
+    plain, model = make(K=1), make(K=3).train()
+    model.unrolls = 1
+    for first_unroll in (plain.states, plain.logits, model.states, lambda idx: next(model.unrolled(idx))[0]):
+        torch.testing.assert_close(first_unroll(tokens()), first_unroll((tokens() + 7) % 59))
+
+
 def test_a_model_without_bptt_has_nothing_to_choose(monkeypatch, capsys):
     monkeypatch.setattr(model_context_ready.attn_kernels, 'choose_scan', None)
     model = make()

@@ -254,10 +254,15 @@ class Model(nn.Module):
         return self.final_hidden(idx)
 
     def decoded_states(self, idx):
-        """`states`, as decoding gives them: what `choose_scan` compares besides."""
-        cache = self.new_cache(*idx.shape, max_run=idx.shape[1])
-        self.extend(idx, cache)
-        return cache.hidden
+        """`states`, as decoding gives them, of the last two tokens of each of three calls.
+
+        `choose_scan` compares these besides: a single token has one form. idx (B, T), T > 7.
+        """
+        cache, states = self.new_cache(*idx.shape, max_run=2), []
+        for tokens in (idx[:, :5], idx[:, 5:7], idx[:, 7:]):
+            self.extend(tokens, cache)
+            states.append(cache.hidden[:, :tokens.shape[1]].clone())
+        return torch.cat(states, 1)
 
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.

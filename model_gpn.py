@@ -274,10 +274,15 @@ class Model(nn.Module):
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
 
     def decoded_states(self, idx):
-        """`states`, as decoding gives them: what `choose_scan` compares besides. idx (B, T) -> (B, T, C)."""
-        cache = self.new_cache(*idx.shape, max_run=idx.shape[1])
-        _, states, _ = cache.append(idx, self.ground_input(idx), torch.full_like(cache.lengths, idx.shape[1]))
-        return states
+        """`states`, as decoding gives them, of a prompt and then of single tokens: what `choose_scan` compares besides.
+
+        idx (B, T) -> (B, T, C).
+        """
+        cache, states = self.new_cache(*idx.shape, max_run=2), []
+        for tokens in (idx[:, :5], *idx[:, 5:].split(1, 1)):
+            n_new = torch.full_like(cache.lengths, tokens.shape[1])
+            states += cache.append(tokens, self.ground_input(tokens), n_new)[:2]  # of the early ones, and of the tail
+        return torch.cat(states, 1)
 
     def final_hidden(self, idx):
         """What the head multiplies, for whole windows. idx (B, T) -> (B, T, E)."""

@@ -310,6 +310,19 @@ def test_chance_outside_of_the_memory_does_not_keep_the_fast_form_from_being_cho
     assert first != second
 
 
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+def test_a_fast_form_that_is_wrong_from_call_to_call_alone_is_not_taken(monkeypatch):
+    """In training nothing is made of the memory after a window."""
+    right = scan.scan_chunks
+
+    def wrong(*args):
+        reads, memory = right(*args)
+        return reads, 0.9 * memory
+    monkeypatch.setattr(scan, 'scan_chunks', wrong)
+    report = make()[0].choose_scan()
+    assert (report['scan'], report['where']) == ('loop', 'the decoded states')
+
+
 def test_an_edit_that_cannot_decode_yet_is_trained_and_a_line_says_so(monkeypatch, capsys):
     """What is convolved is wider than what the cache keeps."""
     model, idx = make()

@@ -122,10 +122,21 @@ def a_wrong_decoder(model, monkeypatch):
     monkeypatch.setattr(scan.Decoder, 'steps', wrong)
 
 
+def a_decoder_that_forgets(model, monkeypatch):
+    """Between calls."""
+    right = scan.Decoder.steps
+
+    def wrong(self, *inputs):
+        states, (s, k, memory) = right(self, *inputs)
+        return states, (0.9 * s, k, memory)
+    monkeypatch.setattr(scan.Decoder, 'steps', wrong)
+
+
 EDITS = {  # edit: whether training's loss changes at once, at initial weights
     zero_layer: True, zero_write: True, another_step: True, a_hook: True, a_gradient_hook: False,
     a_hook_that_only_looks: False, a_scaled_module: True, a_norm_of_another_kind: False, a_hidden_activation: True,
-    another_layer: True, a_wrong_kernel: False, a_kernel_that_raises: False, a_wrong_decoder: False}
+    another_layer: True, a_wrong_kernel: False, a_kernel_that_raises: False, a_wrong_decoder: False,
+    a_decoder_that_forgets: False}
 
 
 def initial(**values):

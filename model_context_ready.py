@@ -554,6 +554,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        """What the head makes of h (..., C). Training's loss does not pass here: an edit belongs in `nll` too."""
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits

@@ -6,7 +6,8 @@ the next token and carried on. The memory is written once a token, by the gated 
 state, the value this one.
 
 Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over a
-window. They train, evaluate and decode by themselves. scans/gpn.py has the same function in a faster form, and
+window. They train, evaluate and decode by themselves. RMSNorms before each matrix, where eq. 4, 8, 9 and 11 show none,
+and the bias of the decay are the official code's. scans/gpn.py has the same function in a faster form, and
 `Model.choose_scan` takes it where both are shown to agree: after an edit of an equation they do not, and the equations
 run. `extend` and `Cache` are decoding.
 
@@ -115,7 +116,7 @@ class Write(nn.Module):
         return torch.sigmoid(self.beta(self.norm(g)).to(g.dtype))
 
     def log_decay(self, g):
-        """gamma (..., H) of grounded states g (..., C), eq. 9."""
+        """gamma (..., H) of grounded states g (..., C), eq. 9; the bias is the official code's."""
         return -self.log_rate.exp() * F.softplus(self.decay(self.norm(g)) + self.dt_bias)
 
     def forward(self, last, g, memory):
@@ -185,7 +186,10 @@ class Model(nn.Module):
     # ---- the paper's equations ----
 
     def ground_input(self, idx):
-        """What each token adds to the state, W_fuse rms(emb(x_t)) in eq. 4. idx (B, n) -> u (B, n, C)."""
+        """What each token adds to the state: W_fuse emb(x_t) in eq. 4, of the embedding's RMSNorm (official code).
+
+        idx (B, n) -> u (B, n, C).
+        """
         return self.fuse(self.embed_norm(self.embed(idx)))
 
     def ground(self, u, s):
@@ -305,6 +309,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        """What the head makes of h (..., E). Training's loss does not pass here: an edit belongs in `forward` too."""
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits

@@ -21,6 +21,7 @@ decoding.
 """
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -442,34 +443,64 @@ def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, g
 # products, and the products take almost three times as long as in C (8 rows, two AVX-512 cores).
 
 
+KEPT = Path(__file__).with_name('__pycache__')  # for built libraries: who can write there can write the bytecode too
+
+
 @functools.cache
 def _build(dtype):
-    """gpn.c for this machine and dtype, built in a second or two; None where that fails, as without a C compiler."""
+    """gpn.c for this machine and dtype; None where that fails, as without a C compiler."""
     compiler = shutil.which(os.environ.get('CC', 'cc'))
     if compiler is None:
         return None
-    source = Path(__file__).with_name('gpn.c')
-    flags = ['-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros', '-fno-trapping-math', '-fassociative-math',
-             '-shared', '-fPIC']
+    command = [compiler, '-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros', '-fno-trapping-math',
+               '-fassociative-math', '-shared', '-fPIC']
     if dtype == torch.float64:
-        flags.append('-DDOUBLE')
-    with tempfile.TemporaryDirectory() as folder:
-        built = os.path.join(folder, 'gpn.so')
-        for threads in (['-fopenmp'], []):  # gcc's threads are PyTorch's: the library is loaded already
-            command = [compiler, *flags, *threads, source, '-o', built, '-lm']
-            if subprocess.run(command, capture_output=True).returncode == 0:
-                break
-        else:
-            return None
-        try:
-            library = ctypes.CDLL(built)
-        except OSError:  # a folder for data only
-            return None
+        command.append('-DDOUBLE')
+    source = Path(__file__).with_name('gpn.c')
+    library = _library([*command, '-fopenmp'], source) or _library(command, source)  # gcc's threads are PyTorch's
+    if library is None:
+        return None
     real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
     fields = [(name, ctypes.c_long) for name in 'SBCFHKDL']
     fields += [(name, real) for name in ('state_eps', 'read_eps', 'key_eps')]
     library.sizes = type('sizes', (ctypes.Structure,), {'_fields_': fields})
     return library
+
+
+def _library(command, source):
+    """What the compiler's command makes of source, loaded; None where that fails.
+
+    Building takes a second or two: the file is kept, by a hash of all that it depends on, and read from then on.
+    """
+    kept, about = None, subprocess.run([*command, '-dM', '-E', '-x', 'c', os.devnull], capture_output=True)
+    if about.returncode == 0:  # the macros with which it starts: its version, and all that this CPU can do
+        parts = [source.read_bytes(), repr(command).encode(), about.stdout]
+        kept = KEPT / f'gpn-{hashlib.sha256(repr(parts).encode()).hexdigest()}.so'
+        try:
+            return ctypes.CDLL(kept)
+        except OSError:  # it is not there, or not whole
+            pass
+    with tempfile.TemporaryDirectory() as folder:
+        built = os.path.join(folder, 'gpn.so')
+        if subprocess.run([*command, source, '-o', built, '-lm'], capture_output=True).returncode != 0:
+            return None
+        try:
+            library = ctypes.CDLL(built)
+        except OSError:  # a folder for data only
+            return None
+        if kept is not None:
+            _keep(built, kept)
+    return library
+
+
+def _keep(built, kept):
+    """Copies the file, whole or not at all; nothing where the folder cannot be written."""
+    try:
+        kept.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            os.replace(shutil.copy(built, folder), kept)
+    except OSError:
+        pass
 
 
 class StepsInC:

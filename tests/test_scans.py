@@ -1,4 +1,5 @@
 """The fast forms in scans/ against the equations they stand for, and the choice between the two."""
+import platform
 import shutil
 import subprocess
 import sys
@@ -471,6 +472,49 @@ def steps_form(request, monkeypatch):
     monkeypatch.setattr(scan, 'USE_C', request.param == 'in C')
     if request.param == 'in C' and not scan.StepsInC.serves(torch.device('cpu'), torch.float64):
         pytest.skip('no C compiler here')
+
+
+@pytest.fixture
+def builds(tmp_path, monkeypatch):
+    """How often gpn.c was built: a function. The compiler is one that does not optimize; it has a folder of its own."""
+    if shutil.which('cc') is None:
+        pytest.skip('no C compiler here')
+    compiler, log = tmp_path / 'compiler', tmp_path / 'log'
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *gpn.so*) echo >> {log};; esac\nexec cc "$@" -O0 $OPTION\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv('CC', str(compiler))
+    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'kept')
+    return lambda: len(log.read_text()) if log.exists() else 0
+
+
+def build():
+    """As a process of its own does."""
+    return scan._build.__wrapped__(torch.float32)
+
+
+def test_the_steps_in_c_are_built_once_for_a_compiler_and_its_flags(builds, monkeypatch, tmp_path):
+    assert build().steps and builds() == 1
+    assert build().steps and builds() == 1
+    kept, = (tmp_path / 'kept').iterdir()
+    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'other')
+    cut_short = tmp_path / 'other' / kept.name
+    cut_short.parent.mkdir()
+    cut_short.write_bytes(kept.read_bytes()[:100])
+    assert build().steps and builds() == 2 and len(cut_short.read_bytes()) > 1000
+    monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # another CPU
+    assert build().steps and builds() == 3 and len([*cut_short.parent.iterdir()]) == 2
+
+
+def test_where_nothing_can_be_kept_the_steps_are_built_anew(builds, tmp_path):
+    (tmp_path / 'kept').write_text('a file, no folder')
+    assert build().steps and build().steps and builds() == 2
+
+
+def test_a_compiler_that_fails_leaves_nothing(builds, monkeypatch, tmp_path):
+    monkeypatch.setenv('OPTION', '-no-such-option')
+    assert build() is None and builds() == 2 and not (tmp_path / 'kept').exists()  # with threads and without
+    monkeypatch.setenv('CC', str(tmp_path / 'absent'))
+    assert build() is None
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])

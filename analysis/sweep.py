@@ -8,9 +8,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from analysis.outcomes import final_loss
+from analysis.outcomes import final_loss, settings_of
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError
+from train import read_settings
 
 STEP = 1.5  # ratio of neighbouring learning rates
 
@@ -24,13 +25,23 @@ def is_done(folder) -> bool:
     return True
 
 
+def check_same(folder, args: list[str]) -> None:
+    """Raises UserError if the run in the folder was trained with other settings or on other data than args say."""
+    asked, _, _ = read_settings([*args, f'--out_dir={folder}', '--resume'])
+    trained_on = settings_of(folder).data
+    if asked.data != trained_on:
+        raise UserError(f'{folder} was trained on {trained_on}, and {asked.data} is asked for: give another --out_dir')
+
+
 def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     """Trains {run folder: arguments of train.py}, `jobs` at a time with one thread each.
 
     A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails or
-    is stopped.
+    is stopped, and before any training if one that is done was trained with other settings.
     """
     todo = {folder: args for folder, args in cells.items() if not is_done(folder)}
+    for folder in cells.keys() - todo.keys():
+        check_same(folder, cells[folder])
     start = time.perf_counter()
 
     def train(folder):

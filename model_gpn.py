@@ -85,9 +85,12 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps).to(self.weight.dtype)
 
 
+KEY_EPS = 1e-6  # its square is added under the root (official code); scans/gpn.py reads it as `Model.all_eps`
+
+
 def l2_normalize(x):
-    """x (..., K) over its length; 1e-12 under the root is the official code's."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+    """x (..., K) over its length."""
+    return x * (x.square().sum(-1, keepdim=True) + KEY_EPS ** 2).rsqrt()
 
 
 def read(memory, x):
@@ -249,6 +252,11 @@ class Model(nn.Module):
         return torch.stack(states, 1), *state
 
     # ---- training ----
+
+    @property
+    def all_eps(self):
+        """What scans/gpn.py must add too, as no check could see it: to RMSNorm's mean squares, and to keys' lengths."""
+        return [self.config.norm_eps, KEY_EPS]
 
     @torch.compiler.disable
     def choose_scan(self):

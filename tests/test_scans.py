@@ -517,6 +517,25 @@ def test_a_compiler_that_fails_leaves_nothing(builds, monkeypatch, tmp_path):
     assert build() is None
 
 
+def test_both_forms_add_the_same_to_the_length_of_a_key(steps_form, monkeypatch):
+    """An edit of it that only short keys show, to which noise on the weights leads no check."""
+    results = []
+    for eps in (1e-6, 1e-3):
+        monkeypatch.setattr(G, 'KEY_EPS', eps)
+        for form in ('loop', 'fast'):
+            model, idx = make(n_layer=2, eos_id=59, scan=form)
+            for p in (*model.write.key.parameters(), *model.layers[1].query.parameters()):
+                p.data *= 1e-3
+            with torch.no_grad():
+                decoded = model.extend(idx, model.new_cache(*idx.shape, max_run=3), all_positions=True)[..., :60]
+            results.append([*loss_and_gradients(model, model.states(idx), idx), decoded])
+    loop, fast, edited_loop, edited_fast = results
+    for want, got in ((loop, fast), (edited_loop, edited_fast)):
+        for x, y in zip(want, got):
+            assert (x - y).norm() <= 1e-8 * x.norm()
+    assert (loop[-1] - edited_loop[-1]).norm() > 1e-4 * loop[-1].norm()
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('rows', [1, 3, 8, 21])
 def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
@@ -546,7 +565,7 @@ def test_memory_is_not_held_at_every_step():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        scan.scan(u.transpose(0, 1), None, folded, scan.Sizes.of(c), c.norm_eps, torch.float32, 8, T)
+        scan.scan(u.transpose(0, 1), None, folded, scan.Sizes.of(c), [c.norm_eps, 1e-6], torch.float32, 8, T)
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
     # u, too
@@ -563,7 +582,7 @@ def test_products_in_bf16_stay_close():
     u, results = model.ground_input(idx).transpose(0, 1).detach(), []
     folded = [w.detach().requires_grad_() for w in scan.fold(model)]
     for dtype in (torch.float32, torch.bfloat16):
-        states = scan.scan(u, None, folded, scan.Sizes.of(model.config), 1e-6, dtype, 5, 23)
+        states = scan.scan(u, None, folded, scan.Sizes.of(model.config), model.all_eps, dtype, 5, 23)
         results.append([states, *torch.autograd.grad(states.square().sum(), folded)])
         assert states.dtype == torch.float32
     for want, got in zip(*results):

@@ -24,3 +24,10 @@ def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args):
     result = run('-m', f'bench.{args[0]}', *args[1:], '--toy')
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
     assert {path: path.stat().st_mtime_ns for path in results.iterdir()} == before
+
+
+def test_no_two_files_of_results_have_one_content():
+    named = {}
+    for path in (ROOT / 'bench/results').iterdir():
+        named.setdefault(path.read_bytes(), []).append(path.name)
+    assert [names for names in named.values() if len(names) > 1] == []

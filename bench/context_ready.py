@@ -34,7 +34,7 @@ PAIRS = [  # table A13: (Context-Ready, the Roformer beside it)
     ({'n_layer': 5, 'n_embd': 1120}, {'n_layer': 12, 'n_embd': 768, 'K': 1}),
 ]
 TOY_PAIRS = [({'n_layer': 1, 'n_embd': 32}, {'n_layer': 2, 'n_embd': 32, 'K': 1})]
-PROMPT, NEW = [[7] * 16], 2000 if GPU else 32
+PROMPT, NEW = [[7] * 16], 10_000 if GPU else 32  # new tokens: the table's, on a GPU
 
 
 def bptt_step(shape):

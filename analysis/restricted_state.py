@@ -163,7 +163,7 @@ def main(argv=None):
                   f'{line[-1]["position"]}, {line[-1]["smoothed"]:+.4f} at the last, of {line[0]["documents"]:,} '
                   'documents')
         first, *others = means
-        for label in others:
+        for label in filter(means.get, others):  # one that loses nothing has no ratio
             print(f'{first} loses {means[first] / means[label]:.2f} times as much as {label}')
         print(f'written to {out}.png and {out}.csv')
 

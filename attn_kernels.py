@@ -1248,7 +1248,7 @@ def _log_sum_exp(logits, p):
 #
 #     cache = KVCache(...)                        room for max_tokens tokens a row
 #     place = cache.begin(tokens, lengths)        where the new tokens stand; place[:, a:b] is a part of the run
-#     q, k = place.rotate(qk)                     in each layer; leaves them as they are where the kernel rotates
+#     q, k = place.rotate(qk)                     in each layer that rotates; where the kernel does it, it is told to
 #     out = cache.attend(place, layer, q, k, v)   stores k and v, attends over all that is there
 #     last = cache.end(place, h)                  the tokens count as read; the last one's vector of each row
 #     cache.rollback(n)                           forgets the last n of them
@@ -1358,7 +1358,9 @@ class KVCache:
         if place.use_kernel:
             ring_stream = 1 if self.ring_stream is None else self.ring_stream
             reads = 'both' if streams == 'both' else 'ring' if ring_stream == 0 else 'memory'
-            return decode_attention(q, k, v, k_cache, v_cache, self.rope, place.positions, slots, place.doc_start,
+            rope = self.rope if place.asks_rotation else place.no_rotation
+            place.asks_rotation = False
+            return decode_attention(q, k, v, k_cache, v_cache, rope, place.positions, slots, place.doc_start,
                                     [*self.windows, None][:2], queries=queries, ring_positions=self.ring_positions,
                                     ring_stream=ring_stream, reads=reads)
         batch_idx = self.batch_idx.unsqueeze(1)
@@ -1396,7 +1398,7 @@ class Place:
 
     positions (B, n) int64; doc_start (B, n) or None; n_new (B,), the tokens of each row; tail_idx (B, m), which of them
     are the last max_run; is_prefill: a long run on an empty cache, whose tokens see only each other; use_kernel: the
-    Triton kernel rotates, stores and attends.
+    Triton kernel rotates, stores and attends; asks_rotation: `rotate` was called since the last `attend`.
     """
 
     def __init__(self, cache, positions, doc_start, n_new=None, tail_idx=None, is_prefill=False, is_short=True):
@@ -1404,6 +1406,7 @@ class Place:
         self.n_new, self.tail_idx, self.is_prefill = n_new, tail_idx, is_prefill
         n_streams = 1 if cache.ring_stream is None else 2
         self.use_kernel = is_short and has_decode_kernel(cache.k, n_streams * positions.shape[1])
+        self.asks_rotation = False
 
     def __getitem__(self, at):
         """A part of the run: place[:, a:b] for columns of all rows, place[batch_idx, idx] for columns of each row."""
@@ -1421,8 +1424,17 @@ class Place:
         return (cos, sin) if self.cache.ring_stream is None else (cos.unsqueeze(1), sin.unsqueeze(1))
 
     def rotate(self, qk):
-        """Queries or keys (B, n, H, D), of two streams (B, streams, n, H, D), at their positions' angles."""
+        """Queries or keys (B, n, H, D), of two streams (B, streams, n, H, D), at their positions' angles.
+
+        Where the kernel serves, they are rotated in the next `attend`: nothing but this may come between the two.
+        """
+        self.asks_rotation = True
         return qk if self.use_kernel else rotate(qk, *self._rope)
+
+    @functools.cached_property
+    def no_rotation(self):
+        """For the kernel, the table of a layer without rotary positions: all angles are 0."""
+        return tuple(torch.full_like(table, value) for table, value in zip(self.cache.rope, (1, 0)))
 
     @functools.cached_property
     def _filled(self):

@@ -187,15 +187,13 @@ class Model(nn.Module):
     def _run_blocks(self, idx, rotate, attend, streams='both'):
         """idx (B, T) -> the final normalised vectors (B, T, C) of the stream that emits the logits.
 
-        With streams 'input' or 'predict' only that stream is computed, 'predict' after what it forks from. rotate and
+        With streams 'input' or 'predict' only that stream is computed, 'predict' after the layers below it. rotate and
         attend as in `Block.forward`.
         """
         c = self.config
         x = self.embed(idx)
         h, at_work = x.unsqueeze(1), 'input'  # rho joins x at first_predict_layer
         for layer, block in enumerate(self.blocks):
-            if layer < c.first_predict_layer and streams == 'predict' and c.predict_input != 'state':
-                continue
             if layer == c.first_predict_layer and streams != 'input':
                 rho = self.embed.weight[c.n_ids].expand_as(x)  # eq. 3: <predict> after every x_i
                 if c.predict_input != 'predict':
@@ -270,8 +268,9 @@ class Model(nn.Module):
         static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
         c, place, n, piece = self.config, cache.begin(tokens, lengths), tokens.shape[1], cache.longest_run
-        if c.persistent == 'input' and c.window == 0 and n > cache.max_run and not all_positions:
-            # x reads no rho: the prefill of a standard Transformer, then rho for the last tokens alone
+        x_alone = (c.persistent, c.emits, c.window) == ('input', 'predict', 0)  # x reads no rho
+        if x_alone and n > cache.max_run and not all_positions:
+            # the prefill of a standard Transformer, then rho for the last tokens alone
             self._read(tokens, cache, place, 'input')
             tail = cache.batch_idx, place.tail_idx
             h = self._read(tokens[tail], cache, place[tail], 'predict')

@@ -148,7 +148,7 @@ class Block(nn.Module):
 class Dynamics(nn.Module):
     """p_psi: h^_{t+1} = h_t + f(LayerNorm([h_t, emb(x_{t+1})])).
 
-    f is three linear layers with GELU between them (appendix, "More details").
+    f is three linear layers with GELU between them (appendix, "More details"). Training and drafting both call it.
     """
 
     def __init__(self, config):
@@ -166,7 +166,10 @@ class Dynamics(nn.Module):
 
 
 class Fetch(nn.Module):
-    """JTP's head: causal self-attention over h_t, emb(x_{t+1}), ..., emb(x_{t+i}), read at the last of them."""
+    """JTP's head: causal self-attention over h_t, emb(x_{t+1}), ..., emb(x_{t+i}), read at the last of them.
+
+    Training and drafting both call `project` and `forward`.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -386,9 +389,13 @@ class Model(nn.Module):
 
         Each head is recomputed in the backward, so memory hardly grows with d.
         """
-        def future_head(block, i):
-            return self.norm(block(trunk, rotate, attend))[:, :-i]
-        return [checkpoint(future_head, block, i, use_reentrant=False) for i, block in enumerate(self.future, 1)]
+        def prediction(i):
+            return self._future_state(i, trunk, rotate, attend)[:, :-i]
+        return [checkpoint(prediction, i, use_reentrant=False) for i in range(1, self.config.horizon + 1)]
+
+    def _future_state(self, i, trunk, rotate, attend):
+        """What further head i gives the output head in training and in drafting: trunk (B, T, C) -> (B, T, C)."""
+        return self.norm(self.future[i - 1](trunk, rotate, attend))
 
     def _fetched(self, idx, h, rotate):
         """What Fetch(h_t, x_{t+1} ... x_{t+i}) gives the head to predict x_{t+1+i}, i = 1 ... d: each (B, T - i, C)."""
@@ -433,9 +440,9 @@ class Model(nn.Module):
         place = cache.begin(tokens, lengths)
         attend = partial(cache.attend, place)
         h, trunk = self._run_blocks(tokens, place.rotate, attend)
-        for i in range(cache.future.shape[2]):  # mtp's further heads
-            future = self.future[i](trunk, place.rotate, attend)[cache.batch_idx, place.tail_idx]
-            cache.future[:, :future.shape[1], i] = self.norm(future)
+        for i in range(1, cache.future.shape[2] + 1):  # mtp's further heads
+            future = self._future_state(i, trunk, place.rotate, attend)[cache.batch_idx, place.tail_idx]
+            cache.future[:, :future.shape[1], i - 1] = future
         cache.drafted = 0
         last = cache.end(place, h)
         return self._logits(h if all_positions else last)

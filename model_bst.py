@@ -148,6 +148,7 @@ class Model(nn.Module):
         self.text_out = nn.Linear(config.n_text, C, bias=False)
         self.head = nn.Linear(C, config.vocab_size, bias=False)  # of the next token
         self.previous_head = nn.Linear(C, config.vocab_size, bias=False)
+        # This sets every matrix: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # as model_standard
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -268,6 +269,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        # Training's loss does not pass here, so that it holds no logits: edit `forward` too.
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits

@@ -241,6 +241,7 @@ class Model(nn.Module):
             self.fetch = Fetch(config)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        # This sets every matrix: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # as model_standard
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -317,7 +318,7 @@ class Model(nn.Module):
         future_targets = [targets.masked_fill(~same, -1) for same in same_document]
         if c.objective == 'nextlat':
             return self._next_latent(idx, targets, h, same_document, future_targets)
-        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
+        # the head as a weight, so that no logits are held
         nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
         if c.objective == 'mtp':
             predictions = self._future_heads(trunk, rotate, attend)
@@ -420,6 +421,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        # Training's loss does not pass here, so that it holds no logits: edit `forward` and `_next_latent` too.
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits

@@ -303,9 +303,10 @@ class Model(nn.Module):
         """
         c = self.config
 
-        def n_weights(*modules):
-            return sum(p.numel() for module in modules for p in module.parameters() if p.dim() >= 2)
-        for_tokens = n_weights(self.forward_encoder, self.backward_encoder, self.text_f, self.text_b)
-        for_pairs = n_weights(self.text_out, self.head, self.previous_head) * self._n_pairs(T)[1] / T
-        for_nll = n_weights(self.text_out, self.head)
+        def n_weights(module):  # of matrices; an embedding looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
+                       for p in part.parameters(recurse=False) if p.dim() >= 2)
+        for_nll = n_weights(self.text_out) + n_weights(self.head)
+        of_pairs = for_nll + n_weights(self.previous_head)
+        for_tokens, for_pairs = n_weights(self) - of_pairs, of_pairs * self._n_pairs(T)[1] / T
         return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * (T + 1) / 2

@@ -508,19 +508,20 @@ class Model(nn.Module):
         if T > 1:  # 1 asks for the weights alone
             self._check_window(T)
 
-        def n_weights(module):
-            return sum(p.numel() for p in module.parameters() if p.dim() >= 2)
+        def n_weights(module):  # of matrices; an embedding looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
+                       for p in part.parameters(recurse=False) if p.dim() >= 2)
         n_head, n_layer = self.head.weight.numel(), c.n_layer
-        used = n_weights(self.blocks) + n_head
+        used = n_weights(self)
         kl = 0
         if c.objective == 'nextlat':
-            used += c.horizon * n_weights(self.dynamics)
+            used += (c.horizon - 1) * n_weights(self.dynamics)
             if c.lambda_kl:
                 kl = (4 if c.stop_head else 6) * c.horizon * n_head
         elif c.objective == 'mtp':
-            used += n_weights(self.future) + c.horizon * n_head
+            used += c.horizon * n_head
             n_layer += c.horizon
         elif c.objective == 'jtp':  # queries of e, keys and values of h and e; for each i the output and the head
             square = c.n_embd * c.n_head * c.head_size
-            used += n_weights(self.fetch) + (c.horizon + 1) * square + c.horizon * n_head
+            used += (c.horizon + 1) * square + c.horizon * n_head
         return 6 * used + kl + 12 * n_layer * c.n_head * c.head_size * (T + 1) / 2

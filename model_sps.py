@@ -296,12 +296,15 @@ class Model(nn.Module):
             w = T if window is None else min(window + 1, T)
             return w - w * (w - 1) / 2 / T
 
+        def n_weights(module):  # of matrices; an embedding looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
+                       for p in part.parameters(recurse=False) if p.dim() >= 2)
+
         x_keys, rho_keys = map(keys, c.windows)
         pairs = {'x': x_keys + rho_keys - 1, 'rho': x_keys + rho_keys}  # x_i does not see rho_i
         emits = 'rho' if c.emits == 'predict' else 'x'
         two_streams = c.n_layer - c.first_predict_layer - 1  # layers, besides the last
-        block = sum(p.numel() for p in self.blocks[0].parameters() if p.dim() >= 2)
-        used = block * (c.first_predict_layer + 2 * two_streams + 1) + self.head.weight.numel()
+        used = n_weights(self) + n_weights(self.blocks[c.first_predict_layer:-1])  # these are used by both streams
         # in the last layer, keys and values of the stream that does not emit
         used += 2 * c.n_embd * c.n_kv_head * c.head_size
         total_pairs = c.first_predict_layer * x_keys + two_streams * sum(pairs.values()) + pairs[emits]

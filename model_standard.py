@@ -207,5 +207,7 @@ class Model(nn.Module):
         if c.window is not None and c.window < T - 1:
             w = c.window + 1
             keys = w - w * (w - 1) / 2 / T
-        weights = self.head.weight.numel() + sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2)
+        # matrices; an embedding looks up
+        weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)
+                      for p in part.parameters(recurse=False) if p.dim() >= 2)
         return 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * keys

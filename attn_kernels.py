@@ -44,6 +44,11 @@ the other's.
 A GPU runs the Triton kernels, a CPU PyTorch's operators in tiles. In the environment, ATTENTION=reference makes every
 pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
+A new pattern begins as an edit of `visible` or `two_stream_visible`; ATTENTION=reference trains by these alone. The
+fast forms have it again, as ranges of keys: `attention` and `_tiles` in PyTorch; `_key_walk`, `_mask`,
+`_key_gradient_kernel` and `_decode_kernel` in Triton. For decoding, `KVCache` keeps in its ring what the windows reach,
+and `Place._filled` reads no more of the memory than that.
+
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
 h // (H / HK).
 
@@ -109,9 +114,13 @@ def each_head(x, n_head):
 
 def attention_reference(q, k, v, doc_start=None, window=None):
     """`attention` as its definition: dense scores, mask, softmax. Exact in float64, for tests and for reading."""
-    k, v = (each_head(x, q.shape[-2]) for x in (k, v))
     position = torch.arange(q.shape[1], device=q.device)
-    mask = visible(position, position, doc_start, window)
+    return _dense_attention(q, k, v, visible(position, position, doc_start, window))
+
+
+def _dense_attention(q, k, v, mask):
+    """What every reference of attention is. q (B, n, H, D); k, v (B, S, HK, D); mask (..., n, S), true where seen."""
+    k, v = (each_head(x, q.shape[-2]) for x in (k, v))
     scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask.unsqueeze(-3), float('-inf'))
     return torch.einsum('bhqk,bkhd->bqhd', scores.softmax(-1), v)
@@ -250,6 +259,8 @@ def slot_attention(q, k, v, mask):
 
     q (B, n, H, D); k, v (B, HK, S, D); mask (B, n, S), true where seen. Returns (B, n, H, D).
     """
+    if REFERENCE:
+        return _dense_attention(q.to(k.dtype), k.transpose(1, 2), v.transpose(1, 2), mask).to(q.dtype)
     out_dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[1]
     # the queries of all heads that read a key head are rows of one product
     q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -292,10 +303,8 @@ def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, 
 def _two_stream_reference(q, k, v, windows, doc_start, queries):
     """`two_stream_attention_reference` with windows from `stream_windows`."""
     position = torch.arange(q.shape[2], device=q.device)
-    mask = two_stream_visible(position, position, position, windows, doc_start, queries).unsqueeze(-3)
-    q_all, k_all, v_all = (each_head(x, q.shape[3]).flatten(1, 2) for x in (q, k, v))
-    scores = torch.einsum('bqhd,bkhd->bhqk', q_all, k_all) * q.shape[-1] ** -0.5
-    return torch.einsum('bhqk,bkhd->bqhd', scores.masked_fill(~mask, float('-inf')).softmax(-1), v_all).view_as(q)
+    mask = two_stream_visible(position, position, position, windows, doc_start, queries)
+    return _dense_attention(*(x.flatten(1, 2) for x in (q, k, v)), mask).view_as(q)
 
 
 def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):

@@ -201,7 +201,17 @@ def _tiles(doc_start, T, windows, queries, dtype, device):
     return tiles
 
 
-@torch.compiler.disable  # a compiler would unroll the tiles of all layers, and take minutes
+def outside_graphs(function):
+    """As torch.compiler.disable, which imports the compiler at once: a second of every start."""
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+    return call
+
+
+@outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
 def _tiled_attention_on_cpu(*args):
     return _tiled_attention(*args)
 
@@ -1173,7 +1183,7 @@ def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max
     return apply(states, weight, targets, row_weights, counts, head_frozen, dtype, chunk_rows, with_grad)
 
 
-@torch.compiler.disable  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
+@outside_graphs  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
 def _losses_on_cpu(*args):
     return _FusedLosses.apply(*args)
 

@@ -269,3 +269,8 @@ def test_a_compiler_does_not_unroll_the_parts_of_the_loss_on_a_cpu():
     want = K.linear_cross_entropy_reference(2 * hidden, weight, targets)
     assert abs(loss - want) < 1e-4
     assert torch.allclose(hidden.grad, torch.autograd.grad(want, hidden)[0], atol=1e-6)
+
+
+def test_what_starts_without_compiling_does_not_load_the_compiler():
+    result = run_apart('-c', "import sys, eval, sample, model_standard; sys.exit('torch._dynamo' in sys.modules)")
+    assert result.returncode == 0, result.stderr

@@ -68,10 +68,32 @@ def test_best_rates_have_a_worse_one_on_both_sides(monkeypatch, tmp_path):
     best = {'a': 1e-3, 'b': 4e-3}
     trained = []
     monkeypatch.setattr(sweep, 'train_all', lambda cells, jobs: trained.extend(cells))
-    monkeypatch.setattr(sweep, 'final_loss', lambda folder: abs(math.log(folder[1] / best[folder[0]])))
+    monkeypatch.setattr(sweep, 'loss_of', lambda folder: abs(math.log(folder[1] / best[folder[0]])))
     rates = sweep.best_rates({'a': [], 'b': []}, {'a': 1e-3, 'b': 1e-3}, lambda name, rate: (name, rate), jobs=1)
     assert rates == pytest.approx({'a': 1e-3, 'b': 1e-3 * 1.5 ** 3})
     assert len(trained) == len(set(trained)) == 3 + 6
+
+
+def test_a_rate_that_diverges_is_a_worse_one(tmp_path, monkeypatch):
+    def train(command, **kwargs):
+        given = dict(arg[2:].split('=') for arg in command if '=' in arg)
+        rate, folder = float(given['learning_rate']), Path(given['out_dir'])
+        write_run(folder, 'standard', 100, 1 / rate, {'learning_rate': rate})
+        if rate < 2e-3:
+            return SimpleNamespace(stderr='')
+        (folder / 'log.jsonl').write_text('')
+        return SimpleNamespace(stderr='train.py: the gradients were not finite three steps in a row')
+    monkeypatch.setattr(subprocess, 'run', train)
+
+    def folder_of(name, rate):
+        return tmp_path / f'{name}_{rate:.3g}'
+    for _ in range(2):  # the second time nothing is trained
+        assert sweep.best_rates({'a': []}, {'a': 1e-3}, folder_of, jobs=1)['a'] == pytest.approx(1.5e-3)
+        monkeypatch.setattr(subprocess, 'run', None)
+    assert 'three steps' in (tmp_path / 'a_0.00225' / sweep.DIVERGED).read_text()
+    monkeypatch.setattr(subprocess, 'run', train)
+    with pytest.raises(UserError, match='b diverges at learning rates of 0.00667 to 0.015'):
+        sweep.best_rates({'b': []}, {'b': 1e-2}, folder_of, jobs=1)
 
 
 def test_separated_models_are_compared_with_standard_at_equal_flops(tmp_path):

@@ -44,6 +44,11 @@ the other's.
 A GPU runs the Triton kernels, a CPU PyTorch's operators in tiles. In the environment, ATTENTION=reference makes every
 pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
+A new pattern begins as an edit of `visible` or `two_stream_visible`; ATTENTION=reference trains by these alone. The
+fast forms have it again, as ranges of keys: `attention` and `_tiles` in PyTorch; `_key_walk`, `_mask`,
+`_key_gradient_kernel` and `_decode_kernel` in Triton. For decoding, `KVCache` keeps in its ring what the windows reach,
+and `Place._filled` reads no more of the memory than that.
+
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
 h // (H / HK).
 
@@ -109,9 +114,13 @@ def each_head(x, n_head):
 
 def attention_reference(q, k, v, doc_start=None, window=None):
     """`attention` as its definition: dense scores, mask, softmax. Exact in float64, for tests and for reading."""
-    k, v = (each_head(x, q.shape[-2]) for x in (k, v))
     position = torch.arange(q.shape[1], device=q.device)
-    mask = visible(position, position, doc_start, window)
+    return _dense_attention(q, k, v, visible(position, position, doc_start, window))
+
+
+def _dense_attention(q, k, v, mask):
+    """What every reference of attention is. q (B, n, H, D); k, v (B, S, HK, D); mask (..., n, S), true where seen."""
+    k, v = (each_head(x, q.shape[-2]) for x in (k, v))
     scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask.unsqueeze(-3), float('-inf'))
     return torch.einsum('bhqk,bkhd->bqhd', scores.softmax(-1), v)
@@ -192,7 +201,17 @@ def _tiles(doc_start, T, windows, queries, dtype, device):
     return tiles
 
 
-@torch.compiler.disable  # a compiler would unroll the tiles of all layers, and take minutes
+def outside_graphs(function):
+    """As torch.compiler.disable, which imports the compiler at once: a second of every start."""
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+    return call
+
+
+@outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
 def _tiled_attention_on_cpu(*args):
     return _tiled_attention(*args)
 
@@ -250,6 +269,8 @@ def slot_attention(q, k, v, mask):
 
     q (B, n, H, D); k, v (B, HK, S, D); mask (B, n, S), true where seen. Returns (B, n, H, D).
     """
+    if REFERENCE:
+        return _dense_attention(q.to(k.dtype), k.transpose(1, 2), v.transpose(1, 2), mask).to(q.dtype)
     out_dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[1]
     # the queries of all heads that read a key head are rows of one product
     q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -292,10 +313,8 @@ def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, 
 def _two_stream_reference(q, k, v, windows, doc_start, queries):
     """`two_stream_attention_reference` with windows from `stream_windows`."""
     position = torch.arange(q.shape[2], device=q.device)
-    mask = two_stream_visible(position, position, position, windows, doc_start, queries).unsqueeze(-3)
-    q_all, k_all, v_all = (each_head(x, q.shape[3]).flatten(1, 2) for x in (q, k, v))
-    scores = torch.einsum('bqhd,bkhd->bhqk', q_all, k_all) * q.shape[-1] ** -0.5
-    return torch.einsum('bhqk,bkhd->bqhd', scores.masked_fill(~mask, float('-inf')).softmax(-1), v_all).view_as(q)
+    mask = two_stream_visible(position, position, position, windows, doc_start, queries)
+    return _dense_attention(*(x.flatten(1, 2) for x in (q, k, v)), mask).view_as(q)
 
 
 def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
@@ -1164,7 +1183,7 @@ def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max
     return apply(states, weight, targets, row_weights, counts, head_frozen, dtype, chunk_rows, with_grad)
 
 
-@torch.compiler.disable  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
+@outside_graphs  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
 def _losses_on_cpu(*args):
     return _FusedLosses.apply(*args)
 
@@ -1248,7 +1267,7 @@ def _log_sum_exp(logits, p):
 #
 #     cache = KVCache(...)                        room for max_tokens tokens a row
 #     place = cache.begin(tokens, lengths)        where the new tokens stand; place[:, a:b] is a part of the run
-#     q, k = place.rotate(qk)                     in each layer; leaves them as they are where the kernel rotates
+#     q, k = place.rotate(qk)                     in each layer that rotates; where the kernel does it, it is told to
 #     out = cache.attend(place, layer, q, k, v)   stores k and v, attends over all that is there
 #     last = cache.end(place, h)                  the tokens count as read; the last one's vector of each row
 #     cache.rollback(n)                           forgets the last n of them
@@ -1358,7 +1377,9 @@ class KVCache:
         if place.use_kernel:
             ring_stream = 1 if self.ring_stream is None else self.ring_stream
             reads = 'both' if streams == 'both' else 'ring' if ring_stream == 0 else 'memory'
-            return decode_attention(q, k, v, k_cache, v_cache, self.rope, place.positions, slots, place.doc_start,
+            rope = self.rope if place.asks_rotation else place.no_rotation
+            place.asks_rotation = False
+            return decode_attention(q, k, v, k_cache, v_cache, rope, place.positions, slots, place.doc_start,
                                     [*self.windows, None][:2], queries=queries, ring_positions=self.ring_positions,
                                     ring_stream=ring_stream, reads=reads)
         batch_idx = self.batch_idx.unsqueeze(1)
@@ -1396,7 +1417,7 @@ class Place:
 
     positions (B, n) int64; doc_start (B, n) or None; n_new (B,), the tokens of each row; tail_idx (B, m), which of them
     are the last max_run; is_prefill: a long run on an empty cache, whose tokens see only each other; use_kernel: the
-    Triton kernel rotates, stores and attends.
+    Triton kernel rotates, stores and attends; asks_rotation: `rotate` was called since the last `attend`.
     """
 
     def __init__(self, cache, positions, doc_start, n_new=None, tail_idx=None, is_prefill=False, is_short=True):
@@ -1404,6 +1425,7 @@ class Place:
         self.n_new, self.tail_idx, self.is_prefill = n_new, tail_idx, is_prefill
         n_streams = 1 if cache.ring_stream is None else 2
         self.use_kernel = is_short and has_decode_kernel(cache.k, n_streams * positions.shape[1])
+        self.asks_rotation = False
 
     def __getitem__(self, at):
         """A part of the run: place[:, a:b] for columns of all rows, place[batch_idx, idx] for columns of each row."""
@@ -1421,8 +1443,17 @@ class Place:
         return (cos, sin) if self.cache.ring_stream is None else (cos.unsqueeze(1), sin.unsqueeze(1))
 
     def rotate(self, qk):
-        """Queries or keys (B, n, H, D), of two streams (B, streams, n, H, D), at their positions' angles."""
+        """Queries or keys (B, n, H, D), of two streams (B, streams, n, H, D), at their positions' angles.
+
+        Where the kernel serves, they are rotated in the next `attend`: nothing but this may come between the two.
+        """
+        self.asks_rotation = True
         return qk if self.use_kernel else rotate(qk, *self._rope)
+
+    @functools.cached_property
+    def no_rotation(self):
+        """For the kernel, the table of a layer without rotary positions: all angles are 0."""
+        return tuple(torch.full_like(table, value) for table, value in zip(self.cache.rope, (1, 0)))
 
     @functools.cached_property
     def _filled(self):

@@ -832,6 +832,8 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))
     assert plain['K=1'] == plain['sequential'] and plain['K=2'] == '' and plain['variant'] == 'roformer'
     assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01
+    assert float(ready['K=1 - K=5']) == pytest.approx(float(ready['K=1']) - float(ready['K=5']))
+    assert plain['K=1 - K=5'] == '' and ready['C/N'] == '8'
     assert 0 < float(ready['L_pooled']) < 10 and plain['L_pooled'] == ''
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
     result = train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3')

@@ -35,6 +35,7 @@ from attn_kernels import (
     document_starts,
     import_scan,
     linear_cross_entropy,
+    outside_graphs,
     parse_rope_scaling,
     rms_norm,
     rope_table,
@@ -448,7 +449,7 @@ class Model(nn.Module):
 
     # ---- streaming whole windows, to train by backpropagation through time ----
 
-    @torch.compiler.disable
+    @outside_graphs
     def stream(self, idx, compiled=False):
         """Algorithm 1 over whole windows, in the form that `choose_scan` chose. idx (B, T) -> z (B, T, C).
 
@@ -481,7 +482,7 @@ class Model(nn.Module):
         """Whether it multiplies by weights without calling the layers, as scans/context_ready.py does."""
         return self.scan_report is not None and self.scan_report['scan'] == 'fast'
 
-    @torch.compiler.disable
+    @outside_graphs
     def loop(self, idx, compiled=False):
         """Algorithm 1 as it reads, one position after another. idx (B, T) -> z (B, T, C), differentiable.
 

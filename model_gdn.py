@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import choose_scan, import_scan, linear_cross_entropy, rms_norm
+from attn_kernels import choose_scan, import_scan, linear_cross_entropy, outside_graphs, rms_norm
 
 fast = import_scan('gdn')  # None where the folder scans/ has been removed
 
@@ -182,7 +182,7 @@ class Model(nn.Module):
         return torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, device=device or weight.device,
                            dtype=torch.promote_types(weight.dtype, torch.float32))
 
-    @torch.compiler.disable  # a compiler would unroll all T steps
+    @outside_graphs  # a compiler would unroll all T steps
     def loop(self, memory, *tokens, starts=None, active=None):
         """`step` for each of n tokens: q, k, v, log_decay, beta as there, with an axis of positions after B.
 
@@ -212,7 +212,7 @@ class Model(nn.Module):
 
     # ---- training ----
 
-    @torch.compiler.disable
+    @outside_graphs
     def choose_scan(self):
         """Decides whether `loop` runs or scans/gdn.py: the report of `attn_kernels.choose_scan`.
 

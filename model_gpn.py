@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import choose_scan, import_scan, linear_cross_entropy, rms_norm
+from attn_kernels import choose_scan, import_scan, linear_cross_entropy, outside_graphs, rms_norm
 
 fast = import_scan('gpn')  # None where the folder scans/ has been removed
 
@@ -225,7 +225,7 @@ class Model(nn.Module):
         s = torch.zeros(batch_size, c.n_embd, **wide)
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
 
-    @torch.compiler.disable  # a compiler would unroll all T steps: it gets `step` alone
+    @outside_graphs  # a compiler would unroll all T steps: it gets `step` alone
     def loop(self, u, carry_mask=None, compiled=False):
         """`step` over windows: u (B, T, C), carry_mask (B, T, 1) or None -> the predicted states (B, T, C).
 
@@ -258,7 +258,7 @@ class Model(nn.Module):
         """What scans/gpn.py must add too, as no check could see it: to RMSNorm's mean squares, and to keys' lengths."""
         return [self.config.norm_eps, KEY_EPS]
 
-    @torch.compiler.disable
+    @outside_graphs
     def choose_scan(self):
         """Decides whether the equations run or scans/gpn.py: the report of `attn_kernels.choose_scan`.
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common.files import UserError
+from common.files import UserError, first_line
 from common.parallel import first_of_all
 
 # ---- the distribution ----
@@ -220,23 +220,28 @@ def decodable(model):
 
 
 def has_right_extend(model) -> bool:
-    """Whether the model has an `extend` that equals its `logits`, to rounding. Found once for a model, and said if not.
-
-    Products in 16 bits leave more room for a small difference than fp32, in which a training looks.
-    """
+    """Whether the model has an `extend` that equals its `logits`, to rounding. Found once, and said if not."""
     if not hasattr(model, 'extend'):
         say_once(f'{type(model).__module__} has no extend: decoding recomputes the whole text at every step')
         return False
-    if not hasattr(model, 'extend_error'):
-        model.extend_error = extend_error(model)
+    if not hasattr(model, 'extend_fault'):
+        model.extend_fault = find_extend_fault(model)
+    if model.extend_fault:
+        say_once(f'{type(model).__module__}: extend, by which it decodes, {model.extend_fault}: decoding recomputes '
+                 'the whole text at every step. What is edited for whole windows, as positions or attention in '
+                 'final_hidden, belongs in extend and its cache too')
+    return model.extend_fault is None
+
+
+def find_extend_fault(model) -> str | None:
+    """What is wrong with the model's `extend`, or None. Weights of 16 bits hide more than fp32, which training has."""
+    try:
+        error = extend_error(model)
+    except Exception as fault:  # an edit that it cannot follow
+        return f'fails ({type(fault).__name__}: {first_line(fault)})'
     limit = 0.01 if next(model.parameters()).dtype == torch.float32 else 0.05
-    is_wrong = model.extend_error > limit  # not where weights, and so the error, are not finite: others say so
-    if is_wrong:
-        say_once(f'{type(model).__module__}: extend, by which it decodes, differs from logits by '
-                 f'{model.extend_error:.1g} of their size: decoding recomputes the whole text at every step. What is '
-                 'edited for whole windows, as positions or attention in final_hidden, belongs in extend and its cache '
-                 'too')
-    return not is_wrong
+    if error > limit:  # not so where weights, and with them the error, are not finite: that is said elsewhere
+        return f'differs from logits by {error:.1g} of their size'
 
 
 @torch.no_grad()

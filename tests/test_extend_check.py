@@ -50,6 +50,13 @@ def test_an_edit_of_whole_windows_alone_is_decoded_and_scored_as_edited(model, c
     assert err.count('extend, by which it decodes, differs from logits by') == 1, err
 
 
+def test_an_extend_that_fails_is_said_and_done_without(model, capsys, monkeypatch):
+    monkeypatch.setattr(WindowInEachSecond, 'extend', lambda *args, **options: torch.zeros(2) + torch.zeros(3))
+    prompts = some_tokens(1, 20, 1).tolist()
+    assert len(generate(model, prompts, 3)[0]) == 3
+    assert 'extend, by which it decodes, fails (RuntimeError: The size of' in capsys.readouterr().err
+
+
 def test_a_model_whose_extend_is_wrong_does_not_draft_for_itself(model):
     prompts = some_tokens(1, 20, 1).tolist()
     model.longest_draft = 2

@@ -44,6 +44,11 @@ the other's.
 A GPU runs the Triton kernels, a CPU PyTorch's operators in tiles. In the environment, ATTENTION=reference makes every
 pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
+A new pattern begins as an edit of `visible` or `two_stream_visible`; ATTENTION=reference trains by these alone. The
+fast forms have it again, as ranges of keys: `attention` and `_tiles` in PyTorch; `_key_walk`, `_mask`,
+`_key_gradient_kernel` and `_decode_kernel` in Triton. For decoding, `KVCache` keeps in its ring what the windows reach,
+and `Place._filled` reads no more of the memory than that.
+
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
 h // (H / HK).
 
@@ -109,9 +114,13 @@ def each_head(x, n_head):
 
 def attention_reference(q, k, v, doc_start=None, window=None):
     """`attention` as its definition: dense scores, mask, softmax. Exact in float64, for tests and for reading."""
-    k, v = (each_head(x, q.shape[-2]) for x in (k, v))
     position = torch.arange(q.shape[1], device=q.device)
-    mask = visible(position, position, doc_start, window)
+    return _dense_attention(q, k, v, visible(position, position, doc_start, window))
+
+
+def _dense_attention(q, k, v, mask):
+    """What every reference of attention is. q (B, n, H, D); k, v (B, S, HK, D); mask (..., n, S), true where seen."""
+    k, v = (each_head(x, q.shape[-2]) for x in (k, v))
     scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask.unsqueeze(-3), float('-inf'))
     return torch.einsum('bhqk,bkhd->bqhd', scores.softmax(-1), v)
@@ -192,7 +201,17 @@ def _tiles(doc_start, T, windows, queries, dtype, device):
     return tiles
 
 
-@torch.compiler.disable  # a compiler would unroll the tiles of all layers, and take minutes
+def outside_graphs(function):
+    """As torch.compiler.disable, which imports the compiler at once: a second of every start."""
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+    return call
+
+
+@outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
 def _tiled_attention_on_cpu(*args):
     return _tiled_attention(*args)
 
@@ -250,6 +269,8 @@ def slot_attention(q, k, v, mask):
 
     q (B, n, H, D); k, v (B, HK, S, D); mask (B, n, S), true where seen. Returns (B, n, H, D).
     """
+    if REFERENCE:
+        return _dense_attention(q.to(k.dtype), k.transpose(1, 2), v.transpose(1, 2), mask).to(q.dtype)
     out_dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[1]
     # the queries of all heads that read a key head are rows of one product
     q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -292,10 +313,8 @@ def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, 
 def _two_stream_reference(q, k, v, windows, doc_start, queries):
     """`two_stream_attention_reference` with windows from `stream_windows`."""
     position = torch.arange(q.shape[2], device=q.device)
-    mask = two_stream_visible(position, position, position, windows, doc_start, queries).unsqueeze(-3)
-    q_all, k_all, v_all = (each_head(x, q.shape[3]).flatten(1, 2) for x in (q, k, v))
-    scores = torch.einsum('bqhd,bkhd->bhqk', q_all, k_all) * q.shape[-1] ** -0.5
-    return torch.einsum('bhqk,bkhd->bqhd', scores.masked_fill(~mask, float('-inf')).softmax(-1), v_all).view_as(q)
+    mask = two_stream_visible(position, position, position, windows, doc_start, queries)
+    return _dense_attention(*(x.flatten(1, 2) for x in (q, k, v)), mask).view_as(q)
 
 
 def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
@@ -1164,7 +1183,7 @@ def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max
     return apply(states, weight, targets, row_weights, counts, head_frozen, dtype, chunk_rows, with_grad)
 
 
-@torch.compiler.disable  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
+@outside_graphs  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
 def _losses_on_cpu(*args):
     return _FusedLosses.apply(*args)
 
@@ -1248,7 +1267,7 @@ def _log_sum_exp(logits, p):
 #
 #     cache = KVCache(...)                        room for max_tokens tokens a row
 #     place = cache.begin(tokens, lengths)        where the new tokens stand; place[:, a:b] is a part of the run
-#     q, k = place.rotate(qk)                     in each layer; leaves them as they are where the kernel rotates
+#     q, k = place.rotate(qk)                     in each layer that rotates; where the kernel does it, it is told to
 #     out = cache.attend(place, layer, q, k, v)   stores k and v, attends over all that is there
 #     last = cache.end(place, h)                  the tokens count as read; the last one's vector of each row
 #     cache.rollback(n)                           forgets the last n of them
@@ -1358,7 +1377,9 @@ class KVCache:
         if place.use_kernel:
             ring_stream = 1 if self.ring_stream is None else self.ring_stream
             reads = 'both' if streams == 'both' else 'ring' if ring_stream == 0 else 'memory'
-            return decode_attention(q, k, v, k_cache, v_cache, self.rope, place.positions, slots, place.doc_start,
+            rope = self.rope if place.asks_rotation else place.no_rotation
+            place.asks_rotation = False
+            return decode_attention(q, k, v, k_cache, v_cache, rope, place.positions, slots, place.doc_start,
                                     [*self.windows, None][:2], queries=queries, ring_positions=self.ring_positions,
                                     ring_stream=ring_stream, reads=reads)
         batch_idx = self.batch_idx.unsqueeze(1)
@@ -1396,7 +1417,7 @@ class Place:
 
     positions (B, n) int64; doc_start (B, n) or None; n_new (B,), the tokens of each row; tail_idx (B, m), which of them
     are the last max_run; is_prefill: a long run on an empty cache, whose tokens see only each other; use_kernel: the
-    Triton kernel rotates, stores and attends.
+    Triton kernel rotates, stores and attends; asks_rotation: `rotate` was called since the last `attend`.
     """
 
     def __init__(self, cache, positions, doc_start, n_new=None, tail_idx=None, is_prefill=False, is_short=True):
@@ -1404,6 +1425,7 @@ class Place:
         self.n_new, self.tail_idx, self.is_prefill = n_new, tail_idx, is_prefill
         n_streams = 1 if cache.ring_stream is None else 2
         self.use_kernel = is_short and has_decode_kernel(cache.k, n_streams * positions.shape[1])
+        self.asks_rotation = False
 
     def __getitem__(self, at):
         """A part of the run: place[:, a:b] for columns of all rows, place[batch_idx, idx] for columns of each row."""
@@ -1421,8 +1443,17 @@ class Place:
         return (cos, sin) if self.cache.ring_stream is None else (cos.unsqueeze(1), sin.unsqueeze(1))
 
     def rotate(self, qk):
-        """Queries or keys (B, n, H, D), of two streams (B, streams, n, H, D), at their positions' angles."""
+        """Queries or keys (B, n, H, D), of two streams (B, streams, n, H, D), at their positions' angles.
+
+        Where the kernel serves, they are rotated in the next `attend`: nothing but this may come between the two.
+        """
+        self.asks_rotation = True
         return qk if self.use_kernel else rotate(qk, *self._rope)
+
+    @functools.cached_property
+    def no_rotation(self):
+        """For the kernel, the table of a layer without rotary positions: all angles are 0."""
+        return tuple(torch.full_like(table, value) for table, value in zip(self.cache.rope, (1, 0)))
 
     @functools.cached_property
     def _filled(self):
@@ -1487,6 +1518,7 @@ def choose_scan(model, scan, **for_the_check):
         difference  the largest relative difference of both forms in any output, None without a comparison
         where       in which output or gradient that is; or what the fast form raised (difference inf); or a hook
         unused      names of parameters that get no gradient from the equations, where these have been run
+        decoding    what decoding by the equations raised, if it did
         seconds     that the check took
         device      the type of device it holds for
 
@@ -1535,6 +1567,9 @@ def _say_why(model, report):
                            f'{report["where"]}')
         reasons.append('The equations run as they read, step by step. After an edit that is as it should be: '
                        "set scan = 'loop' (--scan=loop) to skip this check")
+    if 'decoding' in report:
+        reasons.append(f'Decoding fails ({report["decoding"]}): training goes on, by the equations, but `extend` and '
+                       '`Cache` must follow the edit')
     if report['unused']:
         reasons.append(f'The equations make no use of {", ".join(report["unused"])}')
     if reasons:
@@ -1552,9 +1587,9 @@ def _inner_hook(model):
 class _Form(torch.nn.Module):
     """States, loss and gradients of a model in one form: one call, which `functional_call` can give other weights."""
 
-    def __init__(self, model, form):
+    def __init__(self, model, form, decodes):
         super().__init__()
-        self.model, self.form = model, form
+        self.model, self.form, self.decodes = model, form, decodes
 
     def forward(self, weights, idx):
         report = self.model.scan_report
@@ -1563,8 +1598,9 @@ class _Form(torch.nn.Module):
             self.model.eval()
             with torch.no_grad():
                 found = {'the states': self.model.states(idx)}
-                if hasattr(self.model, 'decoded_states'):
+                if self.decodes and hasattr(self.model, 'decoded_states'):
                     found['the decoded states'] = self.model.decoded_states(idx)
+            torch.manual_seed(0)  # what both forms draw alike is the same then; the caller keeps the generators
             self.model.train()
             loss = self.model(idx, idx.roll(-1, 1))['loss']
             wanted = {name.removeprefix('model.'): w for name, w in weights.items() if w.requires_grad}
@@ -1579,21 +1615,25 @@ def _compare_forms(model, with_scan, for_the_check):
 
     Two windows of a few tokens, with a document's end where the model has documents; weights moved off their values by
     noise, because many are zero at first and hide what comes before them; states in evaluation, loss and gradients in
-    training mode; with the settings for_the_check.
+    training mode; with the settings for_the_check. `F.dropout` multiplies by fixed factors, so that an edit of dropout
+    is seen, and forms that draw their masks in different order are still one function.
     """
     config, device = model.config, next(model.parameters()).device
     settings, modes = {key: getattr(config, key) for key in for_the_check}, {m: m.training for m in model.modules()}
     precision, generators = torch.get_float32_matmul_precision(), [device] if device.type == 'cuda' else []
+    dropout = F.dropout
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(generators):
         try:
             for key, value in for_the_check.items():
                 setattr(config, key, value)
             torch.set_float32_matmul_precision('highest')
+            F.dropout = _fixed_dropout
             for seed in range(3):  # rounding may put an input of a ReLU on its other side: hardly in three draws
                 report = _compare_once(model, with_scan, *_noisy_weights_and_tokens(model, device, seed))
                 if report['scan'] == 'fast' or not report['rounding']:
                     break
         finally:
+            F.dropout = dropout
             torch.set_float32_matmul_precision(precision)
             for key, value in settings.items():
                 setattr(config, key, value)
@@ -1601,6 +1641,11 @@ def _compare_forms(model, with_scan, for_the_check):
                 module.training = mode
     del report['rounding']
     return report
+
+
+def _fixed_dropout(x, p=0.5, training=True, inplace=False):
+    """In the place of F.dropout: factors of 1 - p to 1, not all alike, which a norm after them would take out again."""
+    return x * torch.linspace(1 - p, 1, x.shape[-1], device=x.device, dtype=x.dtype) if training else x
 
 
 def _compare_once(model, with_scan, weights, idx):
@@ -1613,7 +1658,7 @@ def _compare_once(model, with_scan, weights, idx):
     autocast = device == 'cuda' and torch.is_autocast_enabled('cuda')
 
     def run(form, weights):
-        return functional_call(_Form(model, form), weights, (weights, idx))
+        return functional_call(_Form(model, form, 'decoding' not in report), weights, (weights, idx))
 
     def compare(loop, weights):
         try:
@@ -1623,10 +1668,14 @@ def _compare_once(model, with_scan, weights, idx):
 
     for dtype in [wide, torch.bfloat16] if autocast else [wide]:
         with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loop = run('loop', weights)
+            try:
+                loop = run('loop', weights)
+            except Exception as error:  # of decoding, if it is gone without: an edit can be trained before it decodes
+                report['decoding'] = f'{type(error).__name__}: {error}'
+                loop = run('loop', weights)
             trained = {name for name, p in model.named_parameters() if p.requires_grad}
             report['unused'] = [name for name, x in loop.items() if x is None and name in trained]
-            if not with_scan:
+            if not with_scan or 'decoding' in report:
                 return report
             report['difference'], report['where'] = compare(loop, weights)
         if not report['difference'] <= TOLERANCE[dtype]:

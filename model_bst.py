@@ -148,6 +148,7 @@ class Model(nn.Module):
         self.text_out = nn.Linear(config.n_text, C, bias=False)
         self.head = nn.Linear(C, config.vocab_size, bias=False)  # of the next token
         self.previous_head = nn.Linear(C, config.vocab_size, bias=False)
+        # This sets every matrix: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # as model_standard
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -281,6 +282,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        # Training's loss does not pass here, so that it holds no logits: edit `forward` too.
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
@@ -314,9 +316,10 @@ class Model(nn.Module):
         """
         c = self.config
 
-        def n_weights(*modules):
-            return sum(p.numel() for module in modules for p in module.parameters() if p.dim() >= 2)
-        for_tokens = n_weights(self.forward_encoder, self.backward_encoder, self.text_f, self.text_b)
-        for_pairs = n_weights(self.text_out, self.head, self.previous_head) * self._n_pairs(T)[1] / T
-        for_nll = n_weights(self.text_out, self.head)
+        def n_weights(module):  # of matrices; an embedding looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
+                       for p in part.parameters(recurse=False) if p.dim() >= 2)
+        for_nll = n_weights(self.text_out) + n_weights(self.head)
+        of_pairs = for_nll + n_weights(self.previous_head)
+        for_tokens, for_pairs = n_weights(self) - of_pairs, of_pairs * self._n_pairs(T)[1] / T
         return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * (T + 1) / 2

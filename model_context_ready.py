@@ -35,6 +35,7 @@ from attn_kernels import (
     document_starts,
     import_scan,
     linear_cross_entropy,
+    outside_graphs,
     parse_rope_scaling,
     rms_norm,
     rope_table,
@@ -63,7 +64,7 @@ class Config:
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly; None: always K
     last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only; None: through all
     bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
-    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both agree, dropout not compared
+    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both are shown to agree
     segment_len: int = 32  # positions that the loop's backward computes again at a time: fewer need less memory
     checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
     prefill: str = 'parallel'  # of long runs, and `logits`: unroll until nothing changes; sequential: token by token
@@ -301,12 +302,20 @@ class Model(nn.Module):
             x = block(x, rotate, attend)
         return x
 
+    def enter(self, e, correction):
+        """Eq. 2: what enters the blocks (B, n, C), of tokens e and their correction (B, n, C)."""
+        return e + correction
+
+    def first_unroll(self, e, rotate, attend):
+        """Eq. 2 and 3 with correction^(0) = 0: z of tokens e (B, n, C). With K = 1 that is the model."""
+        return self._run_blocks(self.enter(e, torch.zeros_like(e)), rotate, attend)
+
     def step(self, e, z, is_doc_start, rotate, attend):
         """Eq. 1 to 3: z of tokens e (B, n, C), from z (B, n, C) of the position before each.
 
         Of one position that is a step of Algorithm 1; of all positions, with z^(k-1), it is an unroll (eq. 5).
         """
-        return self._run_blocks(e + self.correct(z, e, is_doc_start), rotate, attend)
+        return self._run_blocks(self.enter(e, self.correct(z, e, is_doc_start)), rotate, attend)
 
     def head_input(self, z):
         """Eq. 4: what the head multiplies. z (B, n, C) -> (B, n, C)."""
@@ -353,7 +362,7 @@ class Model(nn.Module):
     def _unroll(self, e, z, is_doc_start, rotate, attend):
         """z^(k) from z^(k-1) (eq. 5), which is None for k = 1."""
         if z is None:
-            return self._run_blocks(e, rotate, attend)
+            return self.first_unroll(e, rotate, attend)
         z_before = z.roll(1, 1)  # what the roll brings to position 0 is hidden: a document starts there
         return self.step(e, z_before, is_doc_start, rotate, attend)
 
@@ -392,7 +401,7 @@ class Model(nn.Module):
 
     def _unrolls(self, e, z_before, is_doc_start, rotate, attend):
         """Yields z^(k) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
-        z = self._run_blocks(e, rotate, attend)  # correction^(0) = 0
+        z = self.first_unroll(e, rotate, attend)
         while True:
             yield z
             z = self.step(e, torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), is_doc_start, rotate, attend)
@@ -440,7 +449,7 @@ class Model(nn.Module):
 
     # ---- streaming whole windows, to train by backpropagation through time ----
 
-    @torch.compiler.disable
+    @outside_graphs
     def stream(self, idx, compiled=False):
         """Algorithm 1 over whole windows, in the form that `choose_scan` chose. idx (B, T) -> z (B, T, C).
 
@@ -465,7 +474,7 @@ class Model(nn.Module):
             return None
         window = None if c.window is None else min(c.window, 5)
         scan = fast if c.block == 'gpt' else None
-        self.scan_report = attn_kernels.choose_scan(self, scan, dropout=0.0, segment_len=4, window=window)
+        self.scan_report = attn_kernels.choose_scan(self, scan, segment_len=4, window=window)
         return self.scan_report
 
     @property
@@ -473,7 +482,7 @@ class Model(nn.Module):
         """Whether it multiplies by weights without calling the layers, as scans/context_ready.py does."""
         return self.scan_report is not None and self.scan_report['scan'] == 'fast'
 
-    @torch.compiler.disable
+    @outside_graphs
     def loop(self, idx, compiled=False):
         """Algorithm 1 as it reads, one position after another. idx (B, T) -> z (B, T, C), differentiable.
 
@@ -546,6 +555,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        """What the head makes of h (..., C). Training's loss does not pass here: an edit belongs in `nll` too."""
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
@@ -577,7 +587,7 @@ class Model(nn.Module):
         """z (B, n, C) of tokens (B, n) at their place in the cache, which takes their keys and values."""
         c, n, e = self.config, tokens.shape[1], self.embed_tokens(tokens)
         if c.K == 1:
-            return self._run_blocks(e, place.rotate, partial(cache.attend, place))
+            return self.first_unroll(e, place.rotate, partial(cache.attend, place))
         is_doc_start = place.positions == (0 if place.doc_start is None else place.doc_start)
         z = cache.last_z()
         if n > cache.max_run and c.prefill == 'parallel':

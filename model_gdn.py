@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import choose_scan, import_scan, linear_cross_entropy, rms_norm
+from attn_kernels import choose_scan, import_scan, linear_cross_entropy, outside_graphs, rms_norm
 
 fast = import_scan('gdn')  # None where the folder scans/ has been removed
 
@@ -182,7 +182,7 @@ class Model(nn.Module):
         return torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, device=device or weight.device,
                            dtype=torch.promote_types(weight.dtype, torch.float32))
 
-    @torch.compiler.disable  # a compiler would unroll all T steps
+    @outside_graphs  # a compiler would unroll all T steps
     def loop(self, memory, *tokens, starts=None, active=None):
         """`step` for each of n tokens: q, k, v, log_decay, beta as there, with an axis of positions after B.
 
@@ -212,7 +212,7 @@ class Model(nn.Module):
 
     # ---- training ----
 
-    @torch.compiler.disable
+    @outside_graphs
     def choose_scan(self):
         """Decides whether `loop` runs or scans/gdn.py: the report of `attn_kernels.choose_scan`.
 
@@ -254,10 +254,15 @@ class Model(nn.Module):
         return self.final_hidden(idx)
 
     def decoded_states(self, idx):
-        """`states`, as decoding gives them: what `choose_scan` compares besides."""
-        cache = self.new_cache(*idx.shape, max_run=idx.shape[1])
-        self.extend(idx, cache)
-        return cache.hidden
+        """`states`, as decoding gives them, of the last two tokens of each of three calls.
+
+        `choose_scan` compares these besides: a single token has one form. idx (B, T), T > 7.
+        """
+        cache, states = self.new_cache(*idx.shape, max_run=2), []
+        for tokens in (idx[:, :5], idx[:, 5:7], idx[:, 7:]):
+            self.extend(tokens, cache)
+            states.append(cache.hidden[:, :tokens.shape[1]].clone())
+        return torch.cat(states, 1)
 
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
@@ -276,6 +281,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        """What the head makes of h (..., C). Training's loss does not pass here: an edit belongs in `forward` too."""
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
@@ -315,16 +321,17 @@ class Cache:
 
         a row's tokens   [ older, written to the memory | tail, the last max_run of the last call ]
 
-    The tail is kept as the keys, values, decays and betas it would write, and the next call writes what is left of it:
-    so `rollback` only shortens the tail.
+    The tail is kept as what `Model.step` is given of it, and the next call writes what is left of it: so `rollback`
+    only shortens the tail.
     """
 
     def __init__(self, config, memory, max_tokens, max_run, dtype):
         c, B, device = config, len(memory), memory.device
         self.max_tokens, self.max_run, self.eos_id, self.conv_size = max_tokens, max_run, c.eos_id, c.conv_size
         self.memory = memory.repeat(c.n_layer, 1, 1, 1, 1)  # without the tail
-        sizes = (c.n_head, c.d_k), (c.n_head, c.d_v), (c.n_head,), (c.n_head,)
-        self.tail = [memory.new_zeros(c.n_layer, B, max_run, *size) for size in sizes]  # k, v, log_decay, beta
+        sizes = (c.n_head, c.d_k), (c.n_head, c.d_k), (c.n_head, c.d_v), (c.n_head,), (c.n_head,)
+        self.tails = [[memory.new_zeros(B, max_run, *size) for size in sizes]  # q, k, v, log_decay, beta
+                      for _ in range(c.n_layer)]
         n_inputs, n_channels = c.conv_size - 1 + max_run, c.n_head * (2 * c.d_k + c.d_v)
         self.inputs = memory.new_zeros(c.n_layer, B, n_inputs, n_channels)  # of the convolution, in the tail and before
         self.ends = torch.zeros(B, n_inputs, device=device, dtype=torch.bool)  # those that end a document
@@ -336,8 +343,8 @@ class Cache:
     @property
     def nbytes(self):
         """Bytes of all tensors that outlive a call."""
-        kept = self.memory, *self.tail, self.inputs, self.ends, self.tail_len, self.lengths, self.hidden, self.batch_idx
-        return sum(x.nbytes for x in kept)
+        kept = self.memory, self.inputs, self.ends, self.tail_len, self.lengths, self.hidden, self.batch_idx
+        return sum(x.nbytes for x in (*kept, *sum(self.tails, [])))
 
     def begin(self, tokens, n_new):
         """Starts a call that appends n_new (B,) of tokens (B, n): where tails end and start, where documents cut."""
@@ -369,23 +376,24 @@ class Cache:
         self._keep(self.inputs[layer], x)
         return short_convolution(x, weight, self.seen)
 
-    def remember(self, layer, scan, q, *written):
-        """What the new queries read (B, n, H, D), as in `Block.forward`; written: their k, v, log_decay, beta."""
-        tail = [x[layer] for x in self.tail]
+    def remember(self, layer, scan, *new):
+        """What the new queries read (B, n, H, D), as in `Block.forward`; new: their q, k, v, log_decay, beta."""
+        tail = self.tails[layer]
+        if [x.shape[2:] for x in tail] != [x.shape[2:] for x in new]:  # an edited block's first tokens: nothing is kept
+            tail[:] = [x.new_zeros(len(x), self.max_run, *x.shape[2:]) for x in new]
         self._write(layer, scan, tail, self.tail_starts, self.is_unwritten)
-        memory_read, _ = scan(self.memory[layer], q, *written, starts=self.starts)
-        self._write(layer, scan, written, self.starts, self.is_early)
-        for own, x in zip(tail, written):
+        memory_read, _ = scan(self.memory[layer], *new, starts=self.starts)
+        self._write(layer, scan, new, self.starts, self.is_early)
+        for own, x in zip(tail, new):
             own[:, :self.tail_idx.shape[1]] = x[self.batch_idx, self.tail_idx]
         return memory_read
 
-    def _write(self, layer, scan, written, starts, active):
-        """Writes the first tokens of k, v, log_decay, beta to a layer's memory, where active (B, m)."""
+    def _write(self, layer, scan, tokens, starts, active):
+        """Takes the first of tokens q, k, v, log_decay, beta into a layer's memory, where active (B, m)."""
         m = active.shape[1]
         if m > 0:
-            k, *others = (x[:, :m] for x in written)
             starts = None if starts is None else starts[:, :m]
-            _, memory = scan(self.memory[layer], k, k, *others, starts=starts, active=active)  # the read is of no use
+            _, memory = scan(self.memory[layer], *(x[:, :m] for x in tokens), starts=starts, active=active)
             self.memory[layer].copy_(memory)
 
     def end(self, h):

@@ -6,7 +6,8 @@ the next token and carried on. The memory is written once a token, by the gated 
 state, the value this one.
 
 Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over a
-window. They train, evaluate and decode by themselves. scans/gpn.py has the same function in a faster form, and
+window. They train, evaluate and decode by themselves. RMSNorms before each matrix, where eq. 4, 8, 9 and 11 show none,
+and the bias of the decay are the official code's. scans/gpn.py has the same function in a faster form, and
 `Model.choose_scan` takes it where both are shown to agree: after an edit of an equation they do not, and the equations
 run. `extend` and `Cache` are decoding.
 
@@ -25,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import choose_scan, import_scan, linear_cross_entropy, rms_norm
+from attn_kernels import choose_scan, import_scan, linear_cross_entropy, outside_graphs, rms_norm
 
 fast = import_scan('gpn')  # None where the folder scans/ has been removed
 
@@ -84,9 +85,12 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps).to(self.weight.dtype)
 
 
+KEY_EPS = 1e-6  # its square is added under the root (official code); scans/gpn.py reads it as `Model.all_eps`
+
+
 def l2_normalize(x):
-    """x (..., K) over its length; 1e-12 under the root is the official code's."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+    """x (..., K) over its length."""
+    return x * (x.square().sum(-1, keepdim=True) + KEY_EPS ** 2).rsqrt()
 
 
 def read(memory, x):
@@ -115,7 +119,7 @@ class Write(nn.Module):
         return torch.sigmoid(self.beta(self.norm(g)).to(g.dtype))
 
     def log_decay(self, g):
-        """gamma (..., H) of grounded states g (..., C), eq. 9."""
+        """gamma (..., H) of grounded states g (..., C), eq. 9; the bias is the official code's."""
         return -self.log_rate.exp() * F.softplus(self.decay(self.norm(g)) + self.dt_bias)
 
     def forward(self, last, g, memory):
@@ -185,7 +189,10 @@ class Model(nn.Module):
     # ---- the paper's equations ----
 
     def ground_input(self, idx):
-        """What each token adds to the state, W_fuse rms(emb(x_t)) in eq. 4. idx (B, n) -> u (B, n, C)."""
+        """What each token adds to the state: W_fuse emb(x_t) in eq. 4, of the embedding's RMSNorm (official code).
+
+        idx (B, n) -> u (B, n, C).
+        """
         return self.fuse(self.embed_norm(self.embed(idx)))
 
     def ground(self, u, s):
@@ -218,7 +225,7 @@ class Model(nn.Module):
         s = torch.zeros(batch_size, c.n_embd, **wide)
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
 
-    @torch.compiler.disable  # a compiler would unroll all T steps: it gets `step` alone
+    @outside_graphs  # a compiler would unroll all T steps: it gets `step` alone
     def loop(self, u, carry_mask=None, compiled=False):
         """`step` over windows: u (B, T, C), carry_mask (B, T, 1) or None -> the predicted states (B, T, C).
 
@@ -246,7 +253,12 @@ class Model(nn.Module):
 
     # ---- training ----
 
-    @torch.compiler.disable
+    @property
+    def all_eps(self):
+        """What scans/gpn.py must add too, as no check could see it: to RMSNorm's mean squares, and to keys' lengths."""
+        return [self.config.norm_eps, KEY_EPS]
+
+    @outside_graphs
     def choose_scan(self):
         """Decides whether the equations run or scans/gpn.py: the report of `attn_kernels.choose_scan`.
 
@@ -274,10 +286,15 @@ class Model(nn.Module):
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
 
     def decoded_states(self, idx):
-        """`states`, as decoding gives them: what `choose_scan` compares besides. idx (B, T) -> (B, T, C)."""
-        cache = self.new_cache(*idx.shape, max_run=idx.shape[1])
-        _, states, _ = cache.append(idx, self.ground_input(idx), torch.full_like(cache.lengths, idx.shape[1]))
-        return states
+        """`states`, as decoding gives them, of a prompt and then of single tokens: what `choose_scan` compares besides.
+
+        idx (B, T) -> (B, T, C).
+        """
+        cache, states = self.new_cache(*idx.shape, max_run=2), []
+        for tokens in (idx[:, :5], *idx[:, 5:].split(1, 1)):
+            n_new = torch.full_like(cache.lengths, tokens.shape[1])
+            states += cache.append(tokens, self.ground_input(tokens), n_new)[:2]  # of the early ones, and of the tail
+        return torch.cat(states, 1)
 
     def final_hidden(self, idx):
         """What the head multiplies, for whole windows. idx (B, T) -> (B, T, E)."""
@@ -300,6 +317,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        """What the head makes of h (..., E). Training's loss does not pass here: an edit belongs in `forward` too."""
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits

@@ -148,7 +148,7 @@ class Block(nn.Module):
 class Dynamics(nn.Module):
     """p_psi: h^_{t+1} = h_t + f(LayerNorm([h_t, emb(x_{t+1})])).
 
-    f is three linear layers with GELU between them (appendix, "More details").
+    f is three linear layers with GELU between them (appendix, "More details"). Training and drafting both call it.
     """
 
     def __init__(self, config):
@@ -166,7 +166,10 @@ class Dynamics(nn.Module):
 
 
 class Fetch(nn.Module):
-    """JTP's head: causal self-attention over h_t, emb(x_{t+1}), ..., emb(x_{t+i}), read at the last of them."""
+    """JTP's head: causal self-attention over h_t, emb(x_{t+1}), ..., emb(x_{t+i}), read at the last of them.
+
+    Training and drafting both call `project` and `forward`.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -238,6 +241,7 @@ class Model(nn.Module):
             self.fetch = Fetch(config)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        # This sets every matrix: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # as model_standard
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -314,7 +318,7 @@ class Model(nn.Module):
         future_targets = [targets.masked_fill(~same, -1) for same in same_document]
         if c.objective == 'nextlat':
             return self._next_latent(idx, targets, h, same_document, future_targets)
-        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
+        # the head as a weight, so that no logits are held
         nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
         if c.objective == 'mtp':
             predictions = self._future_heads(trunk, rotate, attend)
@@ -386,9 +390,13 @@ class Model(nn.Module):
 
         Each head is recomputed in the backward, so memory hardly grows with d.
         """
-        def future_head(block, i):
-            return self.norm(block(trunk, rotate, attend))[:, :-i]
-        return [checkpoint(future_head, block, i, use_reentrant=False) for i, block in enumerate(self.future, 1)]
+        def prediction(i):
+            return self._future_state(i, trunk, rotate, attend)[:, :-i]
+        return [checkpoint(prediction, i, use_reentrant=False) for i in range(1, self.config.horizon + 1)]
+
+    def _future_state(self, i, trunk, rotate, attend):
+        """What further head i gives the output head in training and in drafting: trunk (B, T, C) -> (B, T, C)."""
+        return self.norm(self.future[i - 1](trunk, rotate, attend))
 
     def _fetched(self, idx, h, rotate):
         """What Fetch(h_t, x_{t+1} ... x_{t+i}) gives the head to predict x_{t+1+i}, i = 1 ... d: each (B, T - i, C)."""
@@ -413,6 +421,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        # Training's loss does not pass here, so that it holds no logits: edit `forward` and `_next_latent` too.
         logits = self.head(h)
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
@@ -433,9 +442,9 @@ class Model(nn.Module):
         place = cache.begin(tokens, lengths)
         attend = partial(cache.attend, place)
         h, trunk = self._run_blocks(tokens, place.rotate, attend)
-        for i in range(cache.future.shape[2]):  # mtp's further heads
-            future = self.future[i](trunk, place.rotate, attend)[cache.batch_idx, place.tail_idx]
-            cache.future[:, :future.shape[1], i] = self.norm(future)
+        for i in range(1, cache.future.shape[2] + 1):  # mtp's further heads
+            future = self._future_state(i, trunk, place.rotate, attend)[cache.batch_idx, place.tail_idx]
+            cache.future[:, :future.shape[1], i - 1] = future
         cache.drafted = 0
         last = cache.end(place, h)
         return self._logits(h if all_positions else last)
@@ -499,19 +508,20 @@ class Model(nn.Module):
         if T > 1:  # 1 asks for the weights alone
             self._check_window(T)
 
-        def n_weights(module):
-            return sum(p.numel() for p in module.parameters() if p.dim() >= 2)
+        def n_weights(module):  # of matrices; an embedding looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
+                       for p in part.parameters(recurse=False) if p.dim() >= 2)
         n_head, n_layer = self.head.weight.numel(), c.n_layer
-        used = n_weights(self.blocks) + n_head
+        used = n_weights(self)
         kl = 0
         if c.objective == 'nextlat':
-            used += c.horizon * n_weights(self.dynamics)
+            used += (c.horizon - 1) * n_weights(self.dynamics)
             if c.lambda_kl:
                 kl = (4 if c.stop_head else 6) * c.horizon * n_head
         elif c.objective == 'mtp':
-            used += n_weights(self.future) + c.horizon * n_head
+            used += c.horizon * n_head
             n_layer += c.horizon
         elif c.objective == 'jtp':  # queries of e, keys and values of h and e; for each i the output and the head
             square = c.n_embd * c.n_head * c.head_size
-            used += n_weights(self.fetch) + (c.horizon + 1) * square + c.horizon * n_head
+            used += (c.horizon + 1) * square + c.horizon * n_head
         return 6 * used + kl + 12 * n_layer * c.n_head * c.head_size * (T + 1) / 2

@@ -177,6 +177,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        # This sets every matrix: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # as the official code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -187,15 +188,13 @@ class Model(nn.Module):
     def _run_blocks(self, idx, rotate, attend, streams='both'):
         """idx (B, T) -> the final normalised vectors (B, T, C) of the stream that emits the logits.
 
-        With streams 'input' or 'predict' only that stream is computed, 'predict' after what it forks from. rotate and
+        With streams 'input' or 'predict' only that stream is computed, 'predict' after the layers below it. rotate and
         attend as in `Block.forward`.
         """
         c = self.config
         x = self.embed(idx)
         h, at_work = x.unsqueeze(1), 'input'  # rho joins x at first_predict_layer
         for layer, block in enumerate(self.blocks):
-            if layer < c.first_predict_layer and streams == 'predict' and c.predict_input != 'state':
-                continue
             if layer == c.first_predict_layer and streams != 'input':
                 rho = self.embed.weight[c.n_ids].expand_as(x)  # eq. 3: <predict> after every x_i
                 if c.predict_input != 'predict':
@@ -228,7 +227,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
+        # the head as a weight, so that no logits are held
         weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
         loss = linear_cross_entropy(h.flatten(0, 1), weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
@@ -245,6 +244,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        # Training's loss does not pass here, so that it holds no logits: edit `forward` too.
         logits = self.head(h)  # eq. 10, before the softmax
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
@@ -270,8 +270,9 @@ class Model(nn.Module):
         static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
         c, place, n, piece = self.config, cache.begin(tokens, lengths), tokens.shape[1], cache.longest_run
-        if c.persistent == 'input' and c.window == 0 and n > cache.max_run and not all_positions:
-            # x reads no rho: the prefill of a standard Transformer, then rho for the last tokens alone
+        x_alone = (c.persistent, c.emits, c.window) == ('input', 'predict', 0)  # x reads no rho
+        if x_alone and n > cache.max_run and not all_positions:
+            # the prefill of a standard Transformer, then rho for the last tokens alone
             self._read(tokens, cache, place, 'input')
             tail = cache.batch_idx, place.tail_idx
             h = self._read(tokens[tail], cache, place[tail], 'predict')
@@ -295,12 +296,15 @@ class Model(nn.Module):
             w = T if window is None else min(window + 1, T)
             return w - w * (w - 1) / 2 / T
 
+        def n_weights(module):  # of matrices; an embedding looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
+                       for p in part.parameters(recurse=False) if p.dim() >= 2)
+
         x_keys, rho_keys = map(keys, c.windows)
         pairs = {'x': x_keys + rho_keys - 1, 'rho': x_keys + rho_keys}  # x_i does not see rho_i
         emits = 'rho' if c.emits == 'predict' else 'x'
         two_streams = c.n_layer - c.first_predict_layer - 1  # layers, besides the last
-        block = sum(p.numel() for p in self.blocks[0].parameters() if p.dim() >= 2)
-        used = block * (c.first_predict_layer + 2 * two_streams + 1) + self.head.weight.numel()
+        used = n_weights(self) + n_weights(self.blocks[c.first_predict_layer:-1])  # these are used by both streams
         # in the last layer, keys and values of the stream that does not emit
         used += 2 * c.n_embd * c.n_kv_head * c.head_size
         total_pairs = c.first_predict_layer * x_keys + two_streams * sum(pairs.values()) + pairs[emits]

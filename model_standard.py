@@ -129,6 +129,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        # This sets every matrix: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if config.init == 'torch' and not name.startswith('embed.'):
                 continue  # nn.Linear has initialised it
@@ -164,7 +165,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
+        # the head as a weight, so that no logits are held
         weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
         loss = linear_cross_entropy(h.flatten(0, 1), weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
@@ -174,6 +175,7 @@ class Model(nn.Module):
         return self._logits(self.final_hidden(idx))
 
     def _logits(self, h):
+        # Training's loss does not pass here, so that it holds no logits: edit `forward` too.
         logits = self.head(h)  # eq. 10, before the softmax
         logits[..., self.config.n_ids:] = float('-inf')
         return logits
@@ -205,5 +207,7 @@ class Model(nn.Module):
         if c.window is not None and c.window < T - 1:
             w = c.window + 1
             keys = w - w * (w - 1) / 2 / T
-        weights = self.head.weight.numel() + sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2)
+        # matrices; an embedding looks up
+        weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)
+                      for p in part.parameters(recurse=False) if p.dim() >= 2)
         return 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * keys

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from common import checkpoint, parallel, runs
-from common.decoding import generate
+from common.decoding import generate, has_right_extend
 from common.files import UserError, first_line, friendly_errors
 from common.machine import (
     caught_signals,
@@ -491,7 +491,7 @@ def scores(model, data, s, machine) -> dict[str, float]:
     model.eval()
     with machine.autocast():
         found = data.score(model, machine.device, s.micro_batch_size) if hasattr(data, 'score') else {}
-        if s.acceptance_prompts:
+        if s.acceptance_prompts and has_right_extend(model):
             length, T = min(5, model.longest_draft), s.block_size // 2
             n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
             prompts = data.val_batch(range(n_prompts), T)[0].tolist()

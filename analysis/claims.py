@@ -9,7 +9,7 @@ A claim is a row of CLAIMS: what a paper says, the two runs that it compares, a 
 RUNS, and is trained once for all claims that name it: its learning rate is bracketed at the first seed, then it trains
 with every seed. An interrupted one goes on by the same command: what is done is not done again.
 
-The verdicts, at a level of 5%:
+The verdicts, at a level of 5% (but sign tests, see below):
 
     seen                       the test rejects in the direction of the claim
     contradicted               the same test rejects in the other direction
@@ -601,7 +601,8 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
              'other learning rates among them; measuring is not counted.', '',
              f'{len(rows)} claims: ' + ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in
                                                  (SEEN, NOT_SEEN, CONTRADICTED)) +
-             f'. Level {ALPHA}, each claim by itself: of claims that make no difference, one in twenty counts as seen. '
+             f'. Level {ALPHA}, each claim by itself: of claims that make no difference, one in twenty counts as seen, '
+             f'of sign tests at {s.seeds} seeds one in {2 ** s.seeds}. '
              'These models are some thousand times smaller than the papers\', and what is not seen here may be true '
              'there. claims.csv has the numbers of each seed and the commands; python -m analysis.claims says how the '
              'tests go.']

@@ -17,7 +17,6 @@ import re
 import shlex
 import statistics
 import sys
-import zlib
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -51,7 +50,7 @@ class Side:
     args: list[str]  # of train.py, but for learning rate, seed and folder
     rate: float  # learning rate to look at first
     same: tuple  # what all sides must have in common: data and tokens
-    folder: str  # how its runs' folders begin: another command has other folders
+    folder: str  # how the names of its runs begin
 
 
 def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
@@ -68,8 +67,8 @@ def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
         taken = [key for key in ('seed', 'out_dir') if key in given]
         if taken:
             raise UserError(f'{name}: {taken[0]} is given for each run here: leave it out')
-        slug, key = re.sub(r'\W+', '_', name), zlib.crc32(repr(sorted(given.items())).encode())
-        sides[name] = Side(args, settings.learning_rate, (settings.data, settings.max_tokens), f'{slug}_{key:08x}')
+        sides[name] = Side(args, settings.learning_rate, (settings.data, settings.max_tokens),
+                           re.sub(r'\W+', '_', name))
     if len(sides) < 2:
         raise UserError('what is to be compared? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
     (first, reference), *others = sides.items()

@@ -2,8 +2,9 @@
 
     python -m analysis.context_ready RUN RUN ... --out=NAME
 
-For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; the
-contraction estimate L at the K of training (of a bptt run: at K = 5); how many unrolls a parallel prefill took;
+For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; what the
+correction is worth, K = 1 minus K = 5 ("Corr." of table 6); the contraction estimate L at the K of training (of a bptt
+run: at K = 5); how many unrolls a parallel prefill took; the width over the number of layers, C/N (table 1);
 multiply-adds per token and cache bytes per token. Writes NAME.csv and NAME.png, perplexity against K, and prints the
 table.
 
@@ -112,10 +113,11 @@ def analyse(run, s):
     if c.K == 1 and c.variant != 'extra_ffn':
         variant = 'roformer'
     network = {'concat': 12, 'block_head': 0, 'roformer': 0}.get(variant, 8)
-    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'T': T, 'K': 'bptt' if c.bptt else c.K,
-           'k_min': c.k_min}
+    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'C/N': round(width / c.n_layer), 'T': T,
+           'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
     row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
     row |= {'sequential': round(perplexities['sequential'], 3),
+            'K=1 - K=5': round(row['K=1'] - row['K=5'], 3) if c.K > 1 else '',
             **contraction(torch.cat(moves, 1)), 'prefill_unrolls': max(unrolls),
             # of feed-forward nets of width 4 C, as the paper's
             'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,

@@ -227,8 +227,11 @@ def flops_per_token(run: str) -> float | None:
 
 def loss_at(points: list[dict], axis: str, x: float) -> float | None:
     """The mean loss of a curve at a value of an axis as 'tokens', linear between its points, None outside."""
+    for point in points:
+        if point[axis] == x:
+            return point['mean']
     for a, b in zip(points, points[1:]):
-        if a[axis] <= x <= b[axis]:
+        if a[axis] < x < b[axis]:
             return a['mean'] + (b['mean'] - a['mean']) * (x - a[axis]) / (b[axis] - a[axis])
     return None
 

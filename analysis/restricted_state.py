@@ -9,7 +9,8 @@ again. At each position of a document this measures the nats that M_omega loses 
     extra nll at i = nll of M_omega at i - nll of M at i,
 
 on the mean of 8,000 validation documents of at least 2,049 tokens, read from their start. The first omega + 1 positions
-lose nothing, and are left out. Writes NAME.png (raw and smoothed) and NAME.csv.
+lose nothing, and are left out. Writes NAME.png (raw and smoothed) and NAME.csv; prints the means over positions, and
+how many times as much as each other run the first one loses.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -154,12 +155,16 @@ def main(argv=None):
         out = output_path(s.out, runs, 'restricted_state')
         write_csv(f'{out}.csv', rows)
         plot(rows, f'{out}.png')
+        means = {}
         for label in dict.fromkeys(row['label'] for row in rows):
             line = [row for row in rows if row['label'] == label]
-            mean = sum(row['extra_nll'] for row in line) / len(line)
+            means[label] = mean = sum(row['extra_nll'] for row in line) / len(line)
             print(f'{label}: {mean:+.4f} nats per token on the mean of positions {line[0]["position"]} to '
                   f'{line[-1]["position"]}, {line[-1]["smoothed"]:+.4f} at the last, of {line[0]["documents"]:,} '
                   'documents')
+        first, *others = means
+        for label in filter(means.get, others):  # one that loses nothing has no ratio
+            print(f'{first} loses {means[first] / means[label]:.2f} times as much as {label}')
         print(f'written to {out}.png and {out}.csv')
 
 

@@ -6,31 +6,49 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from math import inf
 from pathlib import Path
 
-from analysis.outcomes import final_loss
+from analysis.outcomes import final_loss, settings_of
 from common.checkpoint import checkpoints
-from common.files import ROOT, UserError
+from common.files import ROOT, UserError, write_file
+from train import read_settings
 
 STEP = 1.5  # ratio of neighbouring learning rates
+DIVERGED = 'diverged.txt'  # what train.py said of a run that did, in its folder
+
+
+def loss_of(folder) -> float:
+    """The final loss of a run, inf if it diverged. UserError or OSError if its training is not at its end."""
+    return inf if (folder / DIVERGED).exists() else final_loss(folder)
 
 
 def is_done(folder) -> bool:
-    """Whether the run in the folder was trained to its end, and evaluated there."""
+    """Whether the run in the folder was trained to its end, and evaluated there, or diverged."""
     try:
-        final_loss(folder)
+        loss_of(folder)
     except (UserError, OSError):
         return False
     return True
 
 
+def check_same(folder, args: list[str]) -> None:
+    """Raises UserError if the run in the folder was trained with other settings or on other data than args say."""
+    asked, _, _ = read_settings([*args, f'--out_dir={folder}', '--resume'])
+    trained_on = settings_of(folder).data
+    if asked.data != trained_on:
+        raise UserError(f'{folder} was trained on {trained_on}, and {asked.data} is asked for: give another --out_dir')
+
+
 def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     """Trains {run folder: arguments of train.py}, `jobs` at a time with one thread each.
 
-    A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails or
-    is stopped.
+    A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails or is
+    stopped, but not for one that diverges; and before any training if one that is done was trained with other settings.
     """
     todo = {folder: args for folder, args in cells.items() if not is_done(folder)}
+    for folder in cells.keys() - todo.keys():
+        check_same(folder, cells[folder])
     start = time.perf_counter()
 
     def train(folder):
@@ -42,10 +60,12 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         for i, future in enumerate(as_completed([pool.submit(train, folder) for folder in todo]), 1):
             folder, result = future.result()
+            if 'the gradients were not finite' in result.stderr:
+                write_file(folder / DIVERGED, result.stderr.encode())
             if not is_done(folder):
                 pool.shutdown(cancel_futures=True)
                 raise UserError(f'{folder} did not come to its end: {result.stderr.strip()[-1000:]}')
-            print(f'{time.perf_counter() - start:6.0f} s  {i}/{len(todo)}  {folder.name}: {final_loss(folder):.4f}',
+            print(f'{time.perf_counter() - start:6.0f} s  {i}/{len(todo)}  {folder.name}: {loss_of(folder):.4f}',
                   flush=True)
 
 
@@ -53,7 +73,8 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
     """{method: its best learning rate}, with a worse one on both sides.
 
     methods: {name: arguments of train.py}; first: {name: where to look first}; folder_of(name, rate): the run's folder.
-    Three rates, STEP apart, and as many more as it takes until the best is not the last on either side.
+    Three rates, STEP apart, and as many more as it takes until the best is not the last on either side. UserError for
+    a method that diverges at all three.
     """
     losses = {name: {} for name in methods}  # by exponent of STEP
 
@@ -66,7 +87,10 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
                  for name, exponents in wanted.items() for i in exponents}
         train_all(cells, jobs)
         for name, exponents in wanted.items():
-            losses[name] |= {i: final_loss(folder(name, i)) for i in exponents}
+            losses[name] |= {i: loss_of(folder(name, i)) for i in exponents}
             best = min(losses[name], key=losses[name].get)
+            if losses[name][best] == inf:
+                raise UserError(f'{name} diverges at learning rates of {first[name] / STEP:.3g} to '
+                                f'{first[name] * STEP:.3g}: begin lower')
             wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
     return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}

@@ -137,6 +137,20 @@ def show(row: dict) -> dict:
     return row
 
 
+def options(argv: list[str] | None, *known: str) -> set[str]:
+    """The arguments given, of the command line where argv is None; one that is not known is a sentence.
+
+    Words without -- choose what is measured: one at a time.
+    """
+    given = set(sys.argv[1:] if argv is None else argv)
+    words = [arg for arg in known if not arg.startswith('--')]
+    for arg in given - set(known):
+        sys.exit(f'unknown argument {arg!r}: expected {", ".join(known)} or nothing')
+    if len(given & set(words)) > 1:
+        sys.exit(f'too many measurements: {", ".join(sorted(given))}: expected one of {", ".join(words)}')
+    return given
+
+
 def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: bool = False) -> None:
     """Prints rows (dicts) as they come and writes them to bench/results/<name>_<cpu or gpu>.json, with where and when.
 

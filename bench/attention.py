@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attn_kernels as K
-from bench import alternate, write_results
+from bench import alternate, options, write_results
 
 WIDTH, TOKENS, WINDOW = 768, 16384, 64  # heads x head size, tokens of a call
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -208,9 +208,10 @@ def figures():
 
 
 def main(argv=None):
+    given = options(argv, '--tune')
     if not torch.cuda.is_available():
         sys.exit('bench.attention: PyTorch sees no GPU here; bench.attention_cpu measures the forms for a CPU')
-    if (sys.argv[1:] if argv is None else argv) == ['--tune']:
+    if '--tune' in given:
         return tune()
     write_results('attention', figures(), markdown=True)
 

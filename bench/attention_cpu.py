@@ -5,13 +5,11 @@ compared with computing them again, which past `DENSE_T` saves memory. Two strea
 call with a mask over the keys of both. The masks of documents are made before, as layers share them, but for 'masks
 made again'. Also, for decoding, a cache in bf16 beside one in fp32, and its plain products beside the fused kernel.
 """
-import sys
-
 import torch
 import torch.nn.functional as F
 
 import attn_kernels
-from bench import alternate, write_results
+from bench import alternate, options, write_results
 
 H, D, TOKENS = 8, 64, 4096  # heads, head size, tokens per call
 
@@ -75,9 +73,9 @@ def figures(toy):
 
 
 def main(argv=None):
-    toy = '--toy' in (sys.argv if argv is None else argv)
+    toy = '--toy' in options(argv, '--toy')
     settings = attn_kernels.DENSE_T, attn_kernels.QUERY_ROWS
-    write_results('attention', figures(toy), toy=toy)
+    write_results('attention_forms', figures(toy), toy=toy)
     attn_kernels.DENSE_T, attn_kernels.QUERY_ROWS = settings
 
 

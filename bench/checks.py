@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 import zlib
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 import train
-from bench import progress, write_results
+from bench import options, progress, write_results
 from common import checkpoint, machine, runs
 from data.shards import MIB, Data, write_data
 from data.tokenizers import Tokenizer
@@ -166,7 +165,7 @@ def figures(sizes: dict, toy: bool) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    toy = '--toy' in (sys.argv[1:] if argv is None else argv)
+    toy = '--toy' in options(argv, '--toy')
     write_results('checks', figures(TOY_SIZES if toy else SIZES, toy), toy=toy)
 
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import attn_kernels as K
-from bench import markdown_table
+from bench import markdown_table, options
 from common import int8
 
 # None where the folder scans/ has been removed
@@ -265,14 +265,14 @@ def build_int8(M, K, N, dtype):
 
 
 def main(argv=None):
-    short = '--short' in (sys.argv[1:] if argv is None else argv)
+    given = options(argv, '--short', '--beside')
     if os.environ.get('TRITON_INTERPRET') == '1':
         sys.exit('bench.compiled: TRITON_INTERPRET=1 is set, and an interpreted kernel cannot be compiled: unset it')
-    if '--beside' in (sys.argv[1:] if argv is None else argv):
+    if '--beside' in given:
         from bench import beside  # which imports this module
         return beside.main()
     with ProcessPoolExecutor() as pool:
-        rows = [row for rows in pool.map(build, short_variants() if short else variants()) for row in rows]
+        rows = [row for rows in pool.map(build, short_variants() if '--short' in given else variants()) for row in rows]
     print(markdown_table(rows))
     trained = 'forward_kernel', 'query_gradient_kernel', 'key_gradient_kernel'
     bad = [row for row in rows if row['stack'] > 0 or row['shared'] > SHARED_LIMIT

@@ -13,11 +13,10 @@ the Roformer that the paper compares with: of speed, and of the weights read per
 is bound by memory.
 """
 import multiprocessing
-import sys
 
 import torch
 
-from bench import alternate, resident, write_results
+from bench import alternate, options, resident, write_results
 from common.decoding import generate, pack_weights, roomy_cache
 from model_context_ready import Config, Model, fast
 from train import Settings, start_processes
@@ -35,7 +34,7 @@ PAIRS = [  # table A13: (Context-Ready, the Roformer beside it)
     ({'n_layer': 5, 'n_embd': 1120}, {'n_layer': 12, 'n_embd': 768, 'K': 1}),
 ]
 TOY_PAIRS = [({'n_layer': 1, 'n_embd': 32}, {'n_layer': 2, 'n_embd': 32, 'K': 1})]
-PROMPT, NEW = [[7] * 16], 2000 if GPU else 32
+PROMPT, NEW = [[7] * 16], 10_000 if GPU else 32  # new tokens: the table's, on a GPU
 
 
 def bptt_step(shape):
@@ -124,12 +123,12 @@ def figures(shapes, rounds, pairs, new):
     yield from generation(pairs, new)
 
 
-def main(argv):
+def main(argv=None):
+    toy = '--toy' in options(argv, '--toy')
     start_processes(Settings())
-    toy = '--toy' in argv
     rows = figures(TOY_SHAPES, 1, TOY_PAIRS, 2) if toy else figures(SHAPES, 5, PAIRS, NEW)
     write_results('context_ready', rows, toy=toy)
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    main()

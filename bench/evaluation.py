@@ -5,13 +5,12 @@
 Same precision and batch size; checks that log-likelihoods and greedy flags agree.
 """
 import random
-import sys
 from collections.abc import Iterator
 
 import torch
 
 import model_standard
-from bench import alternate, write_results
+from bench import alternate, options, write_results
 from common.decoding import pack_weights
 from common.llama import to_llama
 from common.scoring import Scorer
@@ -68,7 +67,7 @@ def compare(shape: dict, n_questions: int, context_len: int, rounds: int) -> Ite
 
 
 def main(argv: list[str] | None = None) -> None:
-    toy = '--toy' in (sys.argv if argv is None else argv)
+    toy = '--toy' in options(argv, '--toy')
     rows = compare(TOY_SHAPE, 2, 20, rounds=1) if toy else compare(SHAPE, 8, 400, rounds=2)
     write_results('evaluation', rows, toy=toy)
 

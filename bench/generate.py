@@ -1,7 +1,7 @@
 """Decoding tokens/s of model_standard beside Hugging Face `generate` with its cache, same weights.
 
     python -m bench.generate [--toy]
-    python -m bench.generate int8           beside Hugging Face alone, to a file of its own
+    python -m bench.generate int8 [--toy]   beside Hugging Face alone, to a file of its own
 
 8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens and 32 new ones, greedy. 'float32': both in fp32. 'best':
 each in the dtype that is fastest for it; ours with packed weights. 'int8': ours with 8-bit weights (common/int8.py),
@@ -10,13 +10,12 @@ the machine may slow down for a while. Then the time of each two-stream method, 
 token, over Standard's.
 """
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 import model_standard
-from bench import FAMILY, alternate, alternate_times, make_model, over_standard, write_results
+from bench import FAMILY, alternate, alternate_times, make_model, options, over_standard, write_results
 from common.decoding import generate, pack_weights
 from common.int8 import prepare_weights
 from common.llama import to_llama
@@ -81,20 +80,22 @@ def methods(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[d
         yield {'terms': 'time over standard', 'batch': batch_size, 'dtype': str(dtype)[6:]} | ratios
 
 
-def figures(shape: dict, batch_sizes: tuple, n_new: int, rounds: int) -> Iterator[dict]:
-    for measure in (beside_hugging_face, methods):
+def figures(shape: dict, batch_sizes: tuple, n_new: int, rounds: int,
+            measures: Iterable[Callable] = (beside_hugging_face, methods)) -> Iterator[dict]:
+    for measure in measures:
         for batch_size in batch_sizes:
             yield from measure(shape, batch_size, n_new, rounds)
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    toy = '--toy' in argv
-    if 'int8' in argv:
-        rows = (row for batch_size in (1, 16) for row in beside_hugging_face(SHAPE, batch_size, NEW, rounds=7))
-        return write_results('generate_int8', rows)
-    rows = figures(TOY_SHAPE, (2,), 4, rounds=1) if toy else figures(SHAPE, (1, 16), NEW, rounds=7)
-    write_results('generate', rows, toy=toy)
+    given = options(argv, '--toy', 'int8')
+    toy = '--toy' in given
+    shape, batch_sizes, n_new, rounds = (TOY_SHAPE, (2,), 4, 1) if toy else (SHAPE, (1, 16), NEW, 7)
+    if 'int8' in given:
+        rows = figures(shape, batch_sizes, n_new, rounds, [beside_hugging_face])
+        write_results('generate_int8', rows, toy=toy)
+    else:
+        write_results('generate', figures(shape, batch_sizes, n_new, rounds), toy=toy)
 
 
 if __name__ == '__main__':

@@ -27,7 +27,7 @@ import torch
 import model_gpn
 import train
 from attn_kernels import import_scan
-from bench import alternate, resident, write_results
+from bench import alternate, options, resident, write_results
 from common import machine, settings
 
 scan = import_scan('gpn')
@@ -302,13 +302,11 @@ def jax_step(model, tokens, official):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    if not set(argv) <= {'--jax', '--toy'}:
-        sys.exit('python -m bench.gpn [--jax] [--toy]')
+    given = options(argv, '--jax', '--toy')
     if scan is None:
         sys.exit('bench.gpn: there is no folder scans/ here, and so nothing to compare')
-    toy = '--toy' in argv
-    rows = on_gpu(toy) if torch.cuda.is_available() else on_cpu('--jax' in argv, toy)
+    toy = '--toy' in given
+    rows = on_gpu(toy) if torch.cuda.is_available() else on_cpu('--jax' in given, toy)
     write_results('gpn', itertools.chain(all_bounds(), rows), toy=toy)
 
 

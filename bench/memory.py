@@ -15,7 +15,7 @@ import sys
 import torch
 
 import train
-from bench import progress, resident, write_results
+from bench import options, progress, resident, write_results
 from common import runs
 from common.memory import memory_by_rows
 
@@ -91,7 +91,7 @@ def rows(toy: bool):
 
 
 def main(argv: list[str] | None = None) -> None:
-    toy = '--toy' in (sys.argv[1:] if argv is None else argv)
+    toy = '--toy' in options(argv, '--toy')
     write_results('memory', rows(toy), toy=toy)
 
 

@@ -1,4 +1,4 @@
-"""A Transformer of nanoGPT's shape, for the benchmarks: what `model_standard.py` must be faster than.
+"""A Transformer of nanoGPT's shape, for the benchmarks: what `model_standard.py` is measured beside.
 
 GPT-2's block without biases: LayerNorm, learned positions, GELU 4 C, a tied head, PyTorch's own attention, and all
 logits in memory. nanoGPT's choices, none of its code. Documents are not kept apart.

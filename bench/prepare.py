@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
             options = ['--tokenizer=byte', '--val_share=0.1', '--workers=1']
             write_results('prepare', compare(file, 'byte', options, rounds=1), toy=True)
         return
-    if len(argv) not in (1, 2):
+    if len(argv) not in (1, 2) or argv[0].startswith('-'):
         sys.exit('bench.prepare: which file? python -m bench.prepare FILE.jsonl.gz [FOLDER with encoder.json '
                  'and vocab.bpe]')
     file, vocabulary = argv[0], argv[1] if len(argv) == 2 else 'gpt2'

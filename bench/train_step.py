@@ -2,9 +2,9 @@
 
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--toy]
-    python -m bench.train_step float32             the same in fp32 alone, for a CPU without bf16 units
+    python -m bench.train_step float32 [--toy]     the same in fp32 alone, for a CPU without bf16 units
     python -m bench.train_step nanogpt [--toy]
-    python -m bench.train_step scales              on a GPU
+    python -m bench.train_step scales [--toy]      on a GPU
 
 'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator. 'as a user
 runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's AdamW. Then
@@ -36,7 +36,7 @@ import model_bst
 import model_nextlat
 import model_standard
 import train
-from bench import FAMILY, alternate, make_model, nanogpt, over_standard, progress, resident, write_results
+from bench import FAMILY, alternate, make_model, nanogpt, options, over_standard, progress, resident, write_results
 from common import llama, machine
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -168,19 +168,21 @@ def two_streams(toy: bool = False, dtypes=DTYPES) -> Iterator[dict]:
 
 # ---- the papers' tables ----
 
-def scales() -> Iterator[dict]:
+def scales(toy: bool = False) -> Iterator[dict]:
     """On a GPU, compiled, bf16, T = 4096 with documents: SPS-S over Standard-S, FLOPs over an H100's 989 TFLOP/s."""
-    block_size = 4096
-    for name, batch_size, shape in (('s', 8, dict(n_layer=12, n_head=12, n_embd=768)),
-                                    ('l', 4, dict(n_layer=36, n_head=20, n_embd=1280))):
+    block_size, sizes = 4096, [('s', 8, dict(n_layer=12, n_head=12, n_embd=768)),
+                               ('l', 4, dict(n_layer=36, n_head=20, n_embd=1280))]
+    if toy:
+        block_size, sizes = 16, [('s', 2, TOY_SHAPE)]
+    for name, batch_size, shape in sizes:
         tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
         tokens[torch.rand(tokens.shape, device=DEVICE) < 1 / 1000] = 50256
         steps, flops = {}, {}
         for method in ('standard', 'sps') if name == 's' else ('standard',):
             model = make_model(method, **shape)
-            steps[method] = our_step(model, tokens, torch.bfloat16, compile=True)
+            steps[method] = our_step(model, tokens, torch.bfloat16, compile=not toy)
             flops[method] = model.flops_per_token(block_size) * tokens[0].numel()
-        seconds = alternate(steps, rounds=10, warmup=3)
+        seconds = alternate(steps, rounds=1 if toy else 10, warmup=3)
         for method, s in seconds.items():
             yield {'scale': name, 'method': method, 'T': block_size, 'batch': batch_size,
                    'tokens_per_s': round(tokens[0].numel() / s),
@@ -265,36 +267,43 @@ def figures() -> Iterator[dict]:
     yield from lines_of_a_process('two_streams')
 
 
-def toy_figures() -> Iterator[dict]:
-    yield from same_terms(TOY_SHAPE, rounds=1)
-    yield from two_streams(toy=True)
+def toy_figures(dtypes=DTYPES) -> Iterator[dict]:
+    yield from same_terms(TOY_SHAPE, 1, dtypes)
+    yield from two_streams(True, dtypes)
+
+
+def float32_figures(toy: bool) -> Iterator[dict]:
+    dtypes = [torch.float32]
+    return toy_figures(dtypes) if toy else itertools.chain(same_terms(dtypes=dtypes), two_streams(dtypes=dtypes))
+
+
+def answer(what: str, *args: str) -> None:
+    """Prints what `lines_of_a_process` reads, of a measurement in a process of its own."""
+    if what == 'peak_memory':
+        print(json.dumps(peak_memory(args[0], int(args[1]))))
+    elif what in ('ours', 'hf'):
+        print(json.dumps(user_step(what)))
+    else:
+        for row in same_terms() if what == 'same' else two_streams():
+            print(json.dumps(row), flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    toy = '--toy' in argv
-    what, *args = [arg for arg in argv if arg != '--toy'] or ['']
-    if what in ('ours', 'hf'):  # what in_a_process starts
-        print(json.dumps(user_step(what)))
-    elif what in ('same', 'two_streams'):
-        for row in same_terms() if what == 'same' else two_streams():
-            print(json.dumps(row), flush=True)
-    elif what == 'peak_memory':
-        print(json.dumps(peak_memory(args[0], int(args[1]))))
-    elif what == 'scales':
-        write_results('scales', scales())
-    elif what == 'float32':
-        only = dict(dtypes=[torch.float32])
-        write_results('train_step_float32', itertools.chain(same_terms(**only), two_streams(**only)))
-    elif what == 'nanogpt':
+    if argv and argv[0] in ('ours', 'hf', 'same', 'two_streams', 'peak_memory'):
+        return answer(*argv)
+    given = options(argv, '--toy', 'float32', 'nanogpt', 'objectives', 'scales')
+    toy = '--toy' in given
+    if 'scales' in given:
+        write_results('scales', scales(toy), toy=toy)
+    elif 'float32' in given:
+        write_results('train_step_float32', float32_figures(toy), toy=toy)
+    elif 'nanogpt' in given:
         write_results('nanogpt', beside_nanogpt(toy), toy=toy)
-    elif what == 'objectives':
+    elif 'objectives' in given:
         write_results('objectives', objectives(toy), markdown=True, toy=toy)
-    elif what == '':
-        write_results('train_step', toy_figures() if toy else figures(), toy=toy)
     else:
-        sys.exit(f'bench.train_step: unknown {what!r}: expected float32, nanogpt, objectives, scales '
-                 'or nothing')
+        write_results('train_step', toy_figures() if toy else figures(), toy=toy)
 
 
 if __name__ == '__main__':

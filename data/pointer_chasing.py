@@ -15,6 +15,10 @@ takes l look-ups from table to table, then one in the base table. Everything is 
 and `||` follows each table and each table's queries. Keys are in a fixed order and each level has its own; the base
 table's values are all different. The last level ends with one query, for its first key, whose answer is only a target.
 So T = (6 M + 2) H + 3 M + 3. With few keys and hops, fresh rows will now and then repeat a held-out one.
+
+Appendix B's text asks for "every key at every level defined so far" after each table, its worked example for that
+table's keys alone. Rows are as the example: of the text's longer queries the last would be too far from their table,
+for the paper's window of 38.
 """
 if __name__ == '__main__':
     from common.start import quiet_start

@@ -40,9 +40,8 @@ def stream(model, idx, graphs=True):
     B, T, C = e.shape
     rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
     dropout = None  # factors: on what enters the blocks, then on the two branches of each block
-    p = c.dropout if model.training else 0.0
-    if p:
-        dropout = torch.empty(1 + 2 * c.n_layer, T, B, C, device=e.device, dtype=e.dtype).bernoulli_(1 - p).div_(1 - p)
+    if c.dropout and model.training:
+        dropout = F.dropout(e.new_ones(1 + 2 * c.n_layer, T, B, C), c.dropout)  # by name: the check exchanges it
     params = _parameters(model)
     # a graph reads the weights where they lay when it was recorded: none of those that functional_call lends for a call
     records = graphs and e.is_cuda and torch.is_grad_enabled() and all(isinstance(p, nn.Parameter) for p in params)

@@ -21,6 +21,7 @@ decoding.
 """
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -104,16 +105,16 @@ def fold(model):
         weights += [torch.cat([*w_in, gate, up]), torch.cat(b_in), w_out]
     if write is not None:
         key = F.relu(write.key.bias).unflatten(-1, (model.config.n_head, -1))
-        first_key = key * (key.square().sum(-1, keepdim=True) + KEY_EPS ** 2).rsqrt()
+        first_key = key * (key.square().sum(-1, keepdim=True) + model.all_eps[1] ** 2).rsqrt()
         weights += [write.log_rate.exp(), first_key]
     return weights
 
 
-KEY_EPS = 1e-6  # its square is under the root of the L2 norm (official code)
-
-
 class Weights:
-    """The list of `fold` as products in one dtype. backward: the products of a gradient with the weights instead."""
+    """The list of `fold` as products in one dtype. eps: (of norms, of keys), as `Model.all_eps`.
+
+    backward: the products of a gradient with the weights instead.
+    """
 
     graphs = False  # CUDA graphs read these tensors
 
@@ -121,14 +122,15 @@ class Weights:
         device, wide = folded[0].device, torch.promote_types(folded[0].dtype, torch.float32)
         no_memory = [torch.zeros(0, sizes.d_k, device=device)] * 2
         self.rate, self.first_key = (x.detach().to(wide) for x in (folded[-2:] if sizes.n_head else no_memory))
-        self.state_eps = (sizes.n_embd * eps) ** 0.5
-        self.read_eps = (sizes.n_head * sizes.d_v * eps) ** 0.5
+        norm_eps, self.key_eps = eps
+        self.state_eps = (sizes.n_embd * norm_eps) ** 0.5
+        self.read_eps = (sizes.n_head * sizes.d_v * norm_eps) ** 0.5
         products = [w.detach().to(dtype) for w in folded[:2 + 3 * sizes.n_layer]]
         if backward:
             products = [w.T if w.dim() == 2 else None for w in products]
         self.sizes, self.dtype, self.in_c = sizes, dtype, None
         if dtype == wide and StepsInC.serves(device, dtype):
-            all_eps = self.state_eps, self.read_eps, KEY_EPS
+            all_eps = self.state_eps, self.read_eps, self.key_eps
             self.in_c = StepsInC(products, self.rate, self.first_key, sizes, all_eps)
             return
         products = [w if w is None or w.dim() == 1 else packed(w) for w in products]
@@ -442,34 +444,64 @@ def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, g
 # products, and the products take almost three times as long as in C (8 rows, two AVX-512 cores).
 
 
+KEPT = Path(__file__).with_name('__pycache__')  # for built libraries: who can write there can write the bytecode too
+
+
 @functools.cache
 def _build(dtype):
-    """gpn.c for this machine and dtype, built in a second or two; None where that fails, as without a C compiler."""
+    """gpn.c for this machine and dtype; None where that fails, as without a C compiler."""
     compiler = shutil.which(os.environ.get('CC', 'cc'))
     if compiler is None:
         return None
-    source = Path(__file__).with_name('gpn.c')
-    flags = ['-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros', '-fno-trapping-math', '-fassociative-math',
-             '-shared', '-fPIC']
+    command = [compiler, '-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros', '-fno-trapping-math',
+               '-fassociative-math', '-shared', '-fPIC']
     if dtype == torch.float64:
-        flags.append('-DDOUBLE')
-    with tempfile.TemporaryDirectory() as folder:
-        built = os.path.join(folder, 'gpn.so')
-        for threads in (['-fopenmp'], []):  # gcc's threads are PyTorch's: the library is loaded already
-            command = [compiler, *flags, *threads, source, '-o', built, '-lm']
-            if subprocess.run(command, capture_output=True).returncode == 0:
-                break
-        else:
-            return None
-        try:
-            library = ctypes.CDLL(built)
-        except OSError:  # a folder for data only
-            return None
+        command.append('-DDOUBLE')
+    source = Path(__file__).with_name('gpn.c')
+    library = _library([*command, '-fopenmp'], source) or _library(command, source)  # gcc's threads are PyTorch's
+    if library is None:
+        return None
     real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
     fields = [(name, ctypes.c_long) for name in 'SBCFHKDL']
     fields += [(name, real) for name in ('state_eps', 'read_eps', 'key_eps')]
     library.sizes = type('sizes', (ctypes.Structure,), {'_fields_': fields})
     return library
+
+
+def _library(command, source):
+    """What the compiler's command makes of source, loaded; None where that fails.
+
+    Building takes a second or two: the file is kept, by a hash of all that it depends on, and read from then on.
+    """
+    kept, about = None, subprocess.run([*command, '-dM', '-E', '-x', 'c', os.devnull], capture_output=True)
+    if about.returncode == 0:  # the macros with which it starts: its version, and all that this CPU can do
+        parts = [source.read_bytes(), repr(command).encode(), about.stdout]
+        kept = KEPT / f'gpn-{hashlib.sha256(repr(parts).encode()).hexdigest()}.so'
+        try:
+            return ctypes.CDLL(kept)
+        except OSError:  # it is not there, or not whole
+            pass
+    with tempfile.TemporaryDirectory() as folder:
+        built = os.path.join(folder, 'gpn.so')
+        if subprocess.run([*command, source, '-o', built, '-lm'], capture_output=True).returncode != 0:
+            return None
+        try:
+            library = ctypes.CDLL(built)
+        except OSError:  # a folder for data only
+            return None
+        if kept is not None:
+            _keep(built, kept)
+    return library
+
+
+def _keep(built, kept):
+    """Copies the file, whole or not at all; nothing where the folder cannot be written."""
+    try:
+        kept.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            os.replace(shutil.copy(built, folder), kept)
+    except OSError:
+        pass
 
 
 class StepsInC:
@@ -557,7 +589,7 @@ def step(w, s, direction, k, memory, u, carry_mask=None, active=None):
         products.append(z)
         gate_in, memory_in, glu_in = z.split(w.sizes.columns(i), -1)
         if H:
-            q, new_k, v, decay, beta = memory_inputs(memory_in, None if i else w.rate, H, K, KEY_EPS)  # eq. 8, 9
+            q, new_k, v, decay, beta = memory_inputs(memory_in, None if i else w.rate, H, K, w.key_eps)  # eq. 8, 9
             if i == 0:
                 if active is not None:
                     decay, beta = torch.where(active, decay, 1.0), beta * active
@@ -628,7 +660,7 @@ def segment_backward(w, is_cut, u, carry_mask, s, k, memory, grad, ds, dk, dm, *
         layer = gated(x, z) | dict(memory_in=memory_in, glu_in=glu_in, y=y)
         layer |= dict(zip(('d_gate_in', 'd_memory_in', 'd_glu_in'), layer['dz'].split(w.sizes.columns(i), -1)))
         if H:
-            of_all_steps = memory_inputs(memory_in.flatten(0, 1), None if i else w.rate, H, K, KEY_EPS)
+            of_all_steps = memory_inputs(memory_in.flatten(0, 1), None if i else w.rate, H, K, w.key_eps)
             q, next_k, v, decay, beta = (x if x is None else x.unflatten(0, (S, B)) for x in of_all_steps)
             layer |= dict(q=q, memory_read=saved[2 * i + 1])
         if H and i == 0:
@@ -656,7 +688,7 @@ def segment_backward(w, is_cut, u, carry_mask, s, k, memory, grad, ds, dk, dm, *
                 dq, dk_before, dv, dbeta, dlog = delta_step_backward(
                     dm, memories[t], layer_t['k'], layer_t['v'], layer_t['decay'], layer_t['beta'], layer_t['q'], dread,
                     None if carry_mask is None else carry_mask[t])
-                drate += memory_inputs_backward(layer_t['memory_in'], w.rate, KEY_EPS, layer_t['d_memory_in'], dq, dk,
+                drate += memory_inputs_backward(layer_t['memory_in'], w.rate, w.key_eps, layer_t['d_memory_in'], dq, dk,
                                                 dv, dbeta, dlog)
                 dk = dk_before
                 if is_cut and t == S - 1:
@@ -665,7 +697,7 @@ def segment_backward(w, is_cut, u, carry_mask, s, k, memory, grad, ds, dk, dm, *
             elif H:
                 dq = rows_times(dread, memories[t + 1].transpose(-1, -2))
                 dm.addcmul_(layer_t['q'].unsqueeze(-1), dread.unsqueeze(-2))
-                memory_inputs_backward(layer_t['memory_in'], None, KEY_EPS, layer_t['d_memory_in'], dq)
+                memory_inputs_backward(layer_t['memory_in'], None, w.key_eps, layer_t['d_memory_in'], dq)
             d = gated_add_norm_backward(product(dz, w_in), layer_t['direction'], layer_t['inverse'], d,
                                         layer_t['gate_value'])
         du.append(d)
@@ -757,7 +789,8 @@ def segments(T, segment_len, bptt_len):
 
 
 def scan_forward(u: torch.Tensor, carry_mask: torch.Tensor | None, folded: list[torch.Tensor], sizes: list[int],
-                 eps: float, dtype: torch.dtype, segment_len: int, bptt_len: int, record: bool) -> list[torch.Tensor]:
+                 eps: list[float], dtype: torch.dtype, segment_len: int, bptt_len: int,
+                 record: bool) -> list[torch.Tensor]:
     """u (T, B, C), carry_mask (T, B, 1) or None -> predicted states (T, B, C), and with record what the backward needs.
 
     That is the memory at the start of each of `segments` (R, B, H, K, D), the states between layers (T, B, C) and the
@@ -766,7 +799,7 @@ def scan_forward(u: torch.Tensor, carry_mask: torch.Tensor | None, folded: list[
     T, sizes = len(u), Sizes(*sizes)
     L = sizes.n_layer
     with torch.autocast(u.device.type, enabled=False):
-        w = (segment_weights if record else Weights)(folded, sizes, eps, dtype)
+        w = (segment_weights if record else Weights)(folded, sizes, tuple(eps), dtype)
         outputs = _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record)
         out, memories, *saved = outputs
         s, k, memory = torch.zeros_like(u[0]), w.first_key.repeat(u.shape[1], 1, 1), torch.zeros_like(memories[0])
@@ -793,8 +826,8 @@ def _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record):
 
 
 def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry_mask: torch.Tensor | None, folded: list[torch.Tensor],
-                  outputs: list[torch.Tensor], sizes: list[int], eps: float, dtype: torch.dtype, segment_len: int,
-                  bptt_len: int) -> list[torch.Tensor]:
+                  outputs: list[torch.Tensor], sizes: list[int], eps: list[float], dtype: torch.dtype,
+                  segment_len: int, bptt_len: int) -> list[torch.Tensor]:
     """Gradients of u and of the folded weights from grad (T, B, C), that of the predicted states.
 
     Only the gradients of state, key and memory go through the steps; those of the weights are one large product each a
@@ -811,7 +844,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry_mask: torch.Tensor 
             total.add_(dout.T @ x)
 
     with torch.autocast(u.device.type, enabled=False):
-        w, grad_u = segment_weights(folded, sizes, eps, dtype, True), torch.empty_like(u)
+        w, grad_u = segment_weights(folded, sizes, tuple(eps), dtype, True), torch.empty_like(u)
         totals = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
         for (a, b), memory in reversed(list(zip(segments(T, segment_len, bptt_len), memories))):
@@ -819,7 +852,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry_mask: torch.Tensor 
             k = w.first_key.repeat(B, 1, 1)
             if a and H:  # the key that the step before made
                 key = saved[L][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype).unflatten(-1, (H, K))
-                k = l2_normalize(F.relu(key), KEY_EPS)[0]
+                k = l2_normalize(F.relu(key), w.key_eps)[0]
             inputs = [u[a:b], None if carry_mask is None else carry_mask[a:b], s, k, memory, grad[a:b], ds, dk, dm,
                       *(x[a:b] for x in saved)]
             is_cut = b < T and b % bptt_len == 0
@@ -888,7 +921,8 @@ def scan_window(model, u, carry_mask=None):
     bptt_len = c.bptt_len or u.shape[1]
     if carry_mask is not None:
         carry_mask = carry_mask.transpose(0, 1)
-    states = scan(u.transpose(0, 1), carry_mask, fold(model), Sizes.of(c), c.norm_eps, dtype, c.segment_len, bptt_len)
+    states = scan(u.transpose(0, 1), carry_mask, fold(model), Sizes.of(c), model.all_eps, dtype, c.segment_len,
+                  bptt_len)
     return states.transpose(0, 1)
 
 
@@ -902,7 +936,7 @@ class Decoder:
     def __init__(self, model, device):
         c, dtype = model.config, model.fuse.weight.dtype
         self.sizes, self.segment_len = Sizes.of(c), c.segment_len
-        self.weights = Weights([w.to(device, copy=True) for w in fold(model)], self.sizes, c.norm_eps, dtype)
+        self.weights = Weights([w.to(device, copy=True) for w in fold(model)], self.sizes, model.all_eps, dtype)
 
     def first_state(self, batch_size):
         """s, k and M before a document's first token."""

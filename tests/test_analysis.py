@@ -129,6 +129,8 @@ def test_crossing_is_where_a_line_goes_below_for_good():
     assert loss_curves.crossing(line(6, 3, 2, 2.5), first, 'tokens') is None
     # beyond the first line's end nothing is compared
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
+    assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # of one evaluation each
+    assert loss_curves.crossing(line(6), line(5), 'tokens') is None
 
 
 def test_gpu_hours_are_wall_time_times_gpus(tmp_path):

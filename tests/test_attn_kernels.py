@@ -1,6 +1,8 @@
 """Every fast form in attn_kernels.py against its reference in float64: values and gradients."""
 import pytest
 import torch
+from conftest import run_apart
+from test_models import make, some_tokens
 
 import attn_kernels as K
 
@@ -105,6 +107,17 @@ def test_two_stream_attention_refuses_a_query_that_is_not_what_it_says():
     q = torch.zeros(1, 1, 4, 1, 2)
     with pytest.raises(ValueError, match="q has 1 streams and queries = 'both'"):
         K.two_stream_attention(q, q, q, 'input', 1)
+
+
+@pytest.mark.parametrize('variant', ['standard, window', 'sps, grouped queries'])
+def test_an_edit_of_the_reference_is_decoded_too(variant, monkeypatch):
+    model, idx, dense = make(variant), some_tokens(2, 9), K._dense_attention
+    unedited = model.logits(idx)[..., :60]
+    monkeypatch.setattr(K, '_dense_attention', lambda q, *rest: dense(2 * q, *rest))
+    monkeypatch.setattr(K, 'REFERENCE', True)
+    want, cache = model.logits(idx)[..., :60], model.new_cache(2, 9)
+    got = [model.extend(idx[:, a:b], cache, all_positions=True) for a, b in ((0, 5), (5, 8), (8, 9))]
+    assert (torch.cat(got, 1)[..., :60] - want).abs().max() < 1e-5 < (want - unedited).abs().max()
 
 
 @pytest.mark.parametrize('T', [40, 300])  # one mask, and one a tile
@@ -256,3 +269,8 @@ def test_a_compiler_does_not_unroll_the_parts_of_the_loss_on_a_cpu():
     want = K.linear_cross_entropy_reference(2 * hidden, weight, targets)
     assert abs(loss - want) < 1e-4
     assert torch.allclose(hidden.grad, torch.autograd.grad(want, hidden)[0], atol=1e-6)
+
+
+def test_what_starts_without_compiling_does_not_load_the_compiler():
+    result = run_apart('-c', "import sys, eval, sample, model_standard; sys.exit('torch._dynamo' in sys.modules)")
+    assert result.returncode == 0, result.stderr

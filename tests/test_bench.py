@@ -1,11 +1,15 @@
 """Every benchmark can be imported, and those that run without a GPU do so at toy size."""
 import importlib
+import re
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, assert_sentence, run
+
+import bench
 
 pytestmark = pytest.mark.slow
 
+RESULTS = ROOT / 'bench/results'
 MODULES = sorted(path.stem for path in (ROOT / 'bench').glob('[a-z]*.py'))
 TOYS = [name for name in MODULES if '--toy' in (ROOT / f'bench/{name}.py').read_text()]
 
@@ -15,12 +19,46 @@ def test_every_benchmark_can_be_imported(name):
     assert importlib.import_module(f'bench.{name}').__doc__
 
 
-@pytest.mark.parametrize('args', [*([name] for name in TOYS), ['train_step', 'objectives']], ids=' '.join)
-def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args):
+@pytest.fixture
+def results_stay():
+    """No file of bench/results is written."""
+    before = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
+    yield
+    assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == before
+
+
+@pytest.mark.parametrize('args', [
+    *([name] for name in TOYS), ['generate', 'int8'], ['train_step', 'objectives'], ['train_step', 'float32'],
+    ['train_step', 'scales']], ids=' '.join)
+def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args, results_stay):
     if args[0] == 'evaluation':
         pytest.importorskip('accelerate')
-    results = ROOT / 'bench/results'
-    before = {path: path.stat().st_mtime_ns for path in results.iterdir()}
     result = run('-m', f'bench.{args[0]}', *args[1:], '--toy')
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
-    assert {path: path.stat().st_mtime_ns for path in results.iterdir()} == before
+
+
+@pytest.mark.parametrize('name', TOYS)
+def test_a_mistyped_argument_is_a_sentence_and_nothing_is_measured(name, results_stay):
+    result = run('-m', f'bench.{name}', '--toy', '--typo')
+    assert_sentence(result, 'which file?' if name == 'prepare' else 'typo')
+    assert not result.stdout
+
+
+def test_a_benchmark_makes_one_measurement_at_a_time():
+    known = '--toy', 'float32', 'scales'
+    assert bench.options(['--toy', 'scales'], *known) == {'--toy', 'scales'}
+    with pytest.raises(SystemExit, match='too many measurements: float32, scales: expected one of float32, scales'):
+        bench.options(['scales', 'float32'], *known)
+
+
+def test_every_benchmark_has_files_of_its_own():
+    names = [name for path in (ROOT / 'bench').glob('*.py')
+             for name in set(re.findall(r"write_results\('(\w+)'", path.read_text()))]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_two_files_of_results_have_one_content():
+    named = {}
+    for path in RESULTS.iterdir():
+        named.setdefault(path.read_bytes(), []).append(path.name)
+    assert [names for names in named.values() if len(names) > 1] == []

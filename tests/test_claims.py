@@ -135,7 +135,8 @@ def test_the_table_has_the_verdicts_of_the_runs(judged):
     assert rows['d']['our_numbers'] == rows['d']['other_numbers'] and rows['d']['p'] == ''
     text = (out / 'claims.md').read_text()
     for part in ('4 claims: 3 seen, 0 not seen at this size, 1 contradicted', '## A Single-Layer Model',
-                 '1.85 (sps)', '-0.2 (', 'core-hours', 'commit', '**contradicted**', 'TOST', 'one sample'):
+                 '1.85 (sps)', '-0.2 (', 'core-hours', 'commit', '**contradicted**', 'TOST', 'one sample',
+                 'one in twenty counts as seen, of sign tests at 3 seeds one in 8'):
         assert part in text, part
 
 

@@ -315,6 +315,33 @@ def test_dropout_and_autocast_do_not_keep_the_fast_form_from_being_chosen(capsys
     assert (c.dropout, c.window, c.segment_len) == (0.3, 8, 7) and capsys.readouterr().err == ''
 
 
+def no_dropout_of_the_ffn(self, h, rotate, attend):
+    h = h + F.dropout(self.attn(h, rotate, attend), self.config.dropout, self.training)
+    return h + self.ffn(h)
+
+
+def dropout_before_a_norm(self, h, rotate, attend):
+    return block_forward(self, F.dropout(h, self.config.dropout, self.training), rotate, attend)
+
+
+def less_dropout_of_the_ffn(self, h, rotate, attend):
+    h = h + F.dropout(self.attn(h, rotate, attend), self.config.dropout, self.training)
+    return h + F.dropout(self.ffn(h), 0.9 * self.config.dropout, self.training)
+
+
+block_forward = Block.forward
+
+
+@needs_scan
+@pytest.mark.parametrize('edit', [no_dropout_of_the_ffn, dropout_before_a_norm, less_dropout_of_the_ffn])
+def test_an_edit_of_dropout_is_seen(edit, monkeypatch, capsys):
+    monkeypatch.setattr(Block, 'forward', edit)
+    model, dropout = make(bptt=True, dropout=0.3).train(), F.dropout
+    model(tokens(), tokens())
+    assert model.scan_report['scan'] == 'loop' and 'differs from the equations' in capsys.readouterr().err
+    assert F.dropout is dropout
+
+
 @needs_scan
 def test_a_swapped_layer_of_a_living_model_takes_effect_when_asked(monkeypatch):
     model, idx = make(bptt=True), tokens()
@@ -339,6 +366,15 @@ def test_an_edited_step_is_in_everything(prefill):
     assert (edited.logits(idx) - streamed)[..., :60].abs().max() < 1e-4
     assert (edited.logits(idx) - model.logits(idx))[..., :60].abs().max() > 1e-2
     assert not torch.allclose(edited(idx, idx)['nll'], model(idx, idx)['nll'])
+
+
+def test_an_edit_of_eq_2_is_in_the_first_unroll_too(monkeypatch):
+    """With the correction alone, the first unroll and K = 1 know no token from another."""
+    monkeypatch.setattr(Model, 'enter', lambda self, e, correction: 2 * correction)
+    plain, model = make(K=1), make(K=3).train()
+    model.unrolls = 1
+    for first_unroll in (plain.states, plain.logits, model.states, lambda idx: next(model.unrolled(idx))[0]):
+        torch.testing.assert_close(first_unroll(tokens()), first_unroll((tokens() + 7) % 59))
 
 
 def test_a_model_without_bptt_has_nothing_to_choose(monkeypatch, capsys):
@@ -796,6 +832,8 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))
     assert plain['K=1'] == plain['sequential'] and plain['K=2'] == '' and plain['variant'] == 'roformer'
     assert abs(float(ready['K=10']) / float(ready['sequential']) - 1) < 0.01
+    assert float(ready['K=1 - K=5']) == pytest.approx(float(ready['K=1']) - float(ready['K=5']))
+    assert plain['K=1 - K=5'] == '' and ready['C/N'] == '8'
     assert 0 < float(ready['L_pooled']) < 10 and plain['L_pooled'] == ''
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
     result = train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3')

@@ -249,6 +249,93 @@ def test_an_edit_of_the_equation_trains_and_decodes_and_says_so(capsys):
     torch.testing.assert_close(edited.extend(idx, cache, all_positions=True)[..., :60], edited.logits(idx)[..., :60])
 
 
+class WriteOfQuery(G.Model):
+    """The query is written too."""
+
+    def step(self, memory, q, k, v, log_decay, beta):
+        memory = log_decay.exp()[..., None, None] * memory
+        error = v - G.read(memory, k)
+        memory = memory + (k + 0.5 * q).unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+        return G.read(memory, q), memory
+
+
+class DecayOfEachKey(G.Model):
+    """A decay for each dimension of a key: the shapes of what a token gives `step` change."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        H, K = config.n_head, config.d_k
+        for block in self.blocks:
+            block.decay = torch.nn.Linear(config.n_embd, H * K, bias=False)
+            block.log_rate = torch.nn.Parameter(torch.rand(H, K))
+            block.dt_bias = torch.nn.Parameter(torch.randn(H, K))
+
+    def step(self, memory, q, k, v, log_decay, beta):
+        memory = log_decay.exp().unsqueeze(-1) * memory
+        memory = memory + k.unsqueeze(-1) * (beta.unsqueeze(-1) * (v - G.read(memory, k))).unsqueeze(-2)
+        return G.read(memory, q), memory
+
+
+@pytest.mark.parametrize('edit', [WriteOfQuery, DecayOfEachKey])
+def test_decoding_follows_an_edit_in_whatever_calls(edit, capsys):
+    """A prompt, single tokens, and a run of which all but one is forgotten and read again."""
+    model, idx = edit(make(eos_id=59)[0].config).double(), make()[1]
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.25 if p.dim() == 2 else 0.7)
+    assert model(idx, idx)['loss'].isfinite() and model.scan_report['scan'] == 'loop'
+    cache, found = model.new_cache(3, 23, max_run=4), []
+    for a, b in [(0, 9), *((t, t + 1) for t in range(9, 15)), (15, 19), (16, 23)]:
+        cache.rollback(int(cache.lengths[0]) - a)
+        found[a:] = model.extend(idx[:, a:b], cache, all_positions=True).unbind(1)
+    torch.testing.assert_close(torch.stack(found, 1)[..., :60], model.logits(idx)[..., :60], rtol=1e-9, atol=1e-9)
+
+
+class Noisy(G.Block):
+    """Dropout, and noise of another kind: neither is part of the memory's equation."""
+
+    def forward(self, h, convolve, remember):
+        h = F.dropout(super().forward(h, convolve, remember), 0.2, self.training)
+        return h + 0.1 * torch.randn_like(h) if self.training else h
+
+
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+def test_chance_outside_of_the_memory_does_not_keep_the_fast_form_from_being_chosen(capsys):
+    model, idx = make(eos_id=59)
+    for block in model.blocks:
+        block.__class__ = Noisy
+    state = torch.get_rng_state()
+    assert model.choose_scan()['scan'] == 'fast' and capsys.readouterr().err == ''
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second = (model.train()(idx, idx)['loss'] for _ in range(2))
+    assert first != second
+
+
+@pytest.mark.skipif(scan is None, reason='scans/ is not here')
+def test_a_fast_form_that_is_wrong_from_call_to_call_alone_is_not_taken(monkeypatch):
+    """In training nothing is made of the memory after a window."""
+    right = scan.scan_chunks
+
+    def wrong(*args):
+        reads, memory = right(*args)
+        return reads, 0.9 * memory
+    monkeypatch.setattr(scan, 'scan_chunks', wrong)
+    report = make()[0].choose_scan()
+    assert (report['scan'], report['where']) == ('loop', 'the decoded states')
+
+
+def test_an_edit_that_cannot_decode_yet_is_trained_and_a_line_says_so(monkeypatch, capsys):
+    """What is convolved is wider than what the cache keeps."""
+    model, idx = make()
+    want, convolve = model(idx, idx)['loss'].item(), G.Cache.convolve
+    monkeypatch.setattr(G.Cache, 'convolve', lambda self, layer, x, weight: convolve(self, layer, x[..., 1:], weight))
+    model, _ = make()
+    assert model(idx, idx)['loss'].item() == pytest.approx(want, rel=1e-9)
+    assert model.scan_report['scan'] == 'loop' and 'Decoding fails (RuntimeError: ' in capsys.readouterr().err
+    monkeypatch.setattr(G.Model, 'step', lambda self, *tokens: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make()[0](idx, idx)
+
+
 def test_without_scans_the_equation_runs(monkeypatch):
     model, idx = make(eos_id=59)
     want = loss_and_gradients(model, idx)

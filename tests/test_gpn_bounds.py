@@ -61,7 +61,7 @@ def test_the_launches_are_those_of_a_step(values, monkeypatch):
     for name in ('product', 'gated_add_norm', 'memory_inputs', 'delta_step', 'rows_times', 'glu'):  # a kernel each
         monkeypatch.setattr(scan, name, counting(getattr(scan, name)))
     monkeypatch.setattr(scan, 'USE_C', False)
-    weights = scan.Weights(scan.fold(model), sizes, 1e-6, torch.float64)  # as `make` has them
+    weights = scan.Weights(scan.fold(model), sizes, model.all_eps, torch.float64)  # as `make` has them
     calls.clear()  # making them multiplies too
     k = weights.first_key.repeat(2, 1, 1)
     memory = k.new_zeros(2, sizes.n_head, sizes.d_k, sizes.d_v)

@@ -295,5 +295,8 @@ def test_figure_5b_of_tiny_runs(tiny_runs, tmp_path):
     for row in rows:
         assert float(row['extra_nll']) == pytest.approx(float(row['restricted_nll']) - float(row['nll']))
     assert {row['documents'] for row in rows} == {'5'} and (tmp_path / 'b.png').read_bytes()[:4] == b'\x89PNG'
+    standard, sps = (np.mean([float(row['extra_nll']) for row in rows if row['label'] == label])
+                     for label in ('standard', 'sps'))
+    assert f'standard loses {standard / sps:.2f} times as much as sps' in result.stdout
     assert_sentence(run('-m', 'analysis.restricted_state', *tiny_runs), 'omega is 64', 'at most 30')
     assert_sentence(run('-m', 'analysis.restricted_state'), 'which runs')

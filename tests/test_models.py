@@ -313,6 +313,15 @@ def test_flops_count_the_pairs_of_the_pattern(window):
     assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * L * C * pairs / T)
 
 
+@pytest.mark.parametrize('variant', ['standard', 'standard, window 0, untied', 'sps', 'nextlat', 'bst'])
+def test_flops_count_the_matrices_of_an_edit_and_no_tables(variant):
+    model = make(variant)
+    before = model.flops_per_token(12)
+    model.gate, model.table = torch.nn.Linear(32, 8), torch.nn.Embedding(7, 32)
+    model.mix = torch.nn.Parameter(torch.zeros(3, 5))
+    assert model.flops_per_token(12) - before == 6 * (32 * 8 + 3 * 5)
+
+
 @pytest.mark.parametrize('scale, millions', [('xs', 53), ('s', 131), ('m', 379), ('l', 831), ('xl', 1678)])
 def test_parameters_at_the_five_scales(scale, millions):
     values = settings.read_config_file(f'config/standard_{scale}.py')

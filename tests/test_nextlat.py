@@ -235,6 +235,29 @@ def test_drafts_after_a_ragged_prompt_are_those_of_each_row_alone(case):
         assert (probs[b] - want[0]).abs().max() < 1e-8
 
 
+def test_an_edit_of_mtps_heads_changes_training_and_drafts(monkeypatch):
+    model, idx = make(objective='mtp', horizon=2), torch.randint(0, 19, (2, 9))
+
+    def results():
+        cache = model.new_cache(2, 9, max_run=3)
+        model.extend(idx, cache)
+        return model(idx, idx)['further_tokens'], cache.future
+    (loss, states), head = results(), model._future_state
+    monkeypatch.setattr(model, '_future_state', lambda *args: 2 * head(*args))
+    (other_loss, doubled) = results()
+    assert torch.equal(doubled, 2 * states) and states.any() and abs(other_loss - loss) > 0.1
+
+
+@pytest.mark.parametrize('objective', ['ntp', 'nextlat', 'mtp', 'jtp'])
+def test_flops_are_those_counted_by_hand(objective):
+    model, C, T = make(objective=objective, horizon=2, n_dynamics=5, tied_head=True), 16, 8
+    block, head, layers = 4 * C * C + 3 * C * model.config.n_ffn, 24 * C, 4 if objective == 'mtp' else 2
+    further = {'ntp': 0, 'nextlat': 2 * (2 * C * 5 + 5 * 5 + 5 * C) + 2 * head * 4 / 6, 'mtp': 2 * (block + head),
+               'jtp': (1 + 1 + 2) * C * C + 3 * C * C + 2 * head}
+    weights = 2 * block + head + further[objective]
+    assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * layers * C * (T + 1) / 2)
+
+
 def test_mtp_memory_hardly_grows_with_the_horizon():
     """What autograd keeps for the backward: for each further head the trunk's shares, not a layer's activations."""
     def kept(**values):

@@ -3,6 +3,7 @@ import csv
 import dataclasses
 import json
 import math
+import statistics
 
 import pytest
 from conftest import ROOT, assert_sentence, run
@@ -289,13 +290,21 @@ def test_the_paper_s_rows_agree_with_themselves():
                 assert abs(sum(parts) / len(parts) - float(row[mean])) < (0.06 if '%' in mean else 0.0011), row['name']
     names = {row['name']: row for row in rows}
     assert names['SPS XL']['validation loss'] == '2.390' and names['Standard S']['validation loss'] == ''
+    rows = tables.read_paper('nextlat')
+    for row in rows:
+        accuracies = [float(value) for name, value in row.items() if name.endswith(', %') and name not in tables.MEANS]
+        error = statistics.mean(accuracies) - float(row['task accuracy, %'])
+        assert len(accuracies) == 8 and abs(error) < (0.04 if row['name'] == 'MTP (d = 1)' else 0.006), row['name']
+    assert len(rows) == 9
 
 
 @pytest.mark.parametrize('paper, config, name', [
     ('sps', 'standard_xl', 'Standard XL'), ('sps', 'two_x_memory_m', '2x Memory M'),
     ('sps', 'delayed_state_xs', 'Delayed State XS'), ('gpn', 'gpn_130m', 'GPN+M, 1 layer'),
     ('gpn', 'gpn_2l', 'GPN+M, 2 layers'), ('gpn', 'gpn_nomem', 'GPN, no memory'),
-    ('gpn', 'gpn_transformer', 'Transformer++'), ('gpn', 'gdn_130m', 'Gated DeltaNet')])
+    ('gpn', 'gpn_transformer', 'Transformer++'), ('gpn', 'gdn_130m', 'Gated DeltaNet'),
+    ('nextlat', 'fineweb_ntp', 'GPT'), ('nextlat', 'fineweb_jtp_d4', 'JTP (d = 4)'),
+    ('nextlat', 'fineweb_mtp_d1', 'MTP (d = 1)'), ('nextlat', 'fineweb_nextlat_d2', 'NextLat (d = 2)')])
 def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     values = read_config_file(f'{ROOT}/config/{config}.py')
     own = {field.name for field in dataclasses.fields(train.Settings)}

@@ -1,4 +1,5 @@
 """The fast forms in scans/ against the equations they stand for, and the choice between the two."""
+import platform
 import shutil
 import subprocess
 import sys
@@ -122,10 +123,21 @@ def a_wrong_decoder(model, monkeypatch):
     monkeypatch.setattr(scan.Decoder, 'steps', wrong)
 
 
+def a_decoder_that_forgets(model, monkeypatch):
+    """Between calls."""
+    right = scan.Decoder.steps
+
+    def wrong(self, *inputs):
+        states, (s, k, memory) = right(self, *inputs)
+        return states, (0.9 * s, k, memory)
+    monkeypatch.setattr(scan.Decoder, 'steps', wrong)
+
+
 EDITS = {  # edit: whether training's loss changes at once, at initial weights
     zero_layer: True, zero_write: True, another_step: True, a_hook: True, a_gradient_hook: False,
     a_hook_that_only_looks: False, a_scaled_module: True, a_norm_of_another_kind: False, a_hidden_activation: True,
-    another_layer: True, a_wrong_kernel: False, a_kernel_that_raises: False, a_wrong_decoder: False}
+    another_layer: True, a_wrong_kernel: False, a_kernel_that_raises: False, a_wrong_decoder: False,
+    a_decoder_that_forgets: False}
 
 
 def initial(**values):
@@ -179,13 +191,22 @@ def test_an_edit_of_gradients_that_are_zero_at_first_is_seen(monkeypatch):
     assert model.scan_report['scan'] == 'loop' and 'gradient' in model.scan_report['where']
 
 
-def test_an_edit_for_training_alone_is_seen_by_a_model_that_evaluates():
-    class Dropping(G.Layer):
-        def forward(self, x, memory):
-            return F.dropout(super().forward(x, memory), 0.1, self.training)
+class DropsItsOutput(G.Layer):
+    def forward(self, x, memory):
+        return F.dropout(super().forward(x, memory), 0.1, self.training)
 
-    model, _ = initial()
-    model.layers[0].__class__ = Dropping
+
+class DropsBeforeANorm(G.Layer):
+    def forward(self, x, memory):
+        gate, up = self.gate_up(self.ffn_norm(F.dropout(x, 0.1, self.training))).chunk(2, -1)
+        plain, plain_up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
+        return super().forward(x, memory) + self.ffn_out(F.silu(gate) * up - F.silu(plain) * plain_up)
+
+
+@pytest.mark.parametrize('layer', [DropsItsOutput, DropsBeforeANorm])
+def test_an_edit_for_training_alone_is_seen_by_a_model_that_evaluates(layer):
+    model = initial()[0].float()
+    model.layers[0].__class__ = layer
     model.eval().choose_scan()
     assert model.scan_report['scan'] == 'loop' and not model.layers[0].training
 
@@ -453,6 +474,68 @@ def steps_form(request, monkeypatch):
         pytest.skip('no C compiler here')
 
 
+@pytest.fixture
+def builds(tmp_path, monkeypatch):
+    """How often gpn.c was built: a function. The compiler is one that does not optimize; it has a folder of its own."""
+    if shutil.which('cc') is None:
+        pytest.skip('no C compiler here')
+    compiler, log = tmp_path / 'compiler', tmp_path / 'log'
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *gpn.so*) echo >> {log};; esac\nexec cc "$@" -O0 $OPTION\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv('CC', str(compiler))
+    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'kept')
+    return lambda: len(log.read_text()) if log.exists() else 0
+
+
+def build():
+    """As a process of its own does."""
+    return scan._build.__wrapped__(torch.float32)
+
+
+def test_the_steps_in_c_are_built_once_for_a_compiler_and_its_flags(builds, monkeypatch, tmp_path):
+    assert build().steps and builds() == 1
+    assert build().steps and builds() == 1
+    kept, = (tmp_path / 'kept').iterdir()
+    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'other')
+    cut_short = tmp_path / 'other' / kept.name
+    cut_short.parent.mkdir()
+    cut_short.write_bytes(kept.read_bytes()[:100])
+    assert build().steps and builds() == 2 and len(cut_short.read_bytes()) > 1000
+    monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # another CPU
+    assert build().steps and builds() == 3 and len([*cut_short.parent.iterdir()]) == 2
+
+
+def test_where_nothing_can_be_kept_the_steps_are_built_anew(builds, tmp_path):
+    (tmp_path / 'kept').write_text('a file, no folder')
+    assert build().steps and build().steps and builds() == 2
+
+
+def test_a_compiler_that_fails_leaves_nothing(builds, monkeypatch, tmp_path):
+    monkeypatch.setenv('OPTION', '-no-such-option')
+    assert build() is None and builds() == 2 and not (tmp_path / 'kept').exists()  # with threads and without
+    monkeypatch.setenv('CC', str(tmp_path / 'absent'))
+    assert build() is None
+
+
+def test_both_forms_add_the_same_to_the_length_of_a_key(steps_form, monkeypatch):
+    """An edit of it that only short keys show, to which noise on the weights leads no check."""
+    results = []
+    for eps in (1e-6, 1e-3):
+        monkeypatch.setattr(G, 'KEY_EPS', eps)
+        for form in ('loop', 'fast'):
+            model, idx = make(n_layer=2, eos_id=59, scan=form)
+            for p in (*model.write.key.parameters(), *model.layers[1].query.parameters()):
+                p.data *= 1e-3
+            with torch.no_grad():
+                decoded = model.extend(idx, model.new_cache(*idx.shape, max_run=3), all_positions=True)[..., :60]
+            results.append([*loss_and_gradients(model, model.states(idx), idx), decoded])
+    loop, fast, edited_loop, edited_fast = results
+    for want, got in ((loop, fast), (edited_loop, edited_fast)):
+        for x, y in zip(want, got):
+            assert (x - y).norm() <= 1e-8 * x.norm()
+    assert (loop[-1] - edited_loop[-1]).norm() > 1e-4 * loop[-1].norm()
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('rows', [1, 3, 8, 21])
 def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
@@ -482,7 +565,7 @@ def test_memory_is_not_held_at_every_step():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        scan.scan(u.transpose(0, 1), None, folded, scan.Sizes.of(c), c.norm_eps, torch.float32, 8, T)
+        scan.scan(u.transpose(0, 1), None, folded, scan.Sizes.of(c), [c.norm_eps, 1e-6], torch.float32, 8, T)
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
     # u, too
@@ -499,7 +582,7 @@ def test_products_in_bf16_stay_close():
     u, results = model.ground_input(idx).transpose(0, 1).detach(), []
     folded = [w.detach().requires_grad_() for w in scan.fold(model)]
     for dtype in (torch.float32, torch.bfloat16):
-        states = scan.scan(u, None, folded, scan.Sizes.of(model.config), 1e-6, dtype, 5, 23)
+        states = scan.scan(u, None, folded, scan.Sizes.of(model.config), model.all_eps, dtype, 5, 23)
         results.append([states, *torch.autograd.grad(states.square().sum(), folded)])
         assert states.dtype == torch.float32
     for want, got in zip(*results):

@@ -1,5 +1,7 @@
 """The SPS family against its definition: the interleaved sequence of eq. 3 with a mask built pair by pair."""
 import copy
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -158,6 +160,18 @@ def test_prefill_without_a_window_runs_x_alone_and_is_exact(eos_id):
     for n in (3, 1, 7):
         got, want = model.extend(idx[:, :n], fast), model.extend(idx[:, :n], slow, all_positions=True)[:, -1]
         assert relative_error(got[:, :60], want[:, :60].double()) < 1e-5
+
+
+@pytest.mark.parametrize('line, edited', [
+    ("if c.predict_input != 'predict':", 'if True:'),  # rho starts from the x of its first layer
+    ("'sps': ('input', 'predict'),", "'sps': ('input', 'input'),")])
+def test_prefill_without_a_window_follows_an_edit(line, edited):
+    source, module = Path(model_sps.__file__).read_text(), ModuleType('model_sps')
+    assert source.count(line) == 1
+    exec(source.replace(line, edited), vars(module))
+    model, idx = make(module, window=0, predict_layers=2, eos_id=EOS), layouts()
+    want, got = model.logits(idx)[:, -1], model.extend(idx, model.new_cache(4, 22))
+    assert relative_error(got[:, :60], want[:, :60].double()) < 1e-5
 
 
 @pytest.mark.parametrize('max_run', [1, 4, 8, 20])

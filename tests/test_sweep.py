@@ -14,11 +14,12 @@ from common.files import UserError
 from common.runs import blank_model, make_config
 
 
-def write_run(folder, model, tokens, loss, **values):
+def write_run(folder, model, tokens, loss, settings=None, **values):
     config = make_config(model, dict(n_layer=2, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values)
     folder.mkdir(exist_ok=True)
     (folder / 'config.json').write_text(json.dumps({
-        'model': model, 'settings': {'block_size': 8, 'max_tokens': tokens, 'learning_rate': 1e-3},
+        'model': model,
+        'settings': {'model': model, 'block_size': 8, 'max_tokens': tokens, 'learning_rate': 1e-3} | (settings or {}),
         'model_config': asdict(config), 'versions': {},
         'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'sha256': ''}}))
     (folder / 'log.jsonl').write_text(json.dumps({'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss,
@@ -28,7 +29,7 @@ def write_run(folder, model, tokens, loss, **values):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The commands of `train_all`; a run with --dies is killed the first time."""
+    """The commands of `train_all`; a run with --log_interval=9 is killed the first time."""
     seen = []
 
     def train(command, **kwargs):
@@ -36,7 +37,7 @@ def commands(monkeypatch):
         folder = Path(command[-3].removeprefix('--out_dir='))
         write_run(folder, 'standard', 100, 2.0)
         (folder / 'ckpt' / 'step_00000001').mkdir(parents=True, exist_ok=True)
-        if '--dies' in command and '--resume' not in command:
+        if '--log_interval=9' in command and '--resume' not in command:
             (folder / 'log.jsonl').write_text('')
         return SimpleNamespace(stderr='killed')
     monkeypatch.setattr(subprocess, 'run', train)
@@ -44,7 +45,7 @@ def commands(monkeypatch):
 
 
 def test_runs_are_trained_once_and_interrupted_ones_go_on(tmp_path, commands):
-    cells = {tmp_path / 'a': [], tmp_path / 'b': ['--dies']}
+    cells = {tmp_path / 'a': [], tmp_path / 'b': ['--log_interval=9']}
     with pytest.raises(UserError, match='b did not come to its end: killed'):
         sweep.train_all(cells, jobs=1)
     for _ in range(2):
@@ -53,14 +54,46 @@ def test_runs_are_trained_once_and_interrupted_ones_go_on(tmp_path, commands):
         ('a', '--overwrite'), ('b', '--overwrite'), ('b', '--resume')]
 
 
+@pytest.mark.parametrize('args, sentence', [
+    (['--n_layer=3'], 'has n_layer = 2, but 3 is asked for'), (['--max_tokens=200'], 'has max_tokens = 100'),
+    (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on here, and elsewhere is asked')])
+def test_a_run_that_is_done_is_not_taken_for_another(args, sentence, tmp_path):
+    write_run(tmp_path / 'a', 'standard', 100, 2.0, {'data': 'here'})
+    sweep.train_all({tmp_path / 'a': ['--data=here', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)
+    with pytest.raises(UserError, match=sentence):
+        sweep.train_all({tmp_path / 'a': ['--data=here', *args]}, jobs=1)
+
+
 def test_best_rates_have_a_worse_one_on_both_sides(monkeypatch, tmp_path):
     best = {'a': 1e-3, 'b': 4e-3}
     trained = []
     monkeypatch.setattr(sweep, 'train_all', lambda cells, jobs: trained.extend(cells))
-    monkeypatch.setattr(sweep, 'final_loss', lambda folder: abs(math.log(folder[1] / best[folder[0]])))
+    monkeypatch.setattr(sweep, 'loss_of', lambda folder: abs(math.log(folder[1] / best[folder[0]])))
     rates = sweep.best_rates({'a': [], 'b': []}, {'a': 1e-3, 'b': 1e-3}, lambda name, rate: (name, rate), jobs=1)
     assert rates == pytest.approx({'a': 1e-3, 'b': 1e-3 * 1.5 ** 3})
     assert len(trained) == len(set(trained)) == 3 + 6
+
+
+def test_a_rate_that_diverges_is_a_worse_one(tmp_path, monkeypatch):
+    def train(command, **kwargs):
+        given = dict(arg[2:].split('=') for arg in command if '=' in arg)
+        rate, folder = float(given['learning_rate']), Path(given['out_dir'])
+        write_run(folder, 'standard', 100, 1 / rate, {'learning_rate': rate})
+        if rate < 2e-3:
+            return SimpleNamespace(stderr='')
+        (folder / 'log.jsonl').write_text('')
+        return SimpleNamespace(stderr='train.py: the gradients were not finite three steps in a row')
+    monkeypatch.setattr(subprocess, 'run', train)
+
+    def folder_of(name, rate):
+        return tmp_path / f'{name}_{rate:.3g}'
+    for _ in range(2):  # the second time nothing is trained
+        assert sweep.best_rates({'a': []}, {'a': 1e-3}, folder_of, jobs=1)['a'] == pytest.approx(1.5e-3)
+        monkeypatch.setattr(subprocess, 'run', None)
+    assert 'three steps' in (tmp_path / 'a_0.00225' / sweep.DIVERGED).read_text()
+    monkeypatch.setattr(subprocess, 'run', train)
+    with pytest.raises(UserError, match='b diverges at learning rates of 0.00667 to 0.015'):
+        sweep.best_rates({'b': []}, {'b': 1e-2}, folder_of, jobs=1)
 
 
 def test_separated_models_are_compared_with_standard_at_equal_flops(tmp_path):

@@ -126,6 +126,16 @@ def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_de
     decode_in_pieces(variant, 0, kernels_device, T=18, max_run=max_run)
 
 
+@pytest.mark.parametrize('variant', ['standard', 'sps'])
+def test_layers_without_rotation_decode_as_they_train(variant, kernels_device):
+    model, idx = make(variant, kernels_device), some_tokens(1, 6).to(kernels_device)
+    for block in model.blocks[::2]:
+        block.forward = lambda h, rotate, *rest, forward=block.forward: forward(h, lambda qk: qk, *rest)
+    want, cache = model.logits(idx), model.new_cache(1, 6, max_run=2)
+    got = [model.extend(idx[:, a:b], cache, all_positions=True) for a, b in ((0, 3), (3, 5), (5, 6))]
+    assert (torch.cat(got, 1)[..., :60] - want[..., :60]).abs().max() < 1e-4
+
+
 def test_operators_keep_pytorchs_rules(kernels_device):
     fast, _, (q, k, v) = make_case('sps', 3, 'edges', 17, 16, torch.float32, kernels_device)
     doc_start = K.document_starts(documents('edges', 2, 17), 9).to(kernels_device)

@@ -1,0 +1,78 @@
+"""What is edited for whole windows alone is noticed before decoding: texts and scores are those of the edited model."""
+import copy
+
+import pytest
+import torch
+from test_models import VARIANTS, make, some_tokens
+
+import model_standard
+from attn_kernels import attention, document_starts, rope_table, rotate
+from common import decoding
+from common.decoding import extend_error, generate
+from common.int8 import quantize
+from common.scoring import Scorer
+from common.speculative import speculative_generate
+
+QUICK = ('standard, documents', 'sps', 'reverse_sps', 'context_ready', 'nextlat', 'bst', 'gdn, documents, loop')
+
+
+class WindowInEachSecond(model_standard.Model):
+    """An edit of `final_hidden`: every second layer sees 8 tokens back. The cache knows nothing of it."""
+
+    def final_hidden(self, idx):
+        c = self.config
+        starts = document_starts(idx, c.eos_id)
+        table = rope_table(torch.arange(idx.shape[1]), c.head_size, c.rope_theta)
+        return self._run_blocks(idx, lambda qk: rotate(qk, *table),
+                                lambda layer, q, k, v: attention(q, k, v, starts, 8 if layer % 2 else None))
+
+
+@pytest.fixture
+def model():
+    plain = make('standard, documents')
+    edited = WindowInEachSecond(plain.config).eval()
+    edited.load_state_dict(plain.state_dict())
+    decoding.say_once.cache_clear()
+    return edited
+
+
+def test_an_edit_of_whole_windows_alone_is_decoded_and_scored_as_edited(model, capsys):
+    prompts = some_tokens(2, 20, 1).tolist()
+    for prompt, new in zip(prompts, generate(model, prompts, 6, temperature=0)):
+        for token in new:
+            assert token == model.logits(torch.tensor([prompt]))[0, -1].argmax()
+            prompt.append(token)
+    (context, continuation), = requests = [(prompts[0][:18], prompts[0][18:])]
+    (nats, _, _), = Scorer(model, 64).score(requests)
+    logits = model.logits(torch.tensor([context + continuation[:-1]]))[0, len(context) - 1:].log_softmax(-1)
+    assert nats == pytest.approx(logits.gather(1, torch.tensor(continuation)[:, None]).sum().item(), abs=1e-4)
+    err = capsys.readouterr().err
+    assert err.count('extend, by which it decodes, differs from logits by') == 1, err
+
+
+def test_an_extend_that_fails_is_said_and_done_without(model, capsys, monkeypatch):
+    monkeypatch.setattr(WindowInEachSecond, 'extend', lambda *args, **options: torch.zeros(2) + torch.zeros(3))
+    prompts = some_tokens(1, 20, 1).tolist()
+    assert len(generate(model, prompts, 3)[0]) == 3
+    assert 'extend, by which it decodes, fails (RuntimeError: The size of' in capsys.readouterr().err
+
+
+def test_a_model_whose_extend_is_wrong_does_not_draft_for_itself(model):
+    prompts = some_tokens(1, 20, 1).tolist()
+    model.longest_draft = 2
+    with pytest.raises(ValueError, match='its extend is not what it was trained as'):
+        speculative_generate(model, prompts, 4)
+    new, _ = speculative_generate(model, prompts, 4, draft=make('standard, documents'), draft_len=2, temperature=0)
+    assert new == generate(model, prompts, 4, temperature=0)
+
+
+@pytest.mark.parametrize('variant', [pytest.param(v, marks=() if v in QUICK else pytest.mark.long) for v in VARIANTS])
+def test_no_model_is_taken_for_an_edited_one(variant):
+    model = make(variant)
+    if not hasattr(model, 'extend'):
+        pytest.skip(f'{variant} has no extend')
+    model.train()
+    assert extend_error(model) < 1e-5 and model.training
+    assert extend_error(copy.deepcopy(model).bfloat16()) < 0.04
+    if not getattr(model, 'reads_weights', False) and not getattr(model.config, 'bptt', False):
+        assert extend_error(quantize(model)) < 0.005

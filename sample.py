@@ -28,7 +28,7 @@ from math import inf
 
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait leave the core to others
 
-from common.decoding import check_sampling, generate, roomy_cache
+from common.decoding import check_sampling, decodable, generate, roomy_cache
 from common.files import UserError, friendly_errors
 from common.int8 import check_weights_setting, prepare_weights
 from common.machine import pick_device, pick_dtype
@@ -200,6 +200,9 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
                     eos_id=None if s.ignore_eos else record['data']['eos_id'],
                     finished=grown.finished if s.stop else None)
     on_tokens = grown.stream if is_alone else None
+    for one in (model, drafting and drafting['draft']):
+        if one:
+            decodable(one)  # compares `extend` with `logits`, once and before the clock runs
     start = time.perf_counter()
     if drafting:
         new, statistics = speculative_generate(model, prompts, n_new, on_tokens=on_tokens, **sampling, **drafting)

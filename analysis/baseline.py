@@ -5,8 +5,8 @@
 
 Equal parameters within 1%, by Standard's feed-forward net: three matrices of 8/3 C where nanoGPT has two of 4 C. Each
 has its learning rate bracketed at the first seed, then trains with every seed; all else is the config's for both. In
-equal time: nanoGPT's shape on as many more or fewer tokens as it is faster or slower, by the first run of each. Runs
-that are done are not trained again.
+equal time: nanoGPT's shape on as many more or fewer tokens as it is faster or slower, at the first seed. Runs that
+are done are not trained again.
 
 Writes baseline.csv and baseline.md in out_dir. Intervals are 95%: Student's t, and Welch's for differences.
 """
@@ -68,7 +68,7 @@ def train_cells(s: Settings, out: Path) -> dict[str, list[Path]]:
     first = dict.fromkeys((OURS, NANOGPT), 1e-3)
     rates = best_rates({name: [*arguments(s, name), *budget(s.max_tokens), '--seed=1'] for name in first}, first,
                        lambda name, rate: cell(name, s.max_tokens, rate), s.jobs)
-    ours, theirs = (speed(cell(name, s.max_tokens, first[name])) for name in first)
+    ours, theirs = (speed(cell(name, s.max_tokens, rates[name])) for name in first)
     tokens = {OURS: s.max_tokens, NANOGPT: s.max_tokens, IN_OUR_TIME: round(s.max_tokens * theirs / ours)}
     runs, commands = {}, {}
     for name, n in tokens.items():

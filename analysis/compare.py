@@ -49,7 +49,7 @@ class Settings:
 class Side:
     args: list[str]  # of train.py, but for learning rate, seed and folder
     rate: float  # learning rate to look at first
-    same: tuple  # what all sides must have in common: data and tokens
+    same: dict  # what all sides must have in common: data, tokens of training, tokens of the loss
     folder: str  # how the names of its runs begin
 
 
@@ -67,15 +67,18 @@ def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
         taken = [key for key in ('seed', 'out_dir') if key in given]
         if taken:
             raise UserError(f'{name}: {taken[0]} is given for each run here: leave it out')
-        sides[name] = Side(args, settings.learning_rate, (settings.data, settings.max_tokens),
-                           re.sub(r'\W+', '_', name))
+        folder = re.sub(r'\W+', '_', name)
+        if folder in (side.folder for side in sides.values()):
+            raise UserError(f'{name!r} names its runs {folder}, as another does: give it another name')
+        same = {key: getattr(settings, key) for key in ('data', 'max_tokens', 'eval_tokens', 'eval_seed')}
+        sides[name] = Side(args, settings.learning_rate, same, folder)
     if len(sides) < 2:
         raise UserError('what is to be compared? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
     (first, reference), *others = sides.items()
     for name, side in others:
-        if side.same != reference.same:
-            raise UserError(f'{first} trains on {reference.same[1]:,} tokens of {reference.same[0]}, {name} on '
-                            f'{side.same[1]:,} of {side.same[0]}: give --data and --max_tokens for all')
+        for key, value in reference.same.items():
+            if side.same[key] != value:
+                raise UserError(f'{first} has {key} = {value}, {name} has {side.same[key]}: expected one for all')
     return sides
 
 
@@ -98,10 +101,9 @@ def state_bytes(run) -> int | None:
     """Bytes of the cache that decoding keeps after a window of tokens, in fp32; None for a model without one."""
     record = read_run(run)
     model = blank_model(record['model'], saved_config(record, run))
-    try:
-        return model.new_cache(1, settings_of(run).block_size).nbytes
-    except ValueError:
+    if getattr(model, 'new_cache', None) is None:
         return None
+    return model.new_cache(1, settings_of(run).block_size).nbytes
 
 
 def table(runs: dict[str, list[Path]]) -> list[dict]:
@@ -143,8 +145,8 @@ def main(argv: list[str] | None = None) -> None:
         s, arguments, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         sides = read_sides(s, arguments)
         rows = table(train_sides(s, sides))
-        data, _ = next(iter(sides.values())).same
-        text = markdown(rows, f'Data {data}, {s.jobs} runs at a time, one thread each.')
+        side, *_ = sides.values()
+        text = markdown(rows, f'Data {side.same["data"]}, {s.jobs} runs at a time, one thread each.')
         write_csv(Path(s.out_dir) / 'compare.csv', rows)
         write_file(Path(s.out_dir) / 'compare.md', text.encode())
         print(f'{text}\nwritten to {s.out_dir}/compare.md and .csv')

@@ -12,7 +12,7 @@ The budget is Standard's training FLOPs; its tokens and its seconds follow. All 
 parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
 at inference is said beside. Each has its learning rate bracketed at equal tokens and the first seed. With that rate
 it trains for equal tokens, equal FLOPs and equal time, with every seed. Equal time: as many tokens as it takes in
-Standard's seconds at the speed that the first run of each had.
+Standard's seconds at the speed that each had with its rate and the first seed.
 
 Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv and shootout.png (loss over training FLOPs,
 decoding time and bytes of state, with the Pareto front) in out_dir. Intervals are 95%: Student's t, and Welch's for
@@ -37,7 +37,7 @@ from analysis.outcomes import final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, train_all
 from bench import alternate, markdown_table, where_and_when
-from common.decoding import Decoder, generate, pack_weights, roomy_cache
+from common.decoding import Decoder, decodable, generate, pack_weights, roomy_cache
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device, pick_dtype
 from common.runs import blank_model, load_run, read_log, read_run, saved_config
@@ -187,7 +187,7 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
     first = {name: method.rate for name, method in chosen.items()}
     rates = best_rates({name: [*arguments(s, chosen[name], values[name], n_tokens), '--seed=1'] for name in chosen},
                        first, lambda name, rate: cell(name, n_tokens, rate), s.jobs)
-    speeds = {name: speed(cell(name, n_tokens, first[name])) for name in chosen}
+    speeds = {name: speed(cell(name, n_tokens, rates[name])) for name in chosen}
     runs, commands = {}, {}
     for name, method in chosen.items():
         of_budget = n_tokens, s.budget / flops[name], n_tokens * speeds[name] / speeds['standard']
@@ -218,6 +218,7 @@ def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]
     for name, model in models.items():
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
+        model = decodable(model)
         cache = roomy_cache(model, prompt.tolist(), (ROUNDS + 1) * s.decode_tokens)
         for part in prompt[:, :-1].split(PREFILL, 1):
             model.extend(part, cache)

@@ -14,8 +14,10 @@ class NanoGPT(Model):
     """`bench.nanogpt.Model` under `model_standard`'s loss: the same positions count, those after an eos do not.
 
     It attends over the ends of documents, as nanoGPT does. Of the settings it reads n_layer, n_head, n_embd, n_ffn
-    (nanoGPT's is 4 n_embd) and those of the vocabulary. It trains and is evaluated; it does not decode.
+    (nanoGPT's is 4 n_embd) and those of the vocabulary. It has no cache: it decodes by its logits.
     """
+
+    new_cache = extend = None
 
     def __init__(self, config):
         nn.Module.__init__(self)
@@ -29,6 +31,3 @@ class NanoGPT(Model):
             raise ValueError(f'windows of {idx.shape[1]} tokens: standard.NanoGPT has learned {POSITIONS} positions: '
                              f'give block_size = {POSITIONS} or less')
         return nanogpt.Model.final_hidden(self, idx)
-
-    def new_cache(self, *args, **kwargs):
-        raise ValueError('standard.NanoGPT has no cache: expected a run that is trained and evaluated, not decoded')

@@ -2,6 +2,7 @@
 
 `train_all` is what the comparisons of this folder train by; `best_rates` brackets a learning rate for each of them.
 """
+import functools
 import subprocess
 import sys
 import time
@@ -9,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from math import inf
 from pathlib import Path
 
-from analysis.outcomes import final_loss, settings_of
+from analysis.outcomes import final_loss
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, write_file
+from common.runs import read_run
+from data import open_data
 from train import read_settings
 
 STEP = 1.5  # ratio of neighbouring learning rates
@@ -20,7 +23,18 @@ DIVERGED = 'diverged.txt'  # what train.py said of a run that did, in its folder
 
 def loss_of(folder) -> float:
     """The final loss of a run, inf if it diverged. UserError or OSError if its training is not at its end."""
-    return inf if (folder / DIVERGED).exists() else final_loss(folder)
+    try:
+        return final_loss(folder)
+    except (UserError, OSError):
+        if (folder / DIVERGED).exists():
+            return inf
+        raise
+
+
+@functools.cache
+def checksum(data: str) -> str:
+    """Of data by name or folder, as a run's config.json has it."""
+    return open_data(data).sha256
 
 
 def is_done(folder) -> bool:
@@ -35,16 +49,15 @@ def is_done(folder) -> bool:
 def check_same(folder, args: list[str]) -> None:
     """Raises UserError if the run in the folder was trained with other settings or on other data than args say."""
     asked, _, _ = read_settings([*args, f'--out_dir={folder}', '--resume'])
-    trained_on = settings_of(folder).data
-    if asked.data != trained_on:
-        raise UserError(f'{folder} was trained on {trained_on}, and {asked.data} is asked for: give another --out_dir')
+    if checksum(asked.data) != read_run(folder)['data']['sha256']:
+        raise UserError(f'{folder} was trained on other data than {asked.data}: give another --out_dir')
 
 
-def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
+def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False) -> None:
     """Trains {run folder: arguments of train.py}, `jobs` at a time with one thread each.
 
     A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails or is
-    stopped, but not for one that diverges; and before any training if one that is done was trained with other settings.
+    stopped, or diverges unless it may; and before any training if one that is done was trained with other settings.
     """
     todo = {folder: args for folder, args in cells.items() if not is_done(folder)}
     for folder in cells.keys() - todo.keys():
@@ -67,6 +80,10 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
                 raise UserError(f'{folder} did not come to its end: {result.stderr.strip()[-1000:]}')
             print(f'{time.perf_counter() - start:6.0f} s  {i}/{len(todo)}  {folder.name}: {loss_of(folder):.4f}',
                   flush=True)
+    for folder in cells if not may_diverge else []:
+        if loss_of(folder) == inf:
+            raise UserError(f'{folder} diverged, at the best learning rate of the first seed: '
+                            + (folder / DIVERGED).read_text().strip())
 
 
 def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of, jobs: int) -> dict[str, float]:
@@ -85,7 +102,7 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
     while any(wanted.values()):
         cells = {folder(name, i): [*methods[name], f'--learning_rate={first[name] * STEP ** i:.3g}']
                  for name, exponents in wanted.items() for i in exponents}
-        train_all(cells, jobs)
+        train_all(cells, jobs, may_diverge=True)
         for name, exponents in wanted.items():
             losses[name] |= {i: loss_of(folder(name, i)) for i in exponents}
             best = min(losses[name], key=losses[name].get)

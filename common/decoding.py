@@ -221,7 +221,7 @@ def decodable(model):
 
 def has_right_extend(model) -> bool:
     """Whether the model has an `extend` that equals its `logits`, to rounding. Found once, and said if not."""
-    if not hasattr(model, 'extend'):
+    if getattr(model, 'extend', None) is None:
         say_once(f'{type(model).__module__} has no extend: decoding recomputes the whole text at every step')
         return False
     if not hasattr(model, 'extend_fault'):
@@ -237,6 +237,8 @@ def find_extend_fault(model) -> str | None:
     """What is wrong with the model's `extend`, or None. Weights of 16 bits hide more than fp32, which training has."""
     try:
         error = extend_error(model)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as fault:  # an edit that it cannot follow
         return f'fails ({type(fault).__name__}: {first_line(fault)})'
     limit = 0.01 if next(model.parameters()).dtype == torch.float32 else 0.05
@@ -249,31 +251,35 @@ def extend_error(model) -> float:
     """The rms difference of `extend` and `logits`, over the rms of `logits`, each row less its mean.
 
     With the weights as they are, on random ids with the ends of two documents: a prefill, single tokens and a short
-    run, each after another that is forgotten, and a longer run. Of 128 tokens, 16 where each takes a pass; what differs
+    run, each after another that is forgotten, and a longer run. Of 128 tokens, 20 where each takes a pass; what differs
     beyond is not seen.
     """
-    config, device, was_training = model.config, next(model.parameters()).device, model.training
+    config, device = model.config, next(model.parameters()).device
     if device.type == 'meta':  # there are no numbers
         return 0.0
-    T = 16 if getattr(model, 'sequential', False) or hasattr(model, 'choose_scan') else 128
+    T = 20 if getattr(model, 'sequential', False) or hasattr(model, 'choose_scan') else 128
     idx = torch.randint(config.n_ids, (1, T), generator=torch.Generator().manual_seed(0))
     if config.eos_id is not None:
         idx[:, [T // 3, 2 * T // 3]] = config.eos_id
-    idx, found, cuts = idx.to(device), [], [T // 2, 1, 4, 1]
+    idx, found, cuts = idx.to(device), [], [T // 2 - 2, 1, 4, 1]
 
     def centred(logits):
         logits = logits[..., :config.n_ids].float()
         return logits - logits.mean(-1, keepdim=True)
+    modes = {module: module.training for module in model.modules()}
     model.eval()
-    with torch.autocast(device.type, enabled=False):
-        wanted = centred(model.logits(idx))
-        cache = model.new_cache(1, T, max_run=4)
-        for run in idx.split([*cuts, T - sum(cuts)], 1):
-            if run.shape[1] <= cache.max_run:
-                model.extend((run + 1) % config.n_ids, cache)
-                cache.rollback(run.shape[1])
-            found.append(model.extend(run, cache, all_positions=True))
-    model.train(was_training)
+    try:
+        with torch.autocast(device.type, enabled=False):
+            wanted = centred(model.logits(idx))
+            cache = model.new_cache(1, T, max_run=4)
+            for run in idx.split([*cuts, T - sum(cuts)], 1):
+                if run.shape[1] <= cache.max_run:
+                    model.extend((run + 1) % config.n_ids, cache)
+                    cache.rollback(run.shape[1])
+                found.append(model.extend(run, cache, all_positions=True))
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
     return ((centred(torch.cat(found, 1)) - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
 
 

@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attn_kernels import constexpr, jit, tl, triton
-from common.decoding import pack_weights
+from common.decoding import has_right_extend, pack_weights
 from common.files import UserError
 
 X_ZERO = 128  # x8 is passed as x8 + 128, of 8 bits without a sign
@@ -52,6 +52,7 @@ def quantize(model: nn.Module) -> nn.Module:
     """
     if getattr(model, 'scan_report', 0) is None:
         model.choose_scan()  # its check moves the weights by noise, which whole numbers cannot be
+    has_right_extend(model)  # by all digits: what rounding to 8 bits tells apart is more than the check allows
     if getattr(model, 'reads_weights', False):
         raise UserError(f'{type(model).__module__} multiplies by its weights without calling its linear layers, as '
                         'this run uses it, so they cannot be int8: leave --weights out')

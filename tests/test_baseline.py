@@ -9,6 +9,7 @@ from conftest import assert_sentence, run
 from analysis import baseline
 from analysis.baseline import IN_OUR_TIME, NANOGPT, OURS, Settings
 from bench import nanogpt
+from common.decoding import generate
 from common.runs import blank_model, make_config, model_file
 
 
@@ -30,9 +31,11 @@ def test_nanogpts_shape_has_the_benchmarks_loss_and_counts_standards_positions()
     assert not counted.all()
     nll = F.cross_entropy(model.logits(idx)[counted], idx[counted])
     assert model(idx, idx)['loss'].item() == pytest.approx(nll.item(), abs=1e-12)
-    for call in (lambda: model.new_cache(1, 10), lambda: model(*torch.zeros(2, 1, 1025, dtype=torch.int64))):
-        with pytest.raises(ValueError, match=r'standard\.NanoGPT has (no cache|learned 1024 positions)'):
-            call()
+    with pytest.raises(ValueError, match=r'standard\.NanoGPT has learned 1024 positions'):
+        model(*torch.zeros(2, 1, 1025, dtype=torch.int64))
+    prompt = idx[0, :4].tolist()
+    new, = generate(model, [prompt], 2, temperature=0)
+    assert new[0] == model.logits(idx[:1, :4])[0, -1].argmax()
 
 
 @pytest.mark.parametrize('s', [Settings(), Settings(n_layer=8, n_head=8, n_embd=512)])

@@ -9,7 +9,7 @@ import pytest
 from conftest import assert_sentence, run
 from test_sweep import write_run
 
-from analysis import compare
+from analysis import compare, sweep
 from analysis.compare import Settings, read_sides
 from analysis.seeds import difference
 from common.runs import make_config, model_file
@@ -33,7 +33,9 @@ def test_each_side_is_a_command_of_its_own():
     (['a: config/gpn_quick.py --seed=3', 'b: config/gdn_quick.py'], 'a: seed is given for each run here'),
     (['a: config/gpn_quick.py --n_layers=3', 'b: config/gdn_quick.py'], "did you mean 'n_layer'"),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --max_tokens=9e6'],
-     'a trains on 2,000,000 tokens of python_docs, b on 9,000,000')])
+     'a has max_tokens = 2000000, b has 9000000'),
+    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --eval_tokens=100'], 'b has 100: expected one for all'),
+    (['G+M: config/gpn_quick.py', 'G-M: config/gdn_quick.py'], 'names its runs G_M, as another does')])
 def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path):
     assert_sentence(run('-m', 'analysis.compare', *arguments, f'--out_dir={tmp_path}/out'), sentence)
     assert not (tmp_path / 'out').exists()
@@ -54,6 +56,7 @@ def test_rates_are_bracketed_then_every_seed_is_trained_once(tmp_path, monkeypat
                   {'learning_rate': rate, 'seed': int(given['seed']), 'data': 'somewhere'}, **values)
         return SimpleNamespace(stderr='')
     monkeypatch.setattr(subprocess, 'run', train)
+    monkeypatch.setattr(sweep, 'checksum', lambda data: '')
     sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8'
     for _ in range(2):  # the second time nothing is left to train
         result = run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1',

@@ -41,6 +41,7 @@ def commands(monkeypatch):
             (folder / 'log.jsonl').write_text('')
         return SimpleNamespace(stderr='killed')
     monkeypatch.setattr(subprocess, 'run', train)
+    monkeypatch.setattr(sweep, 'checksum', lambda data: '')
     return seen
 
 
@@ -56,10 +57,12 @@ def test_runs_are_trained_once_and_interrupted_ones_go_on(tmp_path, commands):
 
 @pytest.mark.parametrize('args, sentence', [
     (['--n_layer=3'], 'has n_layer = 2, but 3 is asked for'), (['--max_tokens=200'], 'has max_tokens = 100'),
-    (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on here, and elsewhere is asked')])
-def test_a_run_that_is_done_is_not_taken_for_another(args, sentence, tmp_path):
+    (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on other data than elsewhere')])
+def test_a_run_that_is_done_is_not_taken_for_another(args, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, 'checksum', lambda data: '' if data.startswith('here') else 'another')
     write_run(tmp_path / 'a', 'standard', 100, 2.0, {'data': 'here'})
-    sweep.train_all({tmp_path / 'a': ['--data=here', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)
+    for data in ('here', 'here/'):
+        sweep.train_all({tmp_path / 'a': [f'--data={data}', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)
     with pytest.raises(UserError, match=sentence):
         sweep.train_all({tmp_path / 'a': ['--data=here', *args]}, jobs=1)
 
@@ -67,7 +70,7 @@ def test_a_run_that_is_done_is_not_taken_for_another(args, sentence, tmp_path):
 def test_best_rates_have_a_worse_one_on_both_sides(monkeypatch, tmp_path):
     best = {'a': 1e-3, 'b': 4e-3}
     trained = []
-    monkeypatch.setattr(sweep, 'train_all', lambda cells, jobs: trained.extend(cells))
+    monkeypatch.setattr(sweep, 'train_all', lambda cells, jobs, may_diverge: trained.extend(cells))
     monkeypatch.setattr(sweep, 'loss_of', lambda folder: abs(math.log(folder[1] / best[folder[0]])))
     rates = sweep.best_rates({'a': [], 'b': []}, {'a': 1e-3, 'b': 1e-3}, lambda name, rate: (name, rate), jobs=1)
     assert rates == pytest.approx({'a': 1e-3, 'b': 1e-3 * 1.5 ** 3})
@@ -84,6 +87,7 @@ def test_a_rate_that_diverges_is_a_worse_one(tmp_path, monkeypatch):
         (folder / 'log.jsonl').write_text('')
         return SimpleNamespace(stderr='train.py: the gradients were not finite three steps in a row')
     monkeypatch.setattr(subprocess, 'run', train)
+    monkeypatch.setattr(sweep, 'checksum', lambda data: '')
 
     def folder_of(name, rate):
         return tmp_path / f'{name}_{rate:.3g}'
@@ -92,6 +96,8 @@ def test_a_rate_that_diverges_is_a_worse_one(tmp_path, monkeypatch):
         monkeypatch.setattr(subprocess, 'run', None)
     assert 'three steps' in (tmp_path / 'a_0.00225' / sweep.DIVERGED).read_text()
     monkeypatch.setattr(subprocess, 'run', train)
+    with pytest.raises(UserError, match='a_0.00225 diverged, at the best learning rate of the first seed: tr'):
+        sweep.train_all({tmp_path / 'a_0.00225': ['--learning_rate=0.00225']}, jobs=1)
     with pytest.raises(UserError, match='b diverges at learning rates of 0.00667 to 0.015'):
         sweep.best_rates({'b': []}, {'b': 1e-2}, folder_of, jobs=1)
 

@@ -44,7 +44,7 @@ from analysis.report import logged
 from analysis.scores import score_names
 from analysis.seeds import difference, interval, lower_test
 from analysis.shootout import n_at_inference
-from analysis.sweep import best_rates, train_all
+from analysis.sweep import train_at_best_rates
 from bench import markdown_table, where_and_when
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
@@ -653,15 +653,12 @@ def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[P
     needed = runs_of(claims)
     args = {name: arguments(s, run) for name, run in needed.items()}
 
-    def folder(name, rate, seed=1):
+    def folder(name, rate, seed):
         return out / f'{name}_{round(needed[name].times * s.max_tokens)}_lr{rate:.3g}_seed{seed}'
-    rates = best_rates({name: [*own, '--seed=1'] for name, own in args.items()},
-                       {name: run.rate for name, run in needed.items()}, folder, s.jobs)
-    runs = {name: [folder(name, rates[name], seed) for seed in range(1, s.seeds + 1)] for name in needed}
-    tuned = {name: [*own, f'--learning_rate={rates[name]:.3g}'] for name, own in args.items()}
-    train_all({run: [*tuned[name], f'--seed={seed}'] for name, folders in runs.items()
-               for seed, run in enumerate(folders, 1)}, s.jobs)
-    return runs, {name: ' '.join(['python train.py', *own]) for name, own in tuned.items()}
+    runs = train_at_best_rates(args, {name: run.rate for name, run in needed.items()}, folder, s.seeds, s.jobs)
+    rates = {name: settings_of(folders[0]).learning_rate for name, folders in runs.items()}
+    return runs, {name: ' '.join(['python train.py', *own, f'--learning_rate={rates[name]}'])
+                  for name, own in args.items()}
 
 
 def main(argv: list[str] | None = None) -> None:

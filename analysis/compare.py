@@ -24,7 +24,7 @@ from pathlib import Path
 from analysis.figures import write_csv
 from analysis.outcomes import final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
-from analysis.sweep import best_rates, train_all
+from analysis.sweep import train_at_best_rates
 from bench import markdown_table, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.runs import blank_model, model_file, read_run, saved_config
@@ -87,14 +87,10 @@ def train_sides(s: Settings, sides: dict[str, Side]) -> dict[str, list[Path]]:
     out = Path(s.out_dir)
     out.mkdir(parents=True, exist_ok=True)
 
-    def cell(name, rate, seed=1):
+    def folder(name, rate, seed):
         return out / f'{sides[name].folder}_lr{rate:.3g}_seed{seed}'
-    rates = best_rates({name: [*side.args, '--seed=1'] for name, side in sides.items()},
-                       {name: side.rate for name, side in sides.items()}, cell, s.jobs)
-    runs = {name: [cell(name, rates[name], seed) for seed in range(1, s.seeds + 1)] for name in sides}
-    train_all({run: [*sides[name].args, f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
-               for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, s.jobs)
-    return runs
+    return train_at_best_rates({name: side.args for name, side in sides.items()},
+                               {name: side.rate for name, side in sides.items()}, folder, s.seeds, s.jobs)
 
 
 def state_bytes(run) -> int | None:

@@ -24,7 +24,7 @@ from analysis.figures import new_figure, save_figure, write_csv
 from analysis.loss_curves import flops_per_token
 from analysis.outcomes import final_loss, settings_of
 from analysis.seeds import difference
-from analysis.sweep import STEP, best_rates, train_all
+from analysis.sweep import STEP, train_at_best_rates
 from common.files import UserError, friendly_errors, write_file
 from common.settings import load_settings
 
@@ -140,16 +140,12 @@ def main(argv: list[str] | None = None) -> None:
         out = Path(s.out_dir)
         out.mkdir(parents=True, exist_ok=True)
 
-        def folder(name, rate, seed=1):
+        def folder(name, rate, seed):
             short = name.replace(',', '').replace(' (token)', '').replace(' ', '_')
             return out / f'{short}_lr{rate:.3g}_seed{seed}'
         args = {name: arguments(s, own) for name, (own, _) in methods(s).items()}
-        rates = best_rates({name: [*own, '--seed=1'] for name, own in args.items()},
-                           {name: rate for name, (_, rate) in methods(s).items()}, folder, s.jobs)
-        runs = {name: [folder(name, rates[name], seed) for seed in range(1, s.seeds + 1)] for name in args}
-        train_all({run: [*args[name], f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
-                   for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, s.jobs)
-        rows = table(runs)
+        rows = table(train_at_best_rates(args, {name: rate for name, (_, rate) in methods(s).items()}, folder, s.seeds,
+                                         s.jobs))
         write_csv(out / 'forks.csv', rows)
         write_file(out / 'forks.md', markdown(rows).encode())
         plot(rows, out / 'forks.png')

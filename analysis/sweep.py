@@ -1,6 +1,7 @@
 """Many runs of train.py: a few at a time, none twice, each with its best learning rate.
 
-`train_all` is what the comparisons of this folder train by; `best_rates` brackets a learning rate for each of them.
+`train_all` is what the comparisons of this folder train by; `best_rates` brackets a learning rate for each of them,
+and `train_at_best_rates` does both.
 """
 import functools
 import subprocess
@@ -111,3 +112,17 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
                                 f'{first[name] * STEP:.3g}: begin lower')
             wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
     return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}
+
+
+def train_at_best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of, seeds: int,
+                        jobs: int) -> dict[str, list[Path]]:
+    """{method: its runs, one a seed}, at the best learning rate of the first seed. Arguments as of `best_rates`.
+
+    folder_of(name, rate, seed): the run's folder.
+    """
+    rates = best_rates({name: [*args, '--seed=1'] for name, args in methods.items()}, first,
+                       lambda name, rate: folder_of(name, rate, 1), jobs)
+    runs = {name: [folder_of(name, rates[name], seed) for seed in range(1, seeds + 1)] for name in methods}
+    train_all({run: [*methods[name], f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
+               for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, jobs)
+    return runs

@@ -52,7 +52,7 @@ def quantize(model: nn.Module) -> nn.Module:
     """
     if getattr(model, 'scan_report', 0) is None:
         model.choose_scan()  # its check moves the weights by noise, which whole numbers cannot be
-    has_right_extend(model)  # by all digits: what rounding to 8 bits tells apart is more than the check allows
+    has_right_extend(model)  # now: activations that round apart in the two forms would look like an edit
     if getattr(model, 'reads_weights', False):
         raise UserError(f'{type(model).__module__} multiplies by its weights without calling its linear layers, as '
                         'this run uses it, so they cannot be int8: leave --weights out')

@@ -141,8 +141,8 @@ def longest_draft(model, draft, draft_len) -> int:
         raise ValueError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that '
                          'drafts')
     if draft is None and not has_right_extend(model):
-        raise ValueError(f'{type(model).__module__} cannot draft for itself, as its extend is not what it was trained '
-                         'as: mend it, or give a second run that drafts')
+        raise ValueError(f'{type(model).__module__} cannot draft for itself, as its extend differs from its logits: '
+                         'mend it, or give a second run that drafts')
     if draft_len != 'auto' and draft_len > longest:
         raise ValueError(f'draft_len = {draft_len}: this model drafts up to {longest} tokens')
     if draft is not None:

@@ -7,7 +7,7 @@ from conftest import ROOT, assert_sentence, run
 from scipy import stats
 from test_sweep import write_run
 
-from analysis import claims
+from analysis import claims, sweep
 from analysis.claims import CLAIMS, CONTRADICTED, NOT_SEEN, RUNS, SEEN, STATISTICS, Claim, Settings, judge
 from analysis.seeds import difference, equivalence_test
 from common.files import UserError
@@ -118,8 +118,8 @@ def judged(tmp_path, monkeypatch):
             name, seed = folder.name.split('_1000_')[0], int(folder.name[-1])
             model = 'standard' if name == 'standard' else 'sps'
             write_run(folder, model, 1000, losses[name][seed - 1], **({} if model == 'standard' else {'window': 4}))
-    monkeypatch.setattr(claims, 'train_all', train_all)
-    monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: first)
+    monkeypatch.setattr(sweep, 'train_all', train_all)
+    monkeypatch.setattr(sweep, 'best_rates', lambda methods, first, folder_of, jobs: first)
     assert run('-m', 'analysis.claims', f'--out_dir={out}', '--max_tokens=1000').returncode == 0
     return out, losses
 
@@ -198,8 +198,8 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
         for folder, args in cells.items():
             result = run('train.py', *args, f'--out_dir={folder}', '--threads=1')
             assert result.returncode == 0, (folder, result)
-    monkeypatch.setattr(claims, 'train_all', train_all)  # in this process, which spares the imports
-    monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: first)
+    monkeypatch.setattr(sweep, 'train_all', train_all)  # in this process, which spares the imports
+    monkeypatch.setattr(sweep, 'best_rates', lambda methods, first, folder_of, jobs: first)
     for name in ('GRADIENT_DOCUMENTS', 'DOCUMENTS', 'PROBE_STEPS', 'PROMPTS', 'BATCHES'):
         monkeypatch.setattr(claims, name, 2)
     monkeypatch.setattr(claims, 'WALKS', 20)

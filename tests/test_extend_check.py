@@ -60,7 +60,7 @@ def test_an_extend_that_fails_is_said_and_done_without(model, capsys, monkeypatc
 def test_a_model_whose_extend_is_wrong_does_not_draft_for_itself(model):
     prompts = some_tokens(1, 20, 1).tolist()
     model.longest_draft = 2
-    with pytest.raises(ValueError, match='its extend is not what it was trained as'):
+    with pytest.raises(ValueError, match='its extend differs from its logits'):
         speculative_generate(model, prompts, 4)
     new, _ = speculative_generate(model, prompts, 4, draft=make('standard, documents'), draft_len=2, temperature=0)
     assert new == generate(model, prompts, 4, temperature=0)

@@ -117,7 +117,9 @@ def judged(tmp_path, monkeypatch):
         for folder in cells:
             name, seed = folder.name.split('_1000_')[0], int(folder.name[-1])
             model = 'standard' if name == 'standard' else 'sps'
-            write_run(folder, model, 1000, losses[name][seed - 1], **({} if model == 'standard' else {'window': 4}))
+            rate = float(folder.name.partition('_lr')[2].partition('_')[0])
+            write_run(folder, model, 1000, losses[name][seed - 1], {'learning_rate': rate},
+                      **({} if model == 'standard' else {'window': 4}))
     monkeypatch.setattr(sweep, 'train_all', train_all)
     monkeypatch.setattr(sweep, 'best_rates', lambda methods, first, folder_of, jobs: first)
     assert run('-m', 'analysis.claims', f'--out_dir={out}', '--max_tokens=1000').returncode == 0

@@ -11,13 +11,16 @@
     python -m analysis.tables out/std_* out/sps_*          its tables 2 and 3, the paper's rows below ours
     python -m analysis.context_ready out/cr_*              Context-Ready paper, tables 6, A7, A8: unrolls
     python -m analysis.scores out/chase_*                  its appendix B: a task's scores over steps
+    python -m analysis.a5 out/a5_*                         NextLat paper, A5: accuracy on longer words
+    python -m analysis.manhattan out/manhattan_*           its Manhattan: detours, compression, rank, the map
+    python -m analysis.probes out/stories_*                its TinyStories: what states know of tokens to come
+    python -m analysis.domains out/fw_* --data=A,B         its speculative decoding: a table over texts
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
     python -m analysis.compare NAME:... NAME:...           any models, each at its best rate: trains its own runs
     python -m analysis.forks                               where SPS may fork: trains its own runs
     python -m analysis.shootout                            all architectures at equal budgets: trains its own runs
     python -m analysis.baseline                            Standard beside nanoGPT's shape: trains its own runs
     python -m analysis.claims                              claims of all papers in miniature: trains its own runs
-    python -m analysis.manhattan out/manhattan_*           NextLat paper, Manhattan: detours, compression, rank, the map
 
 They write beside the runs, here to out/, or to where --out says.
 figures.py, outcomes.py and documents.py are what they share: how figures look, how runs ended and what they are

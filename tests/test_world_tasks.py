@@ -1,4 +1,5 @@
 """The tasks of world models: rows against solvers written here from the text alone, scores on hand-made outputs."""
+import csv
 import json
 import operator
 from fractions import Fraction
@@ -108,6 +109,13 @@ def test_a5_trains_on_short_words_and_is_judged_on_long_ones(tmp_path):
     assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_results(out).keys()
     drawn = run('-m', 'analysis.scores', out, '--scores=rnn_accuracy', f'--out={tmp_path / "figure"}')
     assert drawn.returncode == 0 and 'rnn_accuracy_4' in drawn.stdout, drawn.stderr
+    drawn = run('-m', 'analysis.a5', out, '--length=9', '--words=20', '--batch_size=7', '--device=cpu',
+                f'--out={tmp_path / "words"}')
+    assert drawn.returncode == 0 and 'p_psi as an RNN' in drawn.stdout, drawn.stderr
+    found = {who + row['position']: float(row['mean']) for row in csv.DictReader(open(tmp_path / 'words.csv'))
+             for who in ['rnn_accuracy_' if row['who'] else 'accuracy_']}
+    assert found == {name: value for name, value in eval_results(out).items() if 'accuracy' in name}
+    assert (tmp_path / 'words.png').stat().st_size > 1000
 
 
 # ---- Countdown ----

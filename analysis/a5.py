@@ -1,0 +1,102 @@
+"""How far states are followed: accuracy by position on words longer than in training (NextLat paper, A5).
+
+    python -m analysis.a5 RUN RUN ... --length=36 --out=NAME
+
+Runs of `a5` name the state after each element of the same held-out words: the Transformer, and of a NextLat run p_psi
+alone as an RNN as well, to which the Transformer gives the first state only. Writes NAME.csv and NAME.png: a line for
+each configuration, with a band from the lowest to the highest seed, over the position; a dotted line is the end of the
+words trained on.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import statistics
+import sys
+from dataclasses import dataclass
+from math import inf
+
+from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import curves_of
+from common.files import UserError, friendly_errors
+from common.machine import pick_device
+from common.runs import load_run, read_run
+from common.settings import check_ranges, load_settings
+from data import open_data
+from data.a5 import Task
+from data.tasks import make_task, task_class
+
+WHO = {'accuracy': '', 'rnn_accuracy': ', p_psi as an RNN'}  # score: what follows the label
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without ending; None: a5 beside the runs
+    length: int = 36  # elements of the words
+    words: int = 10_000  # that are judged, the same for all runs (paper: about 100,000)
+    batch_size: int = 1000  # words at a time
+    device: str = 'auto'  # auto, cuda, cpu or mps
+
+    def __post_init__(self):
+        check_ranges(self, length=(2, 10_000), words=(1, 10 ** 7), batch_size=(1, inf))
+
+
+def trained_length(run) -> int:
+    """Elements of the words that a run was trained on. Raises UserError for a run of other data."""
+    name = read_run(run)['settings'].get('data')
+    if task_class(name) is not Task:
+        raise UserError(f'{run} was trained on {name}: expected a run of a5')
+    return make_task(name).length
+
+
+def measure(folders: list[str], s: Settings) -> list[dict]:
+    """Rows of the CSV, but for the label, of runs that differ in the seed alone."""
+    length, found = trained_length(folders[0]), []
+    data, device = open_data(f'a5:length={s.length},val_rows={s.words}'), pick_device(s.device)
+    for run in folders:
+        found.append(data.score(load_run(run, device)[0], device, s.batch_size))
+    return [{'who': who, 'trained': length, 'position': t, 'mean': statistics.mean(values), 'lowest': min(values),
+             'highest': max(values), 'seeds': len(values)}
+            for score, who in WHO.items() if f'{score}_1' in found[0]
+            for t in range(1, s.length + 1) for values in [[scores[f'{score}_{t}'] for scores in found]]]
+
+
+def plot(lines: dict[str, list[dict]], path) -> None:
+    """lines {label: rows of `measure`, one a position}."""
+    figure, axes = new_figure(figsize=(7, 4.5))
+    for (label, rows), style in zip(lines.items(), line_styles(len(lines))):
+        positions = [row['position'] for row in rows]
+        axes.plot(positions, [row['mean'] for row in rows], marker='o', markersize=3, label=label, **style)
+        axes.fill_between(positions, [row['lowest'] for row in rows], [row['highest'] for row in rows], alpha=0.2,
+                          color=style['color'], linewidth=0)
+    for length in {row['trained'] for rows in lines.values() for row in rows}:
+        axes.axvline(length, color='grey', linestyle=':')
+    axes.set(xlabel='elements read', ylabel='share of words whose state is right', ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        if not runs:
+            raise UserError('which runs? python -m analysis.a5 RUN RUN ... --length=36 --out=NAME')
+        measured = curves_of(runs, lambda folders: measure(folders, s))
+        lines = {}
+        for label, rows in measured.items():
+            for row in rows:
+                lines.setdefault(label + row['who'], []).append(row)
+        out = output_path(s.out, runs, 'a5')
+        write_csv(f'{out}.csv', [{'label': label} | row for label, rows in lines.items() for row in rows])
+        plot(lines, f'{out}.png')
+        for label, rows in lines.items():
+            trained = rows[0]['trained']
+            shown = sorted({min(trained, s.length), min(2 * trained, s.length), min(3 * trained, s.length), s.length})
+            print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
+                                           f'{row["position"]}' for row in rows if row['position'] in shown))
+        print(f'written to {out}.png and {out}.csv')
+
+
+if __name__ == '__main__':
+    main()

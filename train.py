@@ -75,6 +75,8 @@ class Settings:
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     data: str = 'data/built/fineweb_edu'  # data folder, or built-in data; a task's options: path_star:degree=2,length=5
+    make_data: str | None = None  # command that makes `data`, said where it is missing; None: FineWeb-Edu's
+    assumed_ids: int = 50257  # of its tokenizer, in a dry run without it
     documents: bool = True  # stop attention at document boundaries; False sets the model's eos_id to None
     verify: bool = False  # compare every shard with its checksum before the first step
     # batch and length
@@ -117,8 +119,8 @@ class Settings:
             self, seed=(0, 2 ** 31), batch_size=(1, 2 ** 20), micro_batch_size=at_least_1, block_size=at_least_1,
             max_tokens=at_least_1, learning_rate=at_least_0, min_lr=at_least_0, warmup_tokens=at_least_0,
             decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9), weight_decay=at_least_0,
-            grad_clip=at_least_0, eval_interval=at_least_1, eval_tokens=at_least_0, eval_seed=(0, 2 ** 31),
-            acceptance_prompts=at_least_0, log_interval=at_least_1, save_interval=at_least_1,
+            grad_clip=at_least_0, assumed_ids=at_least_1, eval_interval=at_least_1, eval_tokens=at_least_0,
+            eval_seed=(0, 2 ** 31), acceptance_prompts=at_least_0, log_interval=at_least_1, save_interval=at_least_1,
             keep_checkpoints=(2, math.inf), sample_tokens=at_least_0, threads=(1, 1024), memory=at_least_0,
             shard=(2, math.inf))
 
@@ -126,7 +128,7 @@ class Settings:
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
     'resume', 'overwrite', 'eval_only', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
-    'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads',
+    'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
     'data',  # where it lies: what it holds is compared by its checksum
     'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
@@ -217,23 +219,24 @@ def has_data(name: str) -> bool:
     return bool(task_class(name)) or name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
 
 
-def assumed_data(s, given_model, record):
-    """What a dry run takes data to be that is not there: its run's, or of a config's n_ids, or GPT-2's tokens."""
+def assumed_data(s, record):
+    """What a dry run takes data to be that is not there: its run's, or text in s.assumed_ids ids."""
     record = record or (runs.read_run(s.init_from) if s.init_from else None)
-    like = {'tokenizer': 'gpt2', 'n_ids': 50257, 'eos_id': 50256, 'sha256': ''}
-    if record:
-        like = record['data']
-    elif 'n_ids' in given_model:
-        like |= {'tokenizer': 'unknown', 'n_ids': given_model['n_ids'], 'eos_id': given_model['n_ids'] - 1}
-    of_option = 'FILE' if like['tokenizer'] == 'unknown' else shlex.quote(like['tokenizer'])
-    kind = '' if of_option == 'gpt2' else f' --tokenizer={of_option}'
-    n_tokens = f'{s.max_tokens:.2g}'.replace('e+', 'e')
+    like = record['data'] if record else {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'unknown', 'sha256': '',
+                                          'n_ids': s.assumed_ids, 'eos_id': s.assumed_ids - 1}
     print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
-          f'enough text. To make it:\n  python prepare_fineweb.py --out_dir={shlex.quote(s.data)}{kind} '
-          f'--max_tokens={n_tokens}')
+          f'enough text. To make it:\n  {command_for_data(s)}')
     return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
                            bos=False, sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
                            n_windows=lambda split, T: 1)
+
+
+def command_for_data(s) -> str:
+    """The command that makes s.data: the config's, if it names that folder, else FineWeb-Edu's in GPT-2 tokens."""
+    if s.make_data and s.data in s.make_data:
+        return s.make_data
+    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # validation data are held out of them
+    return f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} --max_tokens={n_tokens}'
 
 
 def check_settings(s, data, world):
@@ -674,7 +677,7 @@ def main(argv: list[str] | None = None) -> None:
         if not is_first:
             dist.barrier()  # the first process builds data that is not there yet
         try:
-            data = assumed_data(s, given_model, record) if s.dry_run and not has_data(s.data) else open_data(s.data)
+            data = assumed_data(s, record) if s.dry_run and not has_data(s.data) else open_data(s.data)
         finally:
             if is_first and machine.world > 1:
                 dist.barrier()

@@ -1,12 +1,12 @@
 # GPN+M, one layer (129.2M): GPN paper, sections 4 and 5. FineWeb-Edu-10B in LLaMA-2 tokens, bos and eos around each
 # document as in the official code.
 model = 'gpn'
-# python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos
-#     --out_dir=data/built/fineweb_edu_llama2 --max_tokens=2.8e9
 data = 'data/built/fineweb_edu_llama2'
+make_data = ('python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos '
+             '--out_dir=data/built/fineweb_edu_llama2 --max_tokens=2.8e9')
+assumed_ids = 32_000
+vocab_size = 32_000
 documents = False  # the state goes on over document boundaries
-vocab_size = 32000
-n_ids = 32000
 block_size = 2048
 batch_size = 128
 max_tokens = 10_000 * 128 * 2048  # 10k steps, 2.6B tokens

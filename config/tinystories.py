@@ -1,9 +1,11 @@
 # TinyStories of the NextLat paper (table of hyperparameters), which also takes horizon = 8. The baselines:
-# --objective=ntp, mtp or jtp, for which it swept lambda_mtp over 0.1 ... 1, and tinystories_bst. The data, in a
-# vocabulary of 1,000 trained on it: docs/nextlat.md. The ablations: --lambda_kl=0, --lambda_h=0, --token_loss=ce,
-# --stop_target=False, --stop_head=False.
+# --objective=ntp, mtp or jtp, for which it swept lambda_mtp over 0.1 ... 1, and tinystories_bst. The data are
+# in a vocabulary of 1,000 trained on them: docs/nextlat.md. The ablations: --lambda_kl=0, --lambda_h=0,
+# --token_loss=ce, --stop_target=False, --stop_head=False.
 model = 'nextlat'
 data = 'data/built/tinystories'
+make_data = 'python prepare_fineweb.py tinystories --tokenizer=tinystories.json --out_dir=data/built/tinystories'
+assumed_ids = 1000
 horizon = 1
 n_layer = 8
 n_head = 8

@@ -1,8 +1,9 @@
 # The Belief State Transformer on TinyStories, a baseline of the NextLat paper: 8 layers in each of its two encoders.
 # The share of the pairs is that of the paper's table of training costs (inferred: it gives none for TinyStories).
+from config.tinystories import assumed_ids, data, make_data
+
 model = 'bst'
 pair_share = 0.1
-data = 'data/built/tinystories'
 n_layer = 8
 n_head = 8
 n_embd = 768

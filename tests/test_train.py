@@ -665,8 +665,18 @@ def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits
     result = run('train.py', *args, '--memory=4')
     assert result.returncode == 0, result.stderr
     assert 'assumed a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
-    assert f'python prepare_fineweb.py --out_dir={tmp_path / "gone"} --max_tokens=1e06' in result.stdout
+    assert f'python prepare_fineweb.py --out_dir={tmp_path / "gone"} --max_tokens=1.05e06' in result.stdout
     assert 'largest micro_batch_size that does is 4' in result.stdout  # batch_size
-    small = run('train.py', *args, '--memory=0.0001', '--n_ids=300', '--vocab_size=320').stdout
+    small = run('train.py', *args, '--memory=0.0001', '--assumed_ids=300').stdout
     assert 'a step does not fit 0.0001 GiB; no micro_batch_size does' in small and 'vocabulary of 300 ids' in small
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_how_a_configs_own_data_are_made_and_has_the_papers_size():
+    for config, size in ('gpn_transformer', '130,763,520'), ('context_ready/owt_d5_c1120', '157,205,440'):
+        command = importlib.import_module(f'config.{config.replace("/", ".")}').make_data
+        shown = run('train.py', f'config/{config}.py', '--dry_run').stdout
+        assert f'{size} parameters' in shown and command in shown
+        other = run('train.py', f'config/{config}.py', '--dry_run', '--data=data/built/other').stdout
+        assert '--out_dir=data/built/other' in other and command not in other

@@ -2,9 +2,10 @@
 # steps. The paper leaves open betas and weight decay (as in the SPS paper here), warm-up (1,000 steps) and, but for T =
 # 1024, the heads: 16, so that they are C / 16 wide; at widths 256 and 512 heads of 64.
 model = 'context_ready'
-# python prepare_fineweb.py Skylion007/openwebtext --id_field=None --tokenizer=YOUR_32K_TOKENIZER
-#     --out_dir=data/built/openwebtext
 data = 'data/built/openwebtext'
+make_data = ('python prepare_fineweb.py Skylion007/openwebtext --id_field=None --tokenizer=YOUR_32K_TOKENIZER '
+             '--out_dir=data/built/openwebtext')
+assumed_ids = 32_000
 documents = False
 n_head = 16
 K = 5

@@ -1,9 +1,10 @@
 # What tables A2 to A5 and A12 share: English Wikipedia, BPE 16k, windows of 256, 100,000 steps. The paper gives no
-# number of heads at C = 446. One is a guess: of the divisors only 1 leaves heads of an even size, which RoPE needs.
+# number of heads at C = 446. One is a guess: of the divisors only 1 and 223 leave heads of an even size, which RoPE needs.
 from config.context_ready.owt import *
 
-# python prepare_fineweb.py wikimedia/wikipedia --config=20231101.en --id_field=id --tokenizer=YOUR_16K_TOKENIZER
-#     --out_dir=data/built/wikipedia
 data = 'data/built/wikipedia'
+make_data = ('python prepare_fineweb.py wikimedia/wikipedia --config=20231101.en --id_field=id '
+             '--tokenizer=YOUR_16K_TOKENIZER --out_dir=data/built/wikipedia')
+assumed_ids = 16_000
 n_embd = 446
 n_head = 1

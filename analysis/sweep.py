@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from math import inf
 from pathlib import Path
 
+from analysis.figures import write_csv
 from analysis.outcomes import final_loss
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, write_file
@@ -91,8 +92,8 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
     """{method: its best learning rate}, with a worse one on both sides.
 
     methods: {name: arguments of train.py}; first: {name: where to look first}; folder_of(name, rate): the run's folder.
-    Three rates, STEP apart, and as many more as it takes until the best is not the last on either side. UserError for
-    a method that diverges at all three.
+    Three rates, STEP apart, and as many more as it takes until the best is not the last on either side. rates.csv beside
+    the runs has the loss at each. UserError for a method that diverges at all three.
     """
     losses = {name: {} for name in methods}  # by exponent of STEP
 
@@ -111,6 +112,9 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
                 raise UserError(f'{name} diverges at learning rates of {first[name] / STEP:.3g} to '
                                 f'{first[name] * STEP:.3g}: begin lower')
             wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
+    write_csv(folder(name, 0).parent / 'rates.csv',
+              [{'model': name, 'lr': float(f'{first[name] * STEP ** i:.3g}'), 'loss': loss}
+               for name, of_name in losses.items() for i, loss in sorted(of_name.items())])
     return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}
 
 

@@ -1,4 +1,5 @@
 """Comparisons that train their own runs: learning rates bracketed, nothing trained twice, equal FLOPs."""
+import csv
 import json
 import math
 import statistics
@@ -71,10 +72,15 @@ def test_best_rates_have_a_worse_one_on_both_sides(monkeypatch, tmp_path):
     best = {'a': 1e-3, 'b': 4e-3}
     trained = []
     monkeypatch.setattr(sweep, 'train_all', lambda cells, jobs, may_diverge: trained.extend(cells))
-    monkeypatch.setattr(sweep, 'loss_of', lambda folder: abs(math.log(folder[1] / best[folder[0]])))
-    rates = sweep.best_rates({'a': [], 'b': []}, {'a': 1e-3, 'b': 1e-3}, lambda name, rate: (name, rate), jobs=1)
+    monkeypatch.setattr(sweep, 'loss_of', lambda folder: abs(math.log(float(folder.name[1:]) / best[folder.name[0]])))
+    rates = sweep.best_rates({'a': [], 'b': []}, {'a': 1e-3, 'b': 1e-3}, lambda name, rate: tmp_path / f'{name}{rate}',
+                             jobs=1)
     assert rates == pytest.approx({'a': 1e-3, 'b': 1e-3 * 1.5 ** 3})
     assert len(trained) == len(set(trained)) == 3 + 6
+    rows = list(csv.DictReader(open(tmp_path / 'rates.csv')))
+    assert [row['lr'] for row in rows if row['model'] == 'b'] == ['0.000667', '0.001', '0.0015', '0.00225', '0.00337',
+                                                                  '0.00506']
+    assert float(rows[1]['loss']) == 0 and rows[1]['model'] == 'a'
 
 
 def test_a_rate_that_diverges_is_a_worse_one(tmp_path, monkeypatch):

@@ -326,6 +326,18 @@ def test_a_benchmark_file_that_is_no_jsonl_is_a_sentence(tmp_path, content, part
         local_records(tmp_path, 'piqa')
 
 
+def test_govreport_and_books3_are_what_the_official_code_of_sps_reads():
+    yaml, jinja2 = pytest.importorskip('yaml'), pytest.importorskip('jinja2')
+    tasks = {name: yaml.safe_load(open(f'config/lm_eval/{name}.yaml')) for name in ('govreport', 'books3')}
+    assert {name: (task['dataset_path'], task['dataset_kwargs']['data_dir'], task.get('validation_split'),
+                   task.get('test_split')) for name, task in tasks.items()} == {
+        'govreport': ('launch/gov_report', 'plain_text', 'validation', None),
+        'books3': ('lighteval/pile', 'pile_books3', None, 'test')}
+    texts = {name: jinja2.Template(task['doc_to_target']).render for name, task in tasks.items()}
+    assert texts['govreport'](document='of the hub') == 'of the hub' and texts['govreport'](text='a file') == 'a file'
+    assert texts['books3'](text='a book') == 'a book'
+
+
 def test_ranks_that_are_no_numbers_are_a_sentence(trained, monkeypatch):
     monkeypatch.setenv('RANK', 'x')
     assert_sentence(run('eval.py', trained, '--val'), "RANK='x'")

@@ -295,7 +295,8 @@ class Model(nn.Module):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll', ...}: nats per counted token.
 
         The loss is the nll and the other parts times their lambdas: 'next_hidden' and 'kl' (or 'ce') of nextlat,
-        'further_tokens' of mtp and jtp. Each part is the mean over i = 1 ... d of a mean over positions.
+        'further_tokens' of mtp and jtp. Each part is the mean over i = 1 ... d of a mean over positions. In eval mode
+        nextlat has 'next_hidden' and 'kl' even where they have no weight.
 
         With documents on, positions whose input is eos do not count: what follows them is another document. What
         position s - i predicts for position s counts if both are in one document; on a prompt (target -1 at s) only
@@ -364,18 +365,20 @@ class Model(nn.Module):
                 predicted = self.dynamics(predicted[:, :-1], e[:, 1:])
             predicted = F.pad(predicted, (0, 0, 1, 0))  # position 0 has no prediction: same_document masks it
             predictions.append(predicted)
-        parts = {}  # name: (lambda, loss)
-        if c.lambda_kl and c.token_loss == 'kl':  # KL(p(.|sg h_s) || p(.|h^_s)); the nll has the same logits p(.|h_s)
+        parts = {}  # name: (lambda, loss); validation has Smooth L1 and KL whatever their weights, as the figures do
+        is_judged = not self.training
+        lambda_kl, lambda_ce = (c.lambda_kl, 0.0) if c.token_loss == 'kl' else (0.0, c.lambda_kl)
+        if lambda_kl or is_judged:  # KL(p(.|sg h_s) || p(.|h^_s)); the nll has the same logits p(.|h_s)
             counts = (same_document & (targets >= 0)).flatten(1)
             states = torch.stack([h, *predictions]).flatten(1, 2)
             nll, kl = linear_cross_entropy_kl(states, self.loss_weight, targets.flatten(), counts, c.stop_head)
-            parts['kl'] = c.lambda_kl, kl
+            parts['kl'] = lambda_kl, kl
         else:
             nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
-            if c.lambda_kl:
-                weight = self.loss_weight.detach() if c.stop_head else self.loss_weight
-                parts['ce'] = c.lambda_kl, self._mean_over_horizons(predictions, future_targets, weight)
-        if c.lambda_h:
+        if lambda_ce:
+            weight = self.loss_weight.detach() if c.stop_head else self.loss_weight
+            parts['ce'] = lambda_ce, self._mean_over_horizons(predictions, future_targets, weight)
+        if c.lambda_h or is_judged:
             goal = h.detach() if c.stop_target else h
             means = []
             for predicted, same in zip(predictions, same_document):
@@ -505,8 +508,7 @@ class Model(nn.Module):
         from it.
         """
         c = self.config
-        if T > 1:  # 1 asks for the weights alone
-            self._check_window(T)
+        self._check_window(T)
 
         def n_weights(module):  # of matrices; an embedding looks up
             return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)

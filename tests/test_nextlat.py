@@ -112,12 +112,12 @@ def paper(model, idx, targets):
     over_horizons = lambda lists: torch.stack([mean(terms) for terms in lists]).mean()
     parts = {'nll': mean(nll)}
     parts['loss'] = parts['nll']
-    if c.objective == 'nextlat' and c.lambda_h:
-        parts['next_hidden'] = over_horizons(h_terms)
-        parts['loss'] = parts['loss'] + c.lambda_h * parts['next_hidden']
-    if c.objective == 'nextlat' and c.lambda_kl:
-        parts[c.token_loss] = over_horizons(kl_terms if c.token_loss == 'kl' else ce_terms)
-        parts['loss'] = parts['loss'] + c.lambda_kl * parts[c.token_loss]
+    if c.objective == 'nextlat':
+        weights = {'next_hidden': c.lambda_h, c.token_loss: c.lambda_kl}
+        for name, terms in ('next_hidden', h_terms), ('kl', kl_terms), ('ce', ce_terms):
+            if weights.get(name) or not model.training and name != 'ce':
+                parts[name] = over_horizons(terms)
+                parts['loss'] = parts['loss'] + weights.get(name, 0) * parts[name]
     if c.objective in ('mtp', 'jtp'):
         parts['further_tokens'] = over_horizons(ce_terms)
         parts['loss'] = parts['loss'] + c.lambda_mtp * parts['further_tokens']
@@ -132,10 +132,10 @@ CASES = [dict(objective='ntp'),
          *(dict(objective='nextlat', horizon=d, **more) for d in (1, 2, 3) for more in SWITCHES)]
 
 
-@pytest.mark.parametrize('documents', [True, False])
+@pytest.mark.parametrize('documents, training', [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(f'{k}={v}' for k, v in case.items()))
-def test_losses_and_gradients_equal_the_papers_equations(case, documents):
-    model = make(EOS if documents else None, **case)
+def test_losses_and_gradients_equal_the_papers_equations(case, documents, training):
+    model = make(EOS if documents else None, **case).train(training)
     generator = torch.Generator().manual_seed(1)
     idx = torch.randint(0, 19, (2, 9), generator=generator)
     idx[0, [2, 3]] = idx[1, 8] = EOS

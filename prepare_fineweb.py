@@ -1,13 +1,13 @@
 """Tokenizes a Hugging Face dataset, or local files, into the shards that train.py reads.
 
-    python prepare_fineweb.py --max_tokens=41e9                     FineWeb-Edu in GPT-2 tokens, as the SPS paper has it
+    python prepare_fineweb.py --max_tokens=51e9                     FineWeb-Edu in GPT-2 tokens, for all SPS runs
     python prepare_fineweb.py --max_tokens=2e9 --out_dir=data/built/fw2b
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
 On many machines, each with a part of the source, which are then made one data folder without copying (data/parts.py):
 
-    python prepare_fineweb.py --max_tokens=41e9 --part=3/64         in data/built/fineweb_edu_part_03_of_64
+    python prepare_fineweb.py --max_tokens=51e9 --part=3/64         in data/built/fineweb_edu_part_03_of_64
     python prepare_fineweb.py --merge data/built/fineweb_edu_part_*
 
 The source is streamed: what is not needed is not downloaded. Local files are parquet, jsonl, jsonl.gz or txt (one

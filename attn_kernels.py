@@ -1493,10 +1493,10 @@ class Place:
 
 # ---- equations and their fast form ----
 #
-# GPN, and Context-Ready trained by backpropagation through time, have a fast form of their equations in scans/. It
-# stands in for them only where both are shown, on the spot, to be one function: an edited equation, an override, a
-# hook, a swapped module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed about the
-# source of either.
+# GPN, Gated DeltaNet, and Context-Ready trained by backpropagation through time have a fast form of their equations in
+# scans/. It stands in for them only where both are shown, on the spot, to be one function: an edited equation, an
+# override, a hook, a swapped module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed
+# about the source of either.
 
 # The largest relative difference that is rounding. In fp32 GPN's forms are mostly 2e-6 apart, and an edit of one part
 # in a thousand gives 1e-4 and more. Where both agree in float64 and rounding grows from step to step, fp32 may be
@@ -1524,10 +1524,11 @@ def choose_scan(model, scan, **for_the_check):
 
     By model.config.scan: 'loop', 'fast', or 'auto', which is fast where states, loss and all gradients agree to
     rounding. Call it under the autocast that the model will run under. The model has `states(idx)`, `forward(idx,
-    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. for_the_check: settings of its
-    config during the check, so small that every boundary comes in a few tokens. With several processes the first
-    decides for all, so all must come here, before DDP wraps the model: call `model.choose_scan()` yourself. Raises
-    ValueError for 'fast' without a scan.
+    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. Where it has `decoded_states(idx)`,
+    the same states by its code for decoding, these are compared too. for_the_check: settings of its config during the
+    check, so small that every boundary comes in a few tokens. With several processes the first decides for all, so all
+    must come here, before DDP wraps the model: call `model.choose_scan()` yourself. Raises ValueError for 'fast'
+    without a scan.
     """
     start, device = time.perf_counter(), next(model.parameters()).device
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -77,7 +77,7 @@ TASK_FILES = Path(__file__).resolve().parent / 'config/lm_eval'  # tasks that lm
 @dataclass
 class Settings:
     val: bool = False  # validation loss on the run's own data, or on `data`
-    data: str | None = None  # data folder for --val; None: the run's
+    data: str | None = None  # data folder for --val and the prompts of --speculative; None: the run's
     val_tokens: int | None = None  # tokens of --val, in the windows that training takes of so many; None: all
     corpus: str = ''  # corpora, separated by commas
     tasks: str = ''  # lm-eval tasks, separated by commas

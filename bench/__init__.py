@@ -15,8 +15,9 @@
     python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
-Each prints a figure as soon as it is there and writes all, with device, date, versions and commit, to bench/results/.
-With --toy it takes seconds, at sizes that tell nothing, and writes nothing.
+Each prints a figure as soon as it is there and writes all, with device, date, versions and commit, to bench/results/;
+bench.compiled writes only with --beside. With --toy it takes seconds, at sizes that tell nothing, and writes nothing;
+bench.attention, bench.compiled and bench/gpu.py have no --toy.
 """
 import datetime
 import json

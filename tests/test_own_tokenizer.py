@@ -96,9 +96,9 @@ def test_overwrite_removes_the_tokenizer_of_the_run_and_no_other(trained, tiny_d
 def test_a_kill_before_config_json_is_written_leaves_a_folder_for_a_run_and_a_tokenizer_alone_is_none(tmp_path):
     (tmp_path / 'tokenizer.json').write_text('{}')
     with pytest.raises(UserError, match='is not a run folder'):
-        runs.claim_folder(tmp_path, True)
+        runs.check_out_dir(tmp_path, True)
     (tmp_path / '.lock').touch()
-    runs.claim_folder(tmp_path, False)
+    runs.check_out_dir(tmp_path, False)
 
 
 def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path):

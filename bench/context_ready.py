@@ -26,7 +26,7 @@ DEVICE = 'cuda' if GPU else 'cpu'
 SHAPES = [  # of 'bptt': C, batch, T, window
     (256, 64, 338, 38),
     (128, 64, 338, 38),
-    (64, 64, 65, 22),
+    (64, 64, 114, 38),
 ]
 TOY_SHAPES = [(16, 2, 13, 5)]
 PAIRS = [  # table A13: (Context-Ready, the Roformer beside it)

@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from common import kernel_check
 from common.checkpoint import check_weights, checkpoints, load_checkpoint, load_weights
 from common.files import (
+    ROOT,
     UserError,
     checked_json,
     first_line,
@@ -53,7 +54,6 @@ from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
 from data.tokenizers import GPT2_SHA256, tokenizer_digest
 
-ROOT = Path(__file__).resolve().parent.parent
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
 OF_EVALUATION = ('eval.jsonl', 'speculative.csv', 'speculative.png')  # what eval.py writes to a run folder
 LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
@@ -296,12 +296,17 @@ def read_run(folder) -> dict:
     return {key: record[key] for key in ('model', *needed)}
 
 
-def run_data(record: dict, name: str | None) -> Data | Generated:
-    """The data called `name`; None: the run's own, by its config.json (`record`)."""
+def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
+    """The data called `name` for the run in `folder`; None: the run's own, by its config.json (`record`).
+
+    UserError if there are none, or with another tokenizer than the run's.
+    """
     name = name or record['settings'].get('data')
     if not name:
         raise UserError('this run has no data of its own: give --data=FOLDER')
-    return open_data(name)
+    data = open_data(name)
+    check_vocabulary(record, data, folder)
+    return data
 
 
 def same_vocabulary(a: dict, b: dict) -> bool:

@@ -4,7 +4,6 @@ import shutil
 import pytest
 from conftest import assert_sentence, config_json, run, train_tiny
 
-import eval as judge
 from common import llama, runs
 from common.files import UserError
 from data import Data, write_data
@@ -59,7 +58,7 @@ def test_what_needs_one_tokenizer_compares_its_content(trained, tokenizers, tmp_
     other = Data(tokenizers / 'other')
     assert other.n_ids == record['data']['n_ids']
     with pytest.raises(UserError, match='use data with the same tokenizer'):
-        judge.data_for(record, judge.Settings(data=str(tokenizers / 'other')))
+        runs.run_data(record, str(tokenizers / 'other'))
     assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with the same tokenizer')
     load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', 'float32')
     draft = {'tokenizer': other.tokenizer, 'n_ids': other.n_ids, 'eos_id': other.eos_id}

@@ -305,38 +305,28 @@ def two_stream_visible(query_pos, x_pos, rho_pos, windows, doc_start=None, queri
     return torch.cat(rows, -2)
 
 
-def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
+def two_stream_attention_reference(q, k, v, windows, doc_start=None, queries='both'):
     """`two_stream_attention` as its definition: one softmax over all keys of both streams. Exact in float64."""
-    return _two_stream_reference(q, k, v, stream_windows(persistent, window, persistent_window), doc_start, queries)
-
-
-def _two_stream_reference(q, k, v, windows, doc_start, queries):
-    """`two_stream_attention_reference` with windows from `stream_windows`."""
     position = torch.arange(q.shape[2], device=q.device)
     mask = two_stream_visible(position, position, position, windows, doc_start, queries)
     return _dense_attention(*(x.flatten(1, 2) for x in (q, k, v)), mask).view_as(q)
 
 
-def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
-    """Attention of two streams over the keys of both; SPS paper, eq. 5, with persistent = 'input'.
+def two_stream_attention(q, k, v, windows, doc_start=None, queries='both'):
+    """Attention of two streams over the keys of both; SPS paper, eq. 5, with windows = [None, w].
 
-    Position t sees x_j for j <= t and rho_j for j <= t, but x_t not rho_t; of a stream that does not persist, and with
-    persistent_window of the others too, only j >= t - window; nothing before doc_start[t].
+    Position t sees x_j for j <= t and rho_j for j <= t, but x_t not rho_t; of a stream with a window only
+    j >= t - window; nothing before doc_start[t].
 
     k, v (B, 2, T, HK, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one
-    stream that queries = 'input' or 'predict' names. persistent 'input', 'predict' or 'both'; windows in positions,
-    None for all; doc_start (B, T) int64. Returns the shape of q.
+    stream that queries = 'input' or 'predict' names. windows: those of the x keys and of the rho keys, in positions,
+    None for all (`stream_windows`); doc_start (B, T) int64. Returns the shape of q.
     """
     if q.shape[1] != len(STREAMS[queries]):
         raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', "
                          "1 with 'input' or 'predict'")
-    return _two_stream_attention(q, k, v, stream_windows(persistent, window, persistent_window), doc_start, queries)
-
-
-def _two_stream_attention(q, k, v, windows, doc_start, queries):
-    """`two_stream_attention` with windows from `stream_windows`."""
     if REFERENCE:
-        return _two_stream_reference(q, k, v, windows, doc_start, queries)
+        return two_stream_attention_reference(q, k, v, windows, doc_start, queries)
     if use_triton(q):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
     k, v = (each_head(x, q.shape[3]) for x in (k, v))
@@ -1387,7 +1377,7 @@ class KVCache:
         v_cache[batch_idx, :, slots] = v.to(v_cache.dtype)
         if place.is_prefill:  # the cache was empty: the new tokens see only each other
             if streams == 'both':
-                return _two_stream_attention(q, k, v, self.windows, place.doc_start, queries)
+                return two_stream_attention(q, k, v, self.windows, place.doc_start, queries)
             return attention(q[:, 0], k[:, 0], v[:, 0], place.doc_start, self.windows[0]).unsqueeze(1)
         seen, mask = place.seen_by_x if streams == 'input' else place.seen_by_both
         if streams != 'input' and queries != 'both':

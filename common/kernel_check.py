@@ -144,7 +144,7 @@ def _attention_differences(device, dtype, head_size, group, two_streams):
     def two_streams_asking(queries):
         windows = [None, window]
         return differences(q[:, K.STREAMS[queries]], windows, queries,
-                           lambda q, k, v: K._two_stream_reference(q, k, v, windows, doc_start, queries))
+                           lambda q, k, v: K.two_stream_attention_reference(q, k, v, windows, doc_start, queries))
 
     if two_streams:
         return two_streams_asking('both') | two_streams_asking('predict')

@@ -305,38 +305,28 @@ def two_stream_visible(query_pos, x_pos, rho_pos, windows, doc_start=None, queri
     return torch.cat(rows, -2)
 
 
-def two_stream_attention_reference(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
+def two_stream_attention_reference(q, k, v, windows, doc_start=None, queries='both'):
     """`two_stream_attention` as its definition: one softmax over all keys of both streams. Exact in float64."""
-    return _two_stream_reference(q, k, v, stream_windows(persistent, window, persistent_window), doc_start, queries)
-
-
-def _two_stream_reference(q, k, v, windows, doc_start, queries):
-    """`two_stream_attention_reference` with windows from `stream_windows`."""
     position = torch.arange(q.shape[2], device=q.device)
     mask = two_stream_visible(position, position, position, windows, doc_start, queries)
     return _dense_attention(*(x.flatten(1, 2) for x in (q, k, v)), mask).view_as(q)
 
 
-def two_stream_attention(q, k, v, persistent, window, doc_start=None, persistent_window=None, queries='both'):
-    """Attention of two streams over the keys of both; SPS paper, eq. 5, with persistent = 'input'.
+def two_stream_attention(q, k, v, windows, doc_start=None, queries='both'):
+    """Attention of two streams over the keys of both; SPS paper, eq. 5, with windows = [None, w].
 
-    Position t sees x_j for j <= t and rho_j for j <= t, but x_t not rho_t; of a stream that does not persist, and with
-    persistent_window of the others too, only j >= t - window; nothing before doc_start[t].
+    Position t sees x_j for j <= t and rho_j for j <= t, but x_t not rho_t; of a stream with a window only
+    j >= t - window; nothing before doc_start[t].
 
     k, v (B, 2, T, HK, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one
-    stream that queries = 'input' or 'predict' names. persistent 'input', 'predict' or 'both'; windows in positions,
-    None for all; doc_start (B, T) int64. Returns the shape of q.
+    stream that queries = 'input' or 'predict' names. windows: those of the x keys and of the rho keys, in positions,
+    None for all (`stream_windows`); doc_start (B, T) int64. Returns the shape of q.
     """
     if q.shape[1] != len(STREAMS[queries]):
         raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', "
                          "1 with 'input' or 'predict'")
-    return _two_stream_attention(q, k, v, stream_windows(persistent, window, persistent_window), doc_start, queries)
-
-
-def _two_stream_attention(q, k, v, windows, doc_start, queries):
-    """`two_stream_attention` with windows from `stream_windows`."""
     if REFERENCE:
-        return _two_stream_reference(q, k, v, windows, doc_start, queries)
+        return two_stream_attention_reference(q, k, v, windows, doc_start, queries)
     if use_triton(q):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
     k, v = (each_head(x, q.shape[3]) for x in (k, v))
@@ -1387,7 +1377,7 @@ class KVCache:
         v_cache[batch_idx, :, slots] = v.to(v_cache.dtype)
         if place.is_prefill:  # the cache was empty: the new tokens see only each other
             if streams == 'both':
-                return _two_stream_attention(q, k, v, self.windows, place.doc_start, queries)
+                return two_stream_attention(q, k, v, self.windows, place.doc_start, queries)
             return attention(q[:, 0], k[:, 0], v[:, 0], place.doc_start, self.windows[0]).unsqueeze(1)
         seen, mask = place.seen_by_x if streams == 'input' else place.seen_by_both
         if streams != 'input' and queries != 'both':
@@ -1493,10 +1483,10 @@ class Place:
 
 # ---- equations and their fast form ----
 #
-# GPN, and Context-Ready trained by backpropagation through time, have a fast form of their equations in scans/. It
-# stands in for them only where both are shown, on the spot, to be one function: an edited equation, an override, a
-# hook, a swapped module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed about the
-# source of either.
+# GPN, Gated DeltaNet, and Context-Ready trained by backpropagation through time have a fast form of their equations in
+# scans/. It stands in for them only where both are shown, on the spot, to be one function: an edited equation, an
+# override, a hook, a swapped module or a kernel that a compiler gets wrong all end in the equations. Nothing is assumed
+# about the source of either.
 
 # The largest relative difference that is rounding. In fp32 GPN's forms are mostly 2e-6 apart, and an edit of one part
 # in a thousand gives 1e-4 and more. Where both agree in float64 and rounding grows from step to step, fp32 may be
@@ -1524,10 +1514,11 @@ def choose_scan(model, scan, **for_the_check):
 
     By model.config.scan: 'loop', 'fast', or 'auto', which is fast where states, loss and all gradients agree to
     rounding. Call it under the autocast that the model will run under. The model has `states(idx)`, `forward(idx,
-    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. for_the_check: settings of its
-    config during the check, so small that every boundary comes in a few tokens. With several processes the first
-    decides for all, so all must come here, before DDP wraps the model: call `model.choose_scan()` yourself. Raises
-    ValueError for 'fast' without a scan.
+    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. Where it has `decoded_states(idx)`,
+    the same states by its code for decoding, these are compared too. for_the_check: settings of its config during the
+    check, so small that every boundary comes in a few tokens. With several processes the first decides for all, so all
+    must come here, before DDP wraps the model: call `model.choose_scan()` yourself. Raises ValueError for 'fast'
+    without a scan.
     """
     start, device = time.perf_counter(), next(model.parameters()).device
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

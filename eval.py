@@ -55,7 +55,7 @@ from common.files import UserError, first_line, friendly_errors, write_file
 from common.int8 import check_weights_setting, prepare_weights
 from common.llama import export_llama, import_llama
 from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
-from common.runs import check_vocabulary, load_run, run_data
+from common.runs import load_run, run_data
 from common.scoring import Scorer, perplexity, rank, validation_loss, world
 from common.settings import check_ranges, load_settings
 from common.speculative import AutoLength, longest_draft, read_length, speculative_generate, weight_bytes
@@ -77,7 +77,7 @@ TASK_FILES = Path(__file__).resolve().parent / 'config/lm_eval'  # tasks that lm
 @dataclass
 class Settings:
     val: bool = False  # validation loss on the run's own data, or on `data`
-    data: str | None = None  # data folder for --val; None: the run's
+    data: str | None = None  # data folder for --val and the prompts of --speculative; None: the run's
     val_tokens: int | None = None  # tokens of --val, in the windows that training takes of so many; None: all
     corpus: str = ''  # corpora, separated by commas
     tasks: str = ''  # lm-eval tasks, separated by commas
@@ -278,20 +278,13 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
 
 # ---- validation loss ----
 
-def data_for(record: dict, s: Settings):
-    """--data, or the run's own data; UserError if there is none or it has another tokenizer."""
-    data = run_data(record, s.data)
-    check_vocabulary(record, data)
-    return data
-
-
 @torch.inference_mode()
 def validation(model, record: dict, s: Settings, full=None) -> dict[str, float]:
     """Nats a token, perplexity and bits a byte, or a task's scores, on validation data: the run's own or --data.
 
     full: the model with all bits of its weights, where `model` has int8: then its loss too, and the difference.
     """
-    data = data_for(record, s)
+    data = run_data(record, s.data)
     is_task, device = hasattr(data, 'score'), next(model.parameters()).device
     T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
     if data.n_windows('val', T) < 1:
@@ -361,7 +354,7 @@ def draft_lengths(text: str, model, draft) -> list:
 
 def speculative_prompts(record, s):
     """Prompts spread evenly over the validation data; UserError if they do not fit the context or are too few."""
-    data, T, block_size = data_for(record, s), s.prompt_tokens, record['settings']['block_size']
+    data, T, block_size = run_data(record, s.data), s.prompt_tokens, record['settings']['block_size']
     if hasattr(data, 'score'):
         raise UserError(f'--speculative takes its prompts from texts, and {data.folder} is a synthetic task: give '
                         '--data=FOLDER')

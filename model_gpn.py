@@ -162,7 +162,6 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    reads_weights = True  # scans/gpn.py multiplies by the matrices, without calling the layers
     write_type = Write
 
     def __init__(self, config):
@@ -269,6 +268,11 @@ class Model(nn.Module):
         if fast is not None:
             fast.forget_graphs()  # of the check's few tokens
         return self.scan_report
+
+    @property
+    def reads_weights(self):
+        """Whether it multiplies by weights without calling the layers, as scans/gpn.py does."""
+        return self.scan_report is not None and self.scan_report['scan'] == 'fast'
 
     def _uses_fast_form(self):
         if self.scan_report is None or self.scan_report['device'] != next(self.parameters()).device.type:

@@ -216,7 +216,7 @@ class Model(nn.Module):
         def attend(layer, q, k, v, streams, emits):
             if streams == 'input':
                 return attention(q[:, 0], k[:, 0], v[:, 0], doc_start, c.windows[0]).unsqueeze(1)
-            return two_stream_attention(q, k, v, c.persistent, c.window, doc_start, c.persistent_window, emits)
+            return two_stream_attention(q, k, v, c.windows, doc_start, emits)
         return self._run_blocks(idx, lambda qk: rotate(qk, cos, sin), attend)
 
     def forward(self, idx, targets):

@@ -1,13 +1,13 @@
 """Tokenizes a Hugging Face dataset, or local files, into the shards that train.py reads.
 
-    python prepare_fineweb.py --max_tokens=41e9                     FineWeb-Edu in GPT-2 tokens, as the SPS paper has it
+    python prepare_fineweb.py --max_tokens=51e9                     FineWeb-Edu in GPT-2 tokens, for all SPS runs
     python prepare_fineweb.py --max_tokens=2e9 --out_dir=data/built/fw2b
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
 On many machines, each with a part of the source, which are then made one data folder without copying (data/parts.py):
 
-    python prepare_fineweb.py --max_tokens=41e9 --part=3/64         in data/built/fineweb_edu_part_03_of_64
+    python prepare_fineweb.py --max_tokens=51e9 --part=3/64         in data/built/fineweb_edu_part_03_of_64
     python prepare_fineweb.py --merge data/built/fineweb_edu_part_*
 
 The source is streamed: what is not needed is not downloaded. Local files are parquet, jsonl, jsonl.gz or txt (one
@@ -138,12 +138,12 @@ def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecuto
         pool.shutdown(cancel_futures=True)
 
 
-def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple], ahead: int) -> Iterator[tuple]:
-    """Yields (position of a batch, its documents encoded) in order, up to `ahead` batches in the workers meanwhile."""
+def encoded(pool: ProcessPoolExecutor, source_batches: Iterator[tuple]) -> Iterator[tuple]:
+    """Yields (position of a batch, its documents encoded) in order, up to AHEAD batches in the workers meanwhile."""
     waiting = deque()
-    for start, batch in batches:
+    for start, batch in source_batches:
         waiting.append((start, pool.submit(encode, batch)))
-        if len(waiting) > ahead:
+        if len(waiting) > AHEAD:
             start, future = waiting.popleft()
             yield start, future.result()
     for start, future in waiting:
@@ -302,7 +302,7 @@ def prepare(name: str, s: Settings) -> None:
         save = partial(save_progress, folder, arguments, writer)
         save(position)  # by which the next start knows the folder
         max_tokens = -(-s.max_tokens // part_numbers(s.part)[1]) if s.part and s.max_tokens else s.max_tokens
-        fill(writer, encoded(pool, batches(read, s, position), AHEAD), position, save, max_tokens, n_records)
+        fill(writer, encoded(pool, batches(read, s, position)), position, save, max_tokens, n_records)
         if not writer.splits and not s.part:  # a part may be empty, all of them may not
             raise UserError(f'{name} has no records: expected some with a field {s.text_field!r}')
         if s.part:

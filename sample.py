@@ -101,8 +101,6 @@ def typed_prompts() -> Iterator[str]:
 def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tuple[list[list[int]], int]:
     """The ids of the prompts, and how many tokens to generate; UserError if these do not fit the context."""
     block_size, eos_id = record['settings']['block_size'], record['data']['eos_id']
-    if not all(texts) and eos_id is None:
-        raise UserError('a prompt is empty, and the tokenizer of the run has no eos to start from: give text')
     prompts = [[*tokenizer.start, *tokenizer.encode(text)] if text else [*tokenizer.start] or [eos_id]
                for text in texts]
     if not all(prompts):

@@ -9,8 +9,8 @@
 Reads top to bottom: settings, the model and its optimizer, evaluation, the loop, and at the end `main`, which tells the
 story. A model needs `forward` and `logits`; what else it may have is used where it is there: `adopt` (weights of
 another model), `choose_scan` (two forms of its equations), `begin_step` (choices of a step, by a seeded random.Random),
-`loss_count` (what its loss is a mean over), `flops_per_token` and `head` (costs), `longest_draft` and `draft`
-(speculative decoding).
+`loss_count` (what its loss is a mean over), `flops_per_token` (costs), `longest_draft` and `draft` (speculative
+decoding).
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -304,10 +304,13 @@ def model_config(s, given, data, record):
 
 # ---- model, schedule, optimizer ----
 
-def describe(s, c, data, world):
-    """Prints parameters, costs and estimated memory. Returns a model without storage and the number of steps."""
+def count_parameters(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def describe(s, c, data):
+    """Prints parameters and costs. Returns a model without storage and the number of steps."""
     model = runs.blank_model(s.model, c)
-    n_params = sum(p.numel() for p in model.parameters())
     try:
         flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
         if s.acceptance_prompts:
@@ -319,7 +322,7 @@ def describe(s, c, data, world):
     amount = 'fresh training rows without end'
     if tokens:
         amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs'
-    print(f'model {s.model}: {n_params:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
+    print(f'model {s.model}: {count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
           f'{n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
@@ -331,21 +334,20 @@ def describe(s, c, data, world):
     return model, n_steps
 
 
-def print_memory(s, c, machine):
+def print_memory(s, c, blank_model, machine):
     """Prints the estimated memory of a process, and whether it fits a GPU of s.memory GiB."""
-    model = runs.blank_model(s.model, c)
-    n_params = sum(p.numel() for p in model.parameters())
+    n_params = count_parameters(blank_model)
     n_processes = processes_meant(s, machine.world)
     most = math.ceil(s.batch_size / n_processes)  # sequences of a process
     n_rows = min(s.micro_batch_size, most)
     whole = 16 * n_params  # weights, gradients, two moments
     if s.optimizer == 'muon':
-        whole -= 4 * sum(p.numel() for p in hidden_matrices(model))  # which have one moment
+        whole -= 4 * sum(p.numel() for p in hidden_matrices(blank_model))  # which have one moment
     held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and moments'  # DDP has buckets besides
     evaluation = 0
     if s.parallel == 'fsdp' and n_processes > 1:
         n_shards = s.shard or n_processes
-        gathered, evaluation = parallel.gathered_bytes(model, n_rows < most)
+        gathered, evaluation = parallel.gathered_bytes(blank_model, n_rows < most)
         held, what = whole / n_shards + gathered, f'1/{n_shards} of {what}, and gathered parts'
         evaluation += whole / n_shards
     # of windows too long for a CPU, the tiles of its attention would take minutes to count
@@ -380,7 +382,7 @@ def processes_meant(s, world):
 def check_memory(s, model, device):
     """Raises UserError for a model that cannot be held: later the kernel would end the process without a word."""
     bytes_per_weight = 4 if s.eval_only or device.type == 'cuda' else 16  # a model for a GPU is made on the host
-    needed = bytes_per_weight * sum(p.numel() for p in model.parameters())
+    needed = bytes_per_weight * count_parameters(model)
     have = memory_bytes()
     if needed > have:
         raise UserError(f'the model needs {needed / 2**30:,.0f} GiB of memory, this machine has {have / 2**30:,.0f}: '
@@ -686,7 +688,7 @@ def main(argv: list[str] | None = None) -> None:
         check_settings(s, data, processes_meant(s, machine.world))
         c = model_config(s, given_model, data, record)
         if is_new(s):
-            runs.claim_folder(s.out_dir, s.overwrite)
+            runs.check_out_dir(s.out_dir, s.overwrite)
         claim = contextlib.nullcontext()
         if is_first and not (s.eval_only or s.dry_run):
             claim = runs.claimed(s.out_dir, is_new(s), s.overwrite)
@@ -701,8 +703,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(s, c, data, record, machine, argv):
     """Everything after the settings are known to be good: model, optimizer, loop."""
-    blank_model, n_steps = describe(s, c, data, machine.world)
-    is_large = sum(p.numel() for p in blank_model.parameters()) >= BF16_PARAMETERS
+    blank_model, n_steps = describe(s, c, data)
+    is_large = count_parameters(blank_model) >= BF16_PARAMETERS
     device, world = machine.device, machine.world
     machine.dtype = pick_dtype(s.dtype, device.type, is_large)
     is_compiled = s.compile if s.compile is not None else device.type == 'cuda'
@@ -716,7 +718,7 @@ def run(s, c, data, record, machine, argv):
     if source:
         checkpoint.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
     if s.dry_run:
-        print_memory(s, c, machine)
+        print_memory(s, c, blank_model, machine)
         return
     check_memory(s, blank_model, device)
 
@@ -785,7 +787,7 @@ def restore(s, model, optimizer) -> tuple[int, float]:
 
 def start_folder(s, c, data, machine):
     """Makes the run folder of a new run."""
-    runs.remove_run(s.out_dir)  # claim_folder has seen --overwrite
+    runs.remove_run(s.out_dir)  # check_out_dir has seen --overwrite
     for_one_start = dict(resume=False, overwrite=False, eval_only=False, dry_run=False, memory=None)
     runs.save_run(s.out_dir, {
         'model': s.model,

@@ -30,7 +30,7 @@ import torch
 from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
-from common.runs import check_vocabulary, load_run, run_data
+from common.runs import load_run, run_data
 from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
 
@@ -92,8 +92,7 @@ def analyse(run, s):
     if record['model'] != 'context_ready':
         raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
     c, T = model.config, record['settings']['block_size']
-    data = run_data(record, s.data)
-    check_vocabulary(record, data, run)
+    data = run_data(record, s.data, run)
     if data.n_windows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from analysis.figures import new_figure, output_path, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
-from common.runs import check_vocabulary, load_run, run_data
+from common.runs import load_run, run_data
 from common.settings import check_ranges, load_settings
 from data.tokenizers import load_tokenizer
 from model_gpn import start_documents
@@ -294,8 +294,7 @@ def main(argv=None):
         model, record = load_run(runs[0], device)
         if record['model'] != 'gpn':
             raise UserError(f'{runs[0]} is a run of model_{record["model"]}: expected one of model_gpn')
-        data, T = run_data(record, s.data), s.block_size or record['settings']['block_size']
-        check_vocabulary(record, data, runs[0])
+        data, T = run_data(record, s.data, runs[0]), s.block_size or record['settings']['block_size']
         n_windows = data.n_windows('val', T)
         if n_windows < s.batches * s.batch_size:
             raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, {s.batches} batches of '

@@ -35,7 +35,7 @@ from analysis.figures import line_styles, new_figure, number_log_axis, output_pa
 from analysis.loss_curves import group, not_comparable
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import check_vocabulary, load_run, read_run, run_data
+from common.runs import load_run, read_run, run_data
 from common.settings import check_ranges, load_settings
 
 STREAMS = 'x', 'rho'
@@ -251,8 +251,7 @@ def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the 
 def measure(run: str, s: Settings):
     """(mean r(p, k) (S, max_k + 1), documents) of a run."""
     model, record = load_run(run, pick_device(s.device))
-    data = run_data(record, s.data)
-    check_vocabulary(record, data, run)
+    data = run_data(record, s.data, run)
     documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents)
     return mean_ratios(model, documents, s, make_progress(), run), len(documents)
 

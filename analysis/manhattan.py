@@ -34,7 +34,7 @@ from analysis.figures import new_figure, output_path, save_figure, write_csv
 from common.decoding import decodable, generate
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
-from common.runs import check_vocabulary, load_run, run_data
+from common.runs import load_run, run_data
 from common.settings import check_ranges, load_settings
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
@@ -238,8 +238,7 @@ def plot(maps: dict, path) -> None:
 def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     """A row of the CSV, and of `plot`."""
     model, record = load_run(run, pick_device(s.device))
-    data = run_data(record, s.data)
-    check_vocabulary(record, data, run)
+    data = run_data(record, s.data, run)
     task = getattr(data, 'task', None)
     if not hasattr(task, 'held_out_pairs'):
         raise UserError(f'{run} was trained on {data.folder}, not on walks: expected a run on data manhattan')

@@ -25,7 +25,7 @@ from analysis.loss_curves import distinct, group, not_comparable
 from analysis.outcomes import settings_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import check_vocabulary, load_run, run_data
+from common.runs import load_run, run_data
 from common.settings import check_ranges, load_settings
 from data.shards import Data
 from train import make_optimizer
@@ -102,10 +102,9 @@ def measure(run: str, s: Settings) -> list[float]:
     """Trains probes on a run's states: their validation nats at offsets 1, 2, ..."""
     device = pick_device(s.device)
     model, record = load_run(run, device)
-    data, t = run_data(record, s.data), replace(settings_of(run), optimizer='adamw')  # which takes heads
+    data, t = run_data(record, s.data, run), replace(settings_of(run), optimizer='adamw')  # which takes heads
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows have no text to probe for: give --data=FOLDER')
-    check_vocabulary(record, data, run)
     if s.offsets > t.block_size:
         raise UserError(f'offsets is {s.offsets}, but {run} reads windows of {t.block_size} tokens: give fewer')
     model.requires_grad_(False)

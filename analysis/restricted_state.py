@@ -29,7 +29,7 @@ from analysis.figures import line_styles, new_figure, output_path, save_figure, 
 from analysis.loss_curves import group, not_comparable
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import check_vocabulary, load_run, read_run, run_data
+from common.runs import load_run, read_run, run_data
 from common.scoring import judge
 from common.settings import check_ranges, load_settings
 
@@ -84,8 +84,7 @@ def nll_by_position(model, windows, s: Settings):
 def measure(run: str, s: Settings):
     """(nll of M, nll of M_omega), each (T,) float64, means over documents; and the number of documents."""
     model, record = load_run(run, pick_device(s.device))
-    data = run_data(record, s.data)
-    check_vocabulary(record, data, run)
+    data = run_data(record, s.data, run)
     with restricted(model, s.omega, run):  # what cannot be measured says so before documents are read
         pass
     documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))

@@ -15,17 +15,20 @@
     python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
-Each prints a figure as soon as it is there and writes all, with device, date, versions and commit, to bench/results/.
-With --toy it takes seconds, at sizes that tell nothing, and writes nothing.
+Each prints a figure as soon as it is there and writes all, with device, date, versions and commit, to bench/results/;
+bench.compiled writes only with --beside. With --toy it takes seconds, at sizes that tell nothing, and writes nothing;
+bench.attention, bench.compiled and bench/gpu.py have no --toy.
 """
 import datetime
 import json
+import multiprocessing
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -56,15 +59,16 @@ def over_standard(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
 
 
-def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
+def alternate(sides: dict, rounds: int, warmup: int = 2, clock: Callable = time.perf_counter) -> dict[object, float]:
     """Median seconds of each side's function over `rounds` rounds, the sides taking turns.
 
     sides {name: function} -> {name: s}.
     """
-    return {name: statistics.median(times) for name, times in alternate_times(sides, rounds, warmup).items()}
+    return {name: statistics.median(times) for name, times in alternate_times(sides, rounds, warmup, clock).items()}
 
 
-def alternate_times(sides: dict, rounds: int, warmup: int = 2) -> dict[object, list[float]]:
+def alternate_times(sides: dict, rounds: int, warmup: int = 2,
+                    clock: Callable = time.perf_counter) -> dict[object, list[float]]:
     """Seconds of each side's function in every round, the sides taking turns; one line on stderr tells how far it is.
 
     sides {name: function} -> {name: [s]}.
@@ -73,12 +77,12 @@ def alternate_times(sides: dict, rounds: int, warmup: int = 2) -> dict[object, l
     for i in range(warmup + rounds):
         for name, function in sides.items():
             progress(f'round {i + 1} of {warmup + rounds}: {name}')
-            start = time.perf_counter()
+            start = clock()
             function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     progress('')
     return times
 
@@ -96,6 +100,13 @@ def resident() -> dict[str, int]:
         return {'peak': torch.cuda.max_memory_allocated(), 'held': torch.cuda.memory_allocated()}
     status = dict(line.split(':') for line in Path('/proc/self/status').read_text().splitlines())
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
+
+
+def apart(function: Callable, *args):
+    """function(*args) in a fresh process, whose peak of memory is this call's."""
+    progress(f'{function.__name__}, in a process of its own')
+    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+        return pool.submit(function, *args).result()
 
 
 def device_name() -> str:

@@ -25,9 +25,8 @@ from torch._inductor.kernel import flex
 from triton import jit
 from triton.language import constexpr
 
-from bench import compiled, markdown_table
+from bench import RESULTS, compiled, markdown_table, show
 
-RESULTS = Path(__file__).parent / 'results'
 TEMPLATES = Path(flex.__file__).parent / 'templates'
 T, B, H = 4096, 2, 8  # of the launches that are compiled
 FP32 = {'FADD', 'FMUL', 'FFMA', 'FMNMX', 'FSETP', 'FSEL'}
@@ -312,7 +311,7 @@ def main():
     with ProcessPoolExecutor() as pool:
         jobs = [pool.submit(function, D, *args) for D in (64, 128) for function, *args in (
             (our_rows, 'one stream'), (our_rows, 'two streams'), (flex_rows,), (tutorial_rows,))]
-        rows = with_ratios([row for job in jobs for row in job.result()])
+        rows = with_ratios([show(row) for job in jobs for row in job.result()])
     tool = Path(triton.__file__).parent / 'backends/nvidia/bin/ptxas'
     ptxas = re.search(r'V[\d.]+', subprocess.run([tool, '--version'], capture_output=True, text=True).stdout)[0]
     where = (f'{datetime.date.today()}, compiled for sm_90 with PyTorch {torch.__version__}, Triton '
@@ -332,4 +331,4 @@ def main():
             f'Instructions of the main loop over full tiles, of one warp:\n\n{tables[0]}\n\n'
             f'Cycles of an SM that a tile takes of each resource, for all warps of a block:\n\n{tables[1]}\n')
     (RESULTS / 'sass_sm90.md').write_text(text)
-    print(text)
+    print(f'written to {RESULTS / "sass_sm90.md"}')

@@ -10,7 +10,6 @@ but nothing is forgotten there.
 import contextlib
 import json
 import os
-import statistics
 import tempfile
 import time
 import zlib
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 import train
-from bench import options, progress, write_results
+from bench import alternate, options, write_results
 from common import checkpoint, machine, runs
 from data.shards import MIB, Data, write_data
 from data.tokenizers import Tokenizer
@@ -59,19 +58,10 @@ def make_data(folder: Path, n_ids: int, n_tokens: int) -> tuple[Data, Data]:
 
 
 def in_turn(sides: dict, rounds: int) -> dict[str, float]:
-    """Median seconds of each side's function, the sides taking turns: of processor time, which the other work of a
-    shared machine does not count in; with a GPU, by the clock."""
+    """`alternate` by processor time, in which the other work of a shared machine does not count; with a GPU, by the
+    clock."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    times = {name: [] for name in sides}
-    for i in range(rounds):
-        for name, function in sides.items():
-            progress(f'round {i + 1} of {rounds}: {name}')
-            start = clock()
-            function()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[name].append(clock() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
+    return alternate(sides, rounds, warmup=0, clock=clock)
 
 
 def seconds_of(function: Callable, calls: int) -> float:

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import attn_kernels as K
-from bench import markdown_table, options
+from bench import markdown_table, options, show
 from common import int8
 
 # None where the folder scans/ has been removed
@@ -272,8 +272,8 @@ def main(argv=None):
         from bench import beside  # which imports this module
         return beside.main()
     with ProcessPoolExecutor() as pool:
-        rows = [row for rows in pool.map(build, short_variants() if '--short' in given else variants()) for row in rows]
-    print(markdown_table(rows))
+        built = pool.map(build, short_variants() if '--short' in given else variants())
+        rows = [show(row) for rows in built for row in rows]
     trained = 'forward_kernel', 'query_gradient_kernel', 'key_gradient_kernel'
     bad = [row for row in rows if row['stack'] > 0 or row['shared'] > SHARED_LIMIT
            or row['kernel'] in trained and row['dtype'] != 'fp32' and (row['wgmma'] == 0 or row['mma'] > 0)]

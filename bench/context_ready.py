@@ -12,11 +12,9 @@ in a process of its own.
 the Roformer that the paper compares with: of speed, and of the weights read per token, which decide on a machine that
 is bound by memory.
 """
-import multiprocessing
-
 import torch
 
-from bench import alternate, options, resident, write_results
+from bench import alternate, apart, options, resident, write_results
 from common.decoding import generate, pack_weights, roomy_cache
 from model_context_ready import Config, Model, fast
 from train import Settings, start_processes
@@ -52,23 +50,13 @@ def bptt_step(shape):
     return step
 
 
-def measure_peak(shape, form, queue):
-    """Puts the bytes that a step takes at its peak into the queue."""
+def peak_mb(shape, form):
+    """MiB that a step takes at its peak; to be called in a fresh process."""
     torch.set_num_threads(1)
     step = bptt_step(shape)
     before = resident()['held']
     step(form)
-    queue.put(resident()['peak'] - before)
-
-
-def peak_mb(shape, form):
-    context = multiprocessing.get_context('spawn')
-    queue = context.Queue()
-    process = context.Process(target=measure_peak, args=(shape, form, queue))
-    process.start()
-    peak = queue.get(timeout=600)
-    process.join()
-    return round(peak / 2 ** 20)
+    return round((resident()['peak'] - before) / 2 ** 20)
 
 
 def bptt(shapes, rounds):
@@ -81,7 +69,7 @@ def bptt(shapes, rounds):
         yield {'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window,
                'scan_ms': round(seconds['fast'] * 1e3),
                'loop_over_scan': round(seconds['loop'] / seconds['fast'], 2),
-               'scan_peak_mb': peak_mb(shape, 'fast'), 'loop_peak_mb': peak_mb(shape, 'loop')}
+               'scan_peak_mb': apart(peak_mb, shape, 'fast'), 'loop_peak_mb': apart(peak_mb, shape, 'loop')}
 
 
 @torch.inference_mode()

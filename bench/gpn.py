@@ -17,17 +17,15 @@ a process for each side.
 import functools
 import importlib.util
 import itertools
-import multiprocessing
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
 import model_gpn
 import train
 from attn_kernels import import_scan
-from bench import alternate, options, resident, write_results
+from bench import alternate, apart, options, resident, write_results
 from common import machine, settings
 
 scan = import_scan('gpn')
@@ -124,20 +122,14 @@ def memory_of_the_scan(B, T, shape, toy):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         scan.scan_window(model, torch.zeros(B, T, c.n_embd, requires_grad=True))
+    args = B, T, 'fast', shape
     return {'what': f'memory at T {T}', 'held_mb': round(sum(held.values()) / 1e6, 1),
-            'peak_growth_mb': peak_growth_mb(B, T, 'fast', shape, toy),
+            'peak_growth_mb': peak_growth_mb(*args) if toy else apart(peak_growth_mb, *args),
             'memory_at_every_step_mb': round(4 * T * B * c.n_head * c.d_k * c.d_v / 1e6, 1)}
 
 
-def peak_growth_mb(B, T, form, shape, toy):
-    """MB that a process of its own (toy: this one) grows by at most in training steps, after one on few tokens."""
-    if toy:
-        return _peak_growth_mb(B, T, form, shape)
-    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
-        return pool.submit(_peak_growth_mb, B, T, form, shape).result()
-
-
-def _peak_growth_mb(B, T, form, shape):
+def peak_growth_mb(B, T, form, shape):
+    """MB that a fresh process grows by at most in training steps, after one on few tokens."""
     machine.start_processes(train.Settings())
     model, tokens = make_model(B, T, form, **shape)
     training_step(model, tokens[:, :, :8])
@@ -163,7 +155,8 @@ def loop_as_users_get_it(B, T, toy):
     row['times'] = round(seconds['loop'] / seconds['fast'], 2)
     for form in sides:
         row[f'{form}_ms'] = round(1e3 * seconds[form], 1)
-        row[f'{form}_peak_growth_mb'] = peak_growth_mb(B, T, form, shape, toy)
+        args = B, T, form, shape
+        row[f'{form}_peak_growth_mb'] = peak_growth_mb(*args) if toy else apart(peak_growth_mb, *args)
     return row
 
 

@@ -9,17 +9,15 @@ in turn, once to warm up, then the median of `rounds`. Memory: a process for eac
 was a model. 'held' is what the paper calls its peak: weights and cache, measured after decoding. 'peak' is the true
 one, the most that was held at any moment. Both through decoding.generate.
 """
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
 import torch
 
-from bench import FAMILY, alternate, make_model, over_standard, progress, resident, write_results
+from bench import FAMILY, alternate, apart, make_model, over_standard, resident, write_results
 from common.decoding import generate, pack_weights, roomy_cache
 from common.files import ROOT, UserError, friendly_errors
 from common.settings import check_ranges, load_settings, read_config_file
@@ -38,7 +36,6 @@ class Settings:
     prompt: int = 1024 if GPU else 256  # tokens of each that are read
     new: int = 3072 if GPU else 128  # tokens of each that are decoded
     rounds: int = 2  # timed, after one to warm up
-    memory_of: str | None = None  # print the bytes that this method takes at the first of the scales, and stop
     toy: bool = False  # a few seconds, at sizes that tell nothing; writes nothing
 
     def __post_init__(self):
@@ -85,15 +82,6 @@ def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
     return {what: n - before for what, n in resident().items()} | {'cache': cache.nbytes}
 
 
-def memory_apart(name: str, scale: str, s: Settings) -> dict[str, int]:
-    """`memory` in a process of its own."""
-    progress(f'memory of {name} at scale {scale}')
-    options = asdict(replace(s, memory_of=name, scales=scale))
-    command = [sys.executable, '-m', 'bench.inference', *(f'--{key}={value}' for key, value in options.items())]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return json.loads(out.splitlines()[-1])
-
-
 def speed(scale: str, s: Settings) -> Iterator[dict]:
     models, prompts = {name: ready_model(name, scale) for name in method_names(s)}, prompts_of(s)
     for what, n_new in (('end to end', s.new), ('prefill', 1)):
@@ -109,8 +97,7 @@ def speed(scale: str, s: Settings) -> Iterator[dict]:
 def figures(s: Settings) -> Iterator[dict]:
     for scale in s.scales.split(','):
         yield from speed(scale, s)
-        measure = memory if s.toy else memory_apart
-        used = {name: measure(name, scale, s) for name in method_names(s)}
+        used = {name: memory(name, scale, s) if s.toy else apart(memory, name, scale, s) for name in method_names(s)}
         for what in ('held', 'peak', 'cache'):
             n_bytes = {name: of_method[what] for name, of_method in used.items()}
             n_bytes['standard'] = max(1, n_bytes['standard'])  # at toy size it may be nothing
@@ -121,9 +108,6 @@ def figures(s: Settings) -> Iterator[dict]:
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, *_ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
-        if s.memory_of:
-            print(json.dumps(memory(s.memory_of, s.scales.split(',')[0], s)))
-            return
         if s.toy:
             s = replace(s, scales='toy', batch=2, prompt=8, new=4)
         write_results('inference', figures(s), toy=s.toy)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from common.files import UserError, first_line
 from common.parallel import first_of_all
 
+MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
+
 # ---- the distribution ----
 
 
@@ -295,8 +297,6 @@ class Recomputing:
     Calls and shapes are those of a model's own `new_cache` and `extend`. There are no `cache.hidden` and no CUDA graph.
     """
 
-    MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
-
     def __init__(self, model):
         self.model, self.config, self.parameters = model, model.config, model.parameters
 
@@ -322,7 +322,7 @@ class Recomputing:
         cache.tokens[batch_idx.expand(B, n)[is_real], positions[is_real]] = tokens[is_real]
         cache.lengths.copy_(end)
         wanted = positions.clamp(max=text_len - 1) if all_positions else end[:, None] - 1
-        n_rows = max(1, self.MAX_LOGITS // (text_len * self.config.vocab_size))
+        n_rows = max(1, MAX_LOGITS // (text_len * self.config.vocab_size))
         found = [self.model.logits(text)[batch_idx[:len(text)], at]
                  for text, at in zip(cache.tokens[:, :text_len].split(n_rows), wanted.split(n_rows))]
         logits = torch.cat(found)

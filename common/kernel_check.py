@@ -58,11 +58,11 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
         failed = {name: why for of_one in of_all for name, why in of_one.items()}
     K.refused.update(failed)
     if not distributed or torch.distributed.get_rank() == 0:
-        _say_what_failed(failed, checks, largest, time.perf_counter() - start, *case)
+        _say_what_was_found(failed, checks, largest, time.perf_counter() - start, *case)
     return failed
 
 
-def _say_what_failed(failed, checks, largest, seconds, device, dtype, head_size, group, two_streams):
+def _say_what_was_found(failed, checks, largest, seconds, device, dtype, head_size, group, two_streams):
     """A line on stderr for each kernel refused, or one that all are right."""
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else "Triton's interpreter"
     case = str(dtype)[6:] if head_size is None else f'{str(dtype)[6:]}, heads of {head_size}'
@@ -144,7 +144,7 @@ def _attention_differences(device, dtype, head_size, group, two_streams):
     def two_streams_asking(queries):
         windows = [None, window]
         return differences(q[:, K.STREAMS[queries]], windows, queries,
-                           lambda q, k, v: K._two_stream_reference(q, k, v, windows, doc_start, queries))
+                           lambda q, k, v: K.two_stream_attention_reference(q, k, v, windows, doc_start, queries))
 
     if two_streams:
         return two_streams_asking('both') | two_streams_asking('predict')

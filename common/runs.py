@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from common import kernel_check
 from common.checkpoint import check_weights, checkpoints, load_checkpoint, load_weights
 from common.files import (
+    ROOT,
     UserError,
     checked_json,
     first_line,
@@ -53,12 +54,10 @@ from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
 from data.tokenizers import GPT2_SHA256, tokenizer_digest
 
-ROOT = Path(__file__).resolve().parent.parent
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
 OF_EVALUATION = ('eval.jsonl', 'speculative.csv', 'speculative.png')  # what eval.py writes to a run folder
 LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
                   *(f'.{name}.writing' for name in ('config.json', *TOKENIZER_FILES))}
-RENAMED: dict[str, str] = {}  # settings of older runs: {name in an old config.json: name now}
 UNSTATED = {'eval_seed': None}  # what older code did without a setting for it, where the default is another now
 
 
@@ -260,7 +259,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
 
 
 def read_run(folder) -> dict:
-    """config.json of a run folder, its settings under the names that they have now, or a UserError."""
+    """config.json of a run folder, or a UserError."""
     path = Path(folder) / 'config.json'
     if not path.is_file():
         runs = sorted(str(p.parent) for p in Path('out').glob('*/config.json')) if Path('out').is_dir() else []
@@ -278,7 +277,6 @@ def read_run(folder) -> dict:
     for part, types_of in needed.items():
         if not isinstance(record.get(part), dict):
             raise UserError(f'{path} is damaged ({part} is missing, or no object): {remedy}')
-        record[part] = {RENAMED.get(name, name): value for name, value in record[part].items()}
         if part == 'settings':
             record[part] = {**UNSTATED, **record[part]}
         if missing := types_of.keys() - record[part].keys():
@@ -298,12 +296,17 @@ def read_run(folder) -> dict:
     return {key: record[key] for key in ('model', *needed)}
 
 
-def run_data(record: dict, name: str | None) -> Data | Generated:
-    """The data called `name`; None: the run's own, by its config.json (`record`)."""
+def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
+    """The data called `name` for the run in `folder`; None: the run's own, by its config.json (`record`).
+
+    UserError if there are none, or with another tokenizer than the run's.
+    """
     name = name or record['settings'].get('data')
     if not name:
         raise UserError('this run has no data of its own: give --data=FOLDER')
-    return open_data(name)
+    data = open_data(name)
+    check_vocabulary(record, data, folder)
+    return data
 
 
 def same_vocabulary(a: dict, b: dict) -> bool:
@@ -326,7 +329,7 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
 
 # ---- the records of a run in training ----
 
-def claim_folder(folder, overwrite: bool) -> None:
+def check_out_dir(folder, overwrite: bool) -> None:
     """Raises UserError if a new run must not be written to this folder."""
     folder = Path(folder)
     if not folder.exists():
@@ -367,7 +370,7 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     with locked(folder):
         try:
             if is_new:
-                claim_folder(folder, overwrite)  # once more: another run may have begun here meanwhile
+                check_out_dir(folder, overwrite)  # once more: another run may have begun here meanwhile
             yield
         finally:
             if not was_there and os.listdir(folder) == ['.lock']:

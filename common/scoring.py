@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common.decoding import decodable, pad, roomy_cache
+from common.decoding import MAX_LOGITS, decodable, pad, roomy_cache
 from common.files import UserError
 from common.parallel import rank, world
 
-MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
 SHARED = 64  # continuations of up to so many tokens share one reading of their context
 
 

@@ -20,9 +20,8 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
-from common.files import UserError, first_line
+from common.files import ROOT, UserError, first_line
 
-ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 2 ** 53  # number in a setting: up to here whole numbers are exact as floats and in JSON
 EXAMPLES = [f'config/{name}.py' for name in ('quickstart', 'standard_xs', 'sps_xs', 'gpn_quick', 'gdn_quick')]
 OTHER_NAMES = {  # what a setting is called in nanoGPT and in other repositories

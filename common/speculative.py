@@ -235,8 +235,7 @@ class SpeculativeDecoder:
 
     def run(self, name, step, undo):
         """Does a step: on a GPU as a graph, recorded the first time."""
-        drafter = getattr(self.drafter, 'model', self.model)
-        if not all(has_graphs(model, self.token.device) for model in (self.model, drafter)):
+        if not all(has_graphs(model, self.token.device) for model in (self.model, self.drafter.model)):
             return step()
         if name not in self.graphs:
             self.graphs[name] = record_graph(step, undo)
@@ -315,17 +314,15 @@ class RunDraft:
 class DraftStatistics:
     """What became of the drafts.
 
-    `tried` and `accepted` by position in the draft; over all rows their rounds, tokens drafted and tokens made.
+    `tried` and `accepted` by position in the draft; `rounds` over all rows, each of which also makes a token undrafted.
     """
 
     def __init__(self):
-        self.tried, self.accepted, self.rounds, self.drafted, self.tokens = [], [], 0, 0, 0
+        self.tried, self.accepted, self.rounds = [], [], 0
 
     def add(self, length: int, accepted: int) -> None:
         """A row's draft of `length` tokens, of which the first `accepted` were accepted."""
         self.rounds += 1
-        self.drafted += length
-        self.tokens += accepted + 1
         for counts, n in ((self.tried, min(length, accepted + 1)), (self.accepted, accepted)):
             counts += [0] * (length - len(counts))
             for i in range(n):

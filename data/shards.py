@@ -186,7 +186,7 @@ def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') 
     return 'val' if hash_share(text, val_hash) < val_share else 'train'
 
 
-def hash_share(text: str, val_hash: str = 'sha256') -> float:
+def hash_share(text: str, val_hash: str) -> float:
     """A number in [0, 1] by a hash of a text: its first 8 bytes as an integer, over 2^64.
 
     sha256: of the text, big-endian. md5: of '42:' and the text, little-endian, as in the official SPS code.

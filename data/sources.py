@@ -47,7 +47,7 @@ def is_for_datasets(folder) -> bool:
 def local_files(name: str) -> list[str]:
     """The files that a path or a pattern names, all of one kind.
 
-    None if it names a dataset of the hub, or a folder that is for `datasets` to read: one of more than texts.
+    [] if it names a dataset of the hub, or a folder that is for `datasets` to read: one of more than texts.
     """
     if os.path.isdir(name):
         return [] if is_for_datasets(name) else text_files(name)

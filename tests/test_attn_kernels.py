@@ -50,7 +50,7 @@ def test_query_heads_in_groups_read_one_key_head_each(window, kind, dtype, toler
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, 70, heads, 16, device=device).to(dtype) for heads in (6, 2, 2))
     starts = None if kind is None else K.document_starts(documents(kind, 2, 70), 9).to(device)
-    options = 'input', window, starts
+    options = [None, window], starts
     for fast, reference, inputs in (
             (lambda q, k, v: K.two_stream_attention(q, k, v, *options),
              lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options), (q, k, v)),
@@ -88,7 +88,7 @@ def test_two_stream_attention_equals_dense_reference(T, persistent, window, kind
     for dtype, persistent_window, tolerance in ((torch.float32, None, 2e-5), (torch.float32, 5, 2e-5),
                                                 (torch.bfloat16, None, 1e-2)):
         inputs = [x.to(dtype) for x in (q, k, v)]
-        options = persistent, window, starts, persistent_window, queries
+        options = K.stream_windows(persistent, window, persistent_window), starts, queries
         reference, fast = (lambda q, k, v, f=f, options=options: f(q, k, v, *options)
                            for f in (K.two_stream_attention_reference, K.two_stream_attention))
         want = gradients(reference, *(x.double() for x in inputs))
@@ -98,15 +98,14 @@ def test_two_stream_attention_equals_dense_reference(T, persistent, window, kind
 def test_one_tensor_may_be_query_key_and_value(device):
     torch.manual_seed(0)
     x = torch.randn(2, 2, 70, 2, 16, device=device)
-    options = 'input', 3
-    want = K.two_stream_attention_reference(*[x.double()] * 3, *options)
-    assert_close([K.two_stream_attention(x, x, x, *options)], [want], 2e-5)
+    want = K.two_stream_attention_reference(*[x.double()] * 3, [None, 3])
+    assert_close([K.two_stream_attention(x, x, x, [None, 3])], [want], 2e-5)
 
 
 def test_two_stream_attention_refuses_a_query_that_is_not_what_it_says():
     q = torch.zeros(1, 1, 4, 1, 2)
     with pytest.raises(ValueError, match="q has 1 streams and queries = 'both'"):
-        K.two_stream_attention(q, q, q, 'input', 1)
+        K.two_stream_attention(q, q, q, [None, 1])
 
 
 @pytest.mark.parametrize('variant', ['standard, window', 'sps, grouped queries'])
@@ -128,7 +127,7 @@ def test_layers_that_share_documents_share_masks(T, monkeypatch):
     torch.manual_seed(0)
     x, doc_start = torch.randn(2, 2, T, 2, 16), K.document_starts(documents('many', 2, T), 9)
     calls = [lambda window=window: K.attention(x[:, 0], x[:, 0], x[:, 0], doc_start, window) for window in (None, 3)]
-    calls += [lambda queries=queries: K.two_stream_attention(x[:, :1], x, x, 'input', 3, doc_start, queries=queries)
+    calls += [lambda queries=queries: K.two_stream_attention(x[:, :1], x, x, [None, 3], doc_start, queries)
               for queries in ('input', 'predict')]
     first = [call() for call in calls]
     before = len(made)

@@ -29,7 +29,7 @@ def results_stay():
 
 @pytest.mark.parametrize('args', [
     *([name] for name in TOYS), ['generate', 'int8'], ['train_step', 'objectives'], ['train_step', 'float32'],
-    ['train_step', 'scales']], ids=' '.join)
+    ['train_step', 'scales'], pytest.param(['train_step', 'nanogpt'], marks=pytest.mark.long)], ids=' '.join)
 def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args, results_stay):
     if args[0] == 'evaluation':
         pytest.importorskip('accelerate')

@@ -16,7 +16,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.parallel': {'common.files'},
     'common.checkpoint': {'common.files', 'common.parallel'},
     'common.runs': {'common.files', 'common.settings', 'common.checkpoint', 'common.kernel_check', 'data'},
-    'common.llama': {'common.runs', 'common.checkpoint', 'data'},
+    'common.llama': {'common.files', 'common.runs', 'common.checkpoint', 'data'},
     'common.decoding': {'common.files', 'common.parallel'},
     'common.int8': {'common.files', 'common.decoding', 'attn_kernels'},
     'common.speculative': {'common.decoding'},

@@ -89,6 +89,17 @@ def test_a_model_that_reads_its_weights_refuses(variant, file):
         int8.quantize(make(variant))
 
 
+@pytest.mark.parametrize('variant', ['gpn', 'context_ready, bptt'])
+def test_its_equations_call_the_layers_and_so_take_int8(variant):
+    model = make(variant).double()
+    model.config.scan = 'loop'
+    idx = some_tokens(2, 9)
+    full = model.logits(idx)[..., :60]
+    want = int8.quantize(model).logits(idx)[..., :60]
+    assert (want - full).norm() > 0.001 * full.norm()
+    assert (model.extend(idx, model.new_cache(2, 9), all_positions=True)[..., :60] - want).abs().max() < 1e-6
+
+
 def read_records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

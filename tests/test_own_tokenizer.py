@@ -4,7 +4,6 @@ import shutil
 import pytest
 from conftest import assert_sentence, config_json, run, train_tiny
 
-import eval as judge
 from common import llama, runs
 from common.files import UserError
 from data import Data, write_data
@@ -59,7 +58,7 @@ def test_what_needs_one_tokenizer_compares_its_content(trained, tokenizers, tmp_
     other = Data(tokenizers / 'other')
     assert other.n_ids == record['data']['n_ids']
     with pytest.raises(UserError, match='use data with the same tokenizer'):
-        judge.data_for(record, judge.Settings(data=str(tokenizers / 'other')))
+        runs.run_data(record, str(tokenizers / 'other'))
     assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with the same tokenizer')
     load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', 'float32')
     draft = {'tokenizer': other.tokenizer, 'n_ids': other.n_ids, 'eos_id': other.eos_id}
@@ -96,9 +95,9 @@ def test_overwrite_removes_the_tokenizer_of_the_run_and_no_other(trained, tiny_d
 def test_a_kill_before_config_json_is_written_leaves_a_folder_for_a_run_and_a_tokenizer_alone_is_none(tmp_path):
     (tmp_path / 'tokenizer.json').write_text('{}')
     with pytest.raises(UserError, match='is not a run folder'):
-        runs.claim_folder(tmp_path, True)
+        runs.check_out_dir(tmp_path, True)
     (tmp_path / '.lock').touch()
-    runs.claim_folder(tmp_path, False)
+    runs.check_out_dir(tmp_path, False)
 
 
 def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path):

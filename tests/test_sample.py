@@ -256,9 +256,6 @@ def test_an_empty_prompt_starts_from_eos(trained):
     record = {'settings': {'block_size': 64}, 'data': {'eos_id': 256}}
     tokenizer = load_tokenizer('byte')
     assert sample.encode_prompts(sample.Settings(), tokenizer, record, ['', 'a'])[0] == [[256], [97]]
-    record['data']['eos_id'] = None
-    with pytest.raises(UserError, match='has no eos to start from'):
-        sample.encode_prompts(sample.Settings(), tokenizer, record, [''])
 
 
 @pytest.mark.slow

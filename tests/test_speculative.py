@@ -56,7 +56,8 @@ def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
     got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0,
                                            auto=AutoLength(COST))
     assert got == generate(model, prompts, 30, temperature=0)
-    assert statistics.tokens >= 100 * 29 and all(0 <= share <= 1 for share in statistics.by_position)
+    assert statistics.rounds + sum(statistics.accepted) >= 100 * 29  # a token of its own for each round
+    assert all(0 <= share <= 1 for share in statistics.by_position)
     if drafts == name:
         assert statistics.accepted_per_step > 0.3  # the drafts are of use
 
@@ -234,7 +235,7 @@ def test_auto_repeats_itself_for_a_seed(name):
     (texts, one), (again, two), (other, _) = (
         speculative_generate(model, PROMPTS, 60, draft=draft, auto=AutoLength(COST), seed=seed) for seed in (3, 3, 4))
     assert texts == again != other and len(one.tried) > 3
-    assert (one.tried, one.accepted, one.drafted, one.rounds) == (two.tried, two.accepted, two.drafted, two.rounds)
+    assert (one.tried, one.accepted, one.rounds) == (two.tried, two.accepted, two.rounds)
 
 
 def test_the_cost_of_a_draft_is_the_bytes_it_reads_over_those_of_a_verification():

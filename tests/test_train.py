@@ -474,11 +474,7 @@ def test_every_part_of_the_loss_is_logged_with_the_validation_loss_as_eval_finds
 
 
 @pytest.mark.slow
-def test_settings_that_were_renamed_are_mapped_and_unknown_ones_named(old_run, monkeypatch):
-    monkeypatch.setattr(runs, 'RENAMED', {'learn_rate': 'learning_rate', 'heads': 'n_head'})
-    write_old(old_run, settings={'learn_rate': 0.5}, model_config={'heads': 4})
-    assert train.read_settings([f'--out_dir={old_run}', '--resume'])[0].learning_rate == 0.5
-    assert runs.load_run(old_run)[0].config.n_head == 4
+def test_settings_that_the_model_does_not_know_are_named(old_run):
     write_old(old_run, model_config={'colours': 3})
     for command in (['sample.py', old_run, 'ab'], ['eval.py', old_run, '--val'],
                     ['train.py', f'--out_dir={old_run}', '--resume']):

@@ -48,7 +48,7 @@ def make_case(pattern, window, kind, T, D, dtype, device, group=1):
         return (lambda q, k, v: K.attention(q, k, v, doc_start, window),
                 lambda q, k, v: K.attention_reference(q, k, v, doc_start, window), [q, k, v])
     persistent, queries = PATTERNS[pattern]
-    options = persistent, None if persistent == 'both' else window, doc_start, None, queries
+    options = K.stream_windows(persistent, window), doc_start, queries
     return (lambda q, k, v: K.two_stream_attention(q, k, v, *options),
             lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options),
             [q[:, K.STREAMS[queries]], k, v])
@@ -233,9 +233,9 @@ def test_training_goes_on_without_a_broken_kernel(small_check, tiny_data, tmp_pa
 def test_reference_can_be_forced(monkeypatch):
     monkeypatch.setattr(K, 'REFERENCE', True)
     monkeypatch.setattr(K, 'attention_reference', lambda *args: 'reference')
-    monkeypatch.setattr(K, '_two_stream_reference', lambda *args: 'reference')
+    monkeypatch.setattr(K, 'two_stream_attention_reference', lambda *args: 'reference')
     x = torch.zeros(1, 2, 4, 1, 16)
-    assert K.attention(x[:, 0], x[:, 0], x[:, 0]) == K.two_stream_attention(x, x, x, 'input', 1) == 'reference'
+    assert K.attention(x[:, 0], x[:, 0], x[:, 0]) == K.two_stream_attention(x, x, x, [None, 1]) == 'reference'
 
 
 def test_innermost_loops_are_found_in_machine_code():

@@ -222,21 +222,22 @@ def has_data(name: str) -> bool:
 def assumed_data(s, record):
     """What a dry run takes data to be that is not there: its run's, or text in s.assumed_ids ids."""
     record = record or (runs.read_run(s.init_from) if s.init_from else None)
-    like = record['data'] if record else {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'unknown', 'sha256': '',
+    like = record['data'] if record else {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'sha256': '',
                                           'n_ids': s.assumed_ids, 'eos_id': s.assumed_ids - 1}
     print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
-          f'enough text. To make it:\n  {command_for_data(s)}')
+          f'enough text. To make it:\n  {command_for_data(s, like["tokenizer"])}')
     return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
                            bos=False, sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
                            n_windows=lambda split, T: 1)
 
 
-def command_for_data(s) -> str:
-    """The command that makes s.data: the config's, if it names that folder, else FineWeb-Edu's in GPT-2 tokens."""
+def command_for_data(s, tokenizer: str) -> str:
+    """The command that makes s.data: the config's, if it names that folder, else FineWeb-Edu's in these tokens."""
     if s.make_data and s.data in s.make_data:
         return s.make_data
     n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # validation data are held out of them
-    return f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} --max_tokens={n_tokens}'
+    of_tokenizer = '' if tokenizer == 'gpt2' else f'--tokenizer={shlex.quote(tokenizer)} '
+    return f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} {of_tokenizer}--max_tokens={n_tokens}'
 
 
 def check_settings(s, data, world):

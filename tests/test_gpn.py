@@ -82,7 +82,7 @@ def test_initial_weights_are_those_of_the_official_code():
 def test_the_papers_transformer_has_130_8_million_parameters_and_a_tied_head():
     values = {f.name: getattr(gpn_transformer, f.name) for f in fields(S.Config) if hasattr(gpn_transformer, f.name)}
     with torch.device('meta'):
-        model = S.Model(S.Config(**values, eos_id=None))
+        model = S.Model(S.Config(**values, n_ids=32_000, eos_id=None))
     assert sum(p.numel() for p in model.parameters()) == 130_763_520
     assert model.head.weight is model.embed.weight and model.config.init == 'torch'
 

@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import random
+import re
 import shlex
 import sys
 import time
@@ -75,7 +76,7 @@ class Settings:
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     data: str = 'data/built/fineweb_edu'  # data folder, or built-in data; a task's options: path_star:degree=2,length=5
-    make_data: str | None = None  # command that makes `data`, said where it is missing; None: FineWeb-Edu's
+    make_data: str | None = None  # what makes `data` and names it, said where it is missing; None: FineWeb-Edu's
     assumed_ids: int = 50257  # of its tokenizer, in a dry run without it
     documents: bool = True  # stop attention at document boundaries; False sets the model's eos_id to None
     verify: bool = False  # compare every shard with its checksum before the first step
@@ -215,8 +216,13 @@ def check_unchanged(folder, saved, given):
 
 
 def has_data(name: str) -> bool:
-    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make."""
-    return bool(task_class(name)) or name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
+    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make.
+
+    A task may need a file, as a city.
+    """
+    if task_class(name):
+        return all(Path(file).exists() for file in re.findall(r'=([^,]+\.json)', name))
+    return name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
 
 
 def assumed_data(s, record):

@@ -2,6 +2,8 @@
 # yours, see docs/data.md. The baselines: --objective=ntp, mtp or jtp, for which it swept lambda_mtp over 0.1 ... 1.
 model = 'nextlat'
 data = 'manhattan:edges=data/built/manhattan/edges.json'
+make_data = f'a file of a city, as docs/data.md describes it, gives {data}'
+assumed_ids = 4588  # Manhattan's: 4,579 places, 8 directions, the end
 horizon = 8
 lambda_kl = 0.1
 block_size = 256

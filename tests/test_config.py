@@ -14,10 +14,12 @@ import pytest
 import torch
 from conftest import ROOT, run
 
+import model_nextlat
 import train
 from common import checkpoint, runs
 from common.files import UserError
 from common.settings import load_settings, saved_settings
+from data.tokenizers import padded_vocab
 
 
 def model_config_class(name):
@@ -137,7 +139,7 @@ def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence
 def test_every_config_file_is_a_model_and_settings(path):
     _, _, given = load_settings(train.Settings, [str(path)], config_of=model_config_class)
     names = {f.name for f in dataclasses.fields(runs.model_file(given.get('model', 'standard')).Config)}
-    of_data = {'eos_id': None}  # with the vocabulary of the data
+    of_data = {'eos_id': None, 'n_ids': 257}  # with the vocabulary of the data
     runs.make_config(given.get('model', 'standard'), of_data | {k: v for k, v in given.items() if k in names})
 
 
@@ -431,3 +433,19 @@ def test_weights_of_another_shape_are_a_sentence():
         checkpoint.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
     with pytest.raises(UserError, match='bias is only in the model'):
         checkpoint.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')
+
+
+@pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])
+def test_nextlats_tasks_have_the_parameters_that_the_paper_states(name, n_ids, whole, p_psi):
+    """A5: of the Transformer without embedding and head, and of p_psi. Manhattan: GPT's, with them."""
+    config = importlib.import_module(f'config.{name}')
+    own = {f.name for f in dataclasses.fields(model_nextlat.Config)} & vars(config).keys()
+    of_data = dict(vocab_size=padded_vocab(n_ids), n_ids=n_ids, eos_id=None)
+    with torch.device('meta'):
+        model = model_nextlat.Model(model_nextlat.Config(**{key: getattr(config, key) for key in own} | of_data))
+    n_of = {part: sum(p.numel() for p in module.parameters()) for part, module in model.named_children()}
+    if p_psi:
+        assert n_of['dynamics'] == pytest.approx(p_psi, rel=5e-3)
+        assert n_of['blocks'] + n_of['norm'] == pytest.approx(whole, rel=5e-3)
+    else:
+        assert sum(n_of.values()) - n_of['dynamics'] == pytest.approx(whole, rel=5e-3)

@@ -92,8 +92,8 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
     """{method: its best learning rate}, with a worse one on both sides.
 
     methods: {name: arguments of train.py}; first: {name: where to look first}; folder_of(name, rate): the run's folder.
-    Three rates, STEP apart, and as many more as it takes until the best is not the last on either side. rates.csv beside
-    the runs has the loss at each. UserError for a method that diverges at all three.
+    Three rates, STEP apart, and as many more as it takes until the best is not the last on either side. rates.csv
+    beside the runs has the loss at each. UserError for a method that diverges at all three.
     """
     losses = {name: {} for name in methods}  # by exponent of STEP
 

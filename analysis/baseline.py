@@ -2,6 +2,7 @@
 
     python -m analysis.baseline --data=FOLDER --out_dir=out/baseline                  6 layers of 384
     python -m analysis.baseline --data=FOLDER --n_layer=8 --n_head=8 --n_embd=512 --out_dir=out/baseline_512
+    python -m analysis.baseline --data=FOLDER --batch_size=64 --out_dir=out/baseline_64     shakespeare_char's batch
 
 Equal parameters within 1%, by Standard's feed-forward net: three matrices of 8/3 C where nanoGPT has two of 4 C. Each
 has its learning rate bracketed at the first seed, then trains with every seed; all else is the config's for both. In
@@ -51,7 +52,7 @@ class Settings:
 def arguments(s: Settings, name: str) -> list[str]:
     """All arguments of train.py but for tokens, learning rate, seed and folder."""
     n_ffn = round(8 / 3 * s.n_embd / 16) * 16 if name == OURS else 4 * s.n_embd
-    own = dict(model='standard' if name == OURS else 'standard.NanoGPT', data=s.data, n_layer=s.n_layer,
+    own = dict(model='standard' if name == OURS else 'standard.NanoGPT256', data=s.data, n_layer=s.n_layer,
                n_head=s.n_head, n_embd=s.n_embd, n_ffn=n_ffn, init_std=0.02, block_size=256, batch_size=s.batch_size,
                micro_batch_size=s.batch_size, eval_interval=1_000_000, sample_tokens=0)
     return [s.config, *(f'--{key}={value}' for key, value in own.items())]

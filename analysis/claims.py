@@ -7,7 +7,9 @@
 
 A claim is a row of CLAIMS: what a paper says, the two runs that it compares, a statistic and a test. A run is a row of
 RUNS, and is trained once for all claims that name it: its learning rate is bracketed at the first seed, then it trains
-with every seed. An interrupted one goes on by the same command: what is done is not done again.
+with every seed. Runs of tasks that are learned late, if at all, have tokens and a learning rate of their own, which
+--max_tokens does not shorten and nothing brackets: the claim is then of the method, and not of the budget. An
+interrupted one goes on by the same command: what is done is not done again.
 
 The verdicts, at a level of 5% (but sign tests, see below):
 
@@ -31,12 +33,12 @@ import statistics
 import sys
 from dataclasses import dataclass
 from functools import cache
-from math import inf, nan
+from math import inf, log2, nan
 from pathlib import Path
 
 import torch
 
-from analysis import context_ready, gpn_state, gradient_flow, manhattan, probes, restricted_state
+from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes, restricted_state
 from analysis.figures import write_csv
 from analysis.loss_curves import short_number
 from analysis.outcomes import final_loss, n_parameters, settings_of
@@ -48,7 +50,7 @@ from analysis.sweep import train_at_best_rates
 from bench import markdown_table, where_and_when
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
-from common.runs import blank_model, load_run, read_log, run_data
+from common.runs import blank_model, load_run, model_file, read_log, run_data, saved_config
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
@@ -69,8 +71,8 @@ class Settings:
     only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, with commas between
     list: bool = False  # print the claims and what they cost, and stop
     recompute: str | None = None  # a claims.csv whose verdicts to compute again from its numbers, and stop
-    max_tokens: int = 1_000_000  # training tokens of a run; RUNS says of which runs it is a multiple
-    seeds: int = 3  # runs of each row of RUNS, at its best learning rate
+    max_tokens: int = 1_000_000  # training tokens of a run; RUNS says which take more, or their own number
+    seeds: int = 3  # runs of each row of RUNS, at one learning rate
     jobs: int = 2  # runs at a time, one thread each
 
     def __post_init__(self):
@@ -85,14 +87,21 @@ class Run:
     arguments: str  # of train.py
     rate: float  # learning rate to look at first
     times: float = 1  # its training tokens, over max_tokens
+    tokens: int | None = None  # its training tokens whatever max_tokens is, all at `rate`; None: as `times` says
 
 
 SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
-STAR = 'config/path_star_small.py --n_head=3 --n_embd=96 --n_dynamics=96'
+STAR = ('config/path_star_small.py --n_layer=6 --n_head=3 --n_embd=96 --n_dynamics=96 --token_loss=ce --lambda_kl=1 '
+        '--grad_clip=100')
+STAR_TOKENS = 6000 * 128 * 31  # steps, rows, tokens of a row
+A5 = ('config/a5_small.py --data=a5:length=4,val_rows=1000 --block_size=4 --batch_size=1024 '
+      '--micro_batch_size=1024')
+A5_TOKENS = 20_000_000
 CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
 POINTER = 'config/pointer_chasing_small.py'
+POINTER_TOKENS = 1500 * 64 * 114
 ROFORMER = f'{POINTER} --bptt=False --K=1 --prefill=parallel'
 
 RUNS = {
@@ -115,9 +124,9 @@ RUNS = {
     'roformer_n2': Run(f'{CONTEXT_READY} --K=1', 1e-3),
     'roformer_n2_hffn': Run(f'{CONTEXT_READY} --K=1 --variant=extra_ffn', 1e-3),
     'roformer_n3': Run(f'{CONTEXT_READY} --n_layer=3 --K=1', 1e-3),
-    'pointer_d1': Run(POINTER, 1e-3, 3),
-    'pointer_n1': Run(ROFORMER, 1e-3, 3),
-    'pointer_n4': Run(f'{ROFORMER} --n_layer=4', 1e-3, 3),
+    'pointer_d1': Run(POINTER, 1e-3, tokens=POINTER_TOKENS),
+    'pointer_n1': Run(ROFORMER, 1e-3, tokens=POINTER_TOKENS),
+    'pointer_n4': Run(f'{ROFORMER} --n_layer=4', 1e-3, tokens=POINTER_TOKENS),
 
     'ntp': Run(f'{NEXTLAT} --objective=ntp', 1.3e-3),
     'nextlat': Run(NEXTLAT, 1.3e-3),
@@ -126,30 +135,39 @@ RUNS = {
     'mtp_2': Run(f'{NEXTLAT} --objective=mtp --horizon=2', 1.3e-3),
     'jtp': Run(f'{NEXTLAT} --objective=jtp', 1.3e-3),
     'bst': Run(f'{SPS} --model=bst --init_std=0.03 --pair_share=0.02', 1.3e-3),
-    'star_ntp': Run(f'{STAR} --objective=ntp', 1e-3, 4),
-    'star_nextlat': Run(STAR, 1e-3, 4),
-    'a5_ntp': Run('config/a5_small.py --objective=ntp', 1e-3, 4),
-    'a5_nextlat': Run('config/a5_small.py', 1e-3, 4),
+    'star_ntp': Run(f'{STAR} --objective=ntp', 1e-3, tokens=STAR_TOKENS),
+    'star_nextlat': Run(STAR, 1e-3, tokens=STAR_TOKENS),
+    'a5_ntp': Run(f'{A5} --objective=ntp', 1e-3, tokens=A5_TOKENS),
+    'a5_nextlat': Run(A5, 1e-3, tokens=A5_TOKENS),
     'manhattan_ntp': Run('config/manhattan_small.py --objective=ntp', 2e-3, 3),
     'manhattan_nextlat': Run('config/manhattan_small.py', 2e-3, 3),
 
     'transformer': Run('config/gpn_quick_transformer.py', 2e-3),
-    'gdn': Run('config/gdn_quick.py', 3e-3),
+    'gdn': Run('config/gdn_quick.py --n_ffn=248', 3e-3),
     'gpn_m': Run('config/gpn_quick.py', 3e-3),
-    'gpn_m_2l': Run('config/gpn_quick.py --n_layer=2 --n_embd=176', 3e-3),
+    'gpn_m_2l': Run('config/gpn_quick.py --n_layer=2 --n_embd=176 --n_ffn=496', 3e-3),
     'gpn': Run('config/gpn_quick.py --n_head=0 --n_embd=304', 3e-3),
 }
 
 
+def tokens_of(s: Settings, run: Run) -> int:
+    return run.tokens or round(run.times * s.max_tokens)
+
+
 def arguments(s: Settings, run: Run) -> list[str]:
     """All arguments of train.py but for learning rate, seed and folder."""
-    tokens = round(run.times * s.max_tokens)
+    tokens = tokens_of(s, run)
     # one dtype for all: `auto` would give large models another than small ones
     return [*run.arguments.split(), f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
             f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0']
 
 
 # ---- the claims ----
+
+# the papers' margins are nats of a sub-word, the losses here of a byte: tiktoken's README counts about 4 bytes a token
+BYTES_OF_SUB_WORD = 4
+HARDLY = 0.01 / BYTES_OF_SUB_WORD  # nats a byte
+
 
 @dataclass
 class Claim:
@@ -183,11 +201,11 @@ CLAIMS = [
           'Delayed State has a lower loss than Standard',
           'delayed_state', 'lower', 'standard'),
     Claim('delayed_state_two_x_memory', 'sps', 'appendix C',
-          'Delayed State and 2x Memory are equal within 0.01 nats',
-          'delayed_state', 'equal', 'two_x_memory', margin=0.01),
+          'Delayed State and 2x Memory are equal within 0.01 nats a sub-word',
+          'delayed_state', 'equal', 'two_x_memory', margin=HARDLY),
     Claim('sps_window', 'sps', '5, figure 4',
-          'The loss of SPS hardly depends on w: w = 0 is within 0.01 of w = 64',
-          'sps_w0', 'equal', 'sps', margin=0.01),
+          'The loss of SPS hardly depends on w: w = 0 is within 0.01 a sub-word of w = 64',
+          'sps_w0', 'equal', 'sps', margin=HARDLY),
     Claim('sps_reverse', 'sps', '5, figure 4',
           'SPS has a lower loss than Reverse SPS at w = 64',
           'sps', 'lower', 'reverse_sps'),
@@ -238,17 +256,17 @@ CLAIMS = [
           'Without k_min corrections contract less',
           'cr_d2_fixed', 'higher', 'cr_d2', 'contraction L'),
     Claim('cr_random_depth', 'context_ready', '5.5',
-          'In the end random and fixed depth are equal, within 0.01 nats',
-          'cr_d2', 'equal', 'cr_d2_fixed', margin=0.01),
+          'In the end random and fixed depth are equal, within 0.01 nats a sub-word',
+          'cr_d2', 'equal', 'cr_d2_fixed', margin=HARDLY),
     Claim('cr_block_head', 'context_ready', '5.8',
           'A correction without a network of its own gains nothing',
-          'cr_d2_block_head', 'higher', 'roformer_n2', margin=0.01),
+          'cr_d2_block_head', 'higher', 'roformer_n2', margin=HARDLY),
     Claim('cr_tied', 'context_ready', '5.8',
           "With the block's weights the correction is worse than none",
           'cr_d2_tied', 'higher', 'roformer_n2'),
     Claim('cr_token_aware', 'context_ready', '5.8',
-          'A correction that sees the token is no worse, within 0.01 nats',
-          'cr_d2', 'lower', 'cr_d2_token_blind', margin=0.01),
+          'A correction that sees the token is no worse, within 0.01 nats a sub-word',
+          'cr_d2', 'lower', 'cr_d2_token_blind', margin=HARDLY),
     Claim('cr_cache', 'context_ready', '5.4',
           'D = 2 adds fewer bytes of state a token than N = 3 of its width',
           'cr_d2', 'lower', 'roformer_n3', 'bytes of state a token', 'exact'),
@@ -260,8 +278,8 @@ CLAIMS = [
           'pointer_n4', 'higher', 'pointer_n1', 'accuracy at 3 hops', 'sign', 0.02),
 
     Claim('nextlat_ntp', 'nextlat', '4, planning',
-          'NextLat has the next-token loss of GPT, within 0.01 nats',
-          'nextlat', 'equal', 'ntp', margin=0.01),
+          'NextLat has the next-token loss of GPT, within 0.01 nats a sub-word',
+          'nextlat', 'equal', 'ntp', margin=HARDLY),
     Claim('nextlat_mtp', 'nextlat', '4, language modeling',
           'NextLat has a lower next-token loss than MTP',
           'nextlat', 'lower', 'mtp'),
@@ -299,8 +317,8 @@ CLAIMS = [
           'NextLat finds more whole paths of path-star graphs than GPT',
           'star_nextlat', 'higher', 'star_ntp', 'whole paths', 'sign', 0.02),
     Claim('nextlat_a5', 'nextlat', '5, recurrent networks',
-          'NextLat tracks the state of A5 words better than GPT',
-          'a5_nextlat', 'higher', 'a5_ntp', 'right states of A5', 'sign', 0.02),
+          'p_psi alone follows words three times as long as in training, GPT does not',
+          'a5_nextlat', 'higher', 'a5_ntp', 'right states beyond the trained length', 'sign', 0.02),
     Claim('nextlat_detours', 'nextlat', '4, world modeling',
           'NextLat more often finds its way through a city after detours',
           'manhattan_nextlat', 'higher', 'manhattan_ntp', 'valid ways with detours', 'sign', 0.02),
@@ -315,8 +333,8 @@ CLAIMS = [
           'A deep Transformer has a lower loss than one layer of GPN+M',
           'transformer', 'lower', 'gpn_m'),
     Claim('gpn_near_transformer', 'gpn', '6, table 1',
-          'GPN+M is within 13% of the perplexity of the Transformer (0.122 nats)',
-          'gpn_m', 'lower', 'transformer', margin=0.122),
+          'GPN+M is within 13% of the perplexity of the Transformer (0.122 nats a sub-word)',
+          'gpn_m', 'lower', 'transformer', margin=0.122 / BYTES_OF_SUB_WORD),
     Claim('gpn_gdn', 'gpn', '6, table 1',
           'A deep Gated DeltaNet has a lower loss than one layer of GPN+M',
           'gdn', 'lower', 'gpn_m'),
@@ -348,8 +366,8 @@ CLAIMS = [
           'Of the content of a state nothing is left 128 tokens later, within 0.05',
           'gpn_m', 'equal', 0.0, 'centred cosine 128 later', margin=0.05),
     Claim('gpn_pools', 'gpn', '7.3',
-          'Memory heads split: the slowest remembers over 10 times as long as the fastest',
-          'gpn_m', 'higher', 10.0, 'longest over shortest half-life'),
+          'In training memory heads split: slowest and fastest are further apart than before',
+          'gpn_m', 'higher', 0.0, 'doublings of longest over shortest half-life'),
 ]
 
 
@@ -376,9 +394,11 @@ GRADIENT_DOCUMENTS = 16  # for `later_gradient`; each costs some seconds
 DOCUMENTS = 100  # for `far_state`
 UNROLLED_TOKENS = 32_768  # for `unrolls`
 PROBE_STEPS = 500  # of 20 probes
+PROBE_RATE = 1e-3  # of all probes, whatever the rate of their run
 PROMPTS = 16  # for `drafts`
 BATCHES = 4  # of 8 windows, for `gpn_states`
 WALKS = 500  # for `city`
+WORDS = 2000  # for `states_beyond`
 
 
 def later_gradient(run) -> dict[str, float]:
@@ -420,7 +440,8 @@ def drafts(run) -> dict[str, float]:
 
 
 def probed(run) -> dict[str, float]:
-    *_, last = probes.measure(run, probes.Settings(offsets=20, steps=PROBE_STEPS, eval_tokens=100_000))
+    *_, last = probes.measure(run, probes.Settings(offsets=20, steps=PROBE_STEPS, eval_tokens=100_000,
+                                                   learning_rate=PROBE_RATE))
     return {'nats of a probe 20 ahead': last}
 
 
@@ -431,22 +452,44 @@ def city(run) -> dict[str, float]:
 
 
 def gpn_states(run) -> dict[str, float]:
-    """Half-lives beyond the window are counted as the window."""
+    """Half-lives beyond the window are counted as the window. Those before training are of the run's initial model."""
     model, record = load_run(run, pick_device('auto'))
-    data, T, device = run_data(record, None), settings_of(run).block_size, model.embed.weight.device
+    settings, device = settings_of(run), model.embed.weight.device
+    data, T = run_data(record, None), settings.block_size
     batches = [[x.to(device) for x in data.val_batch(range(8 * i, 8 * i + 8), T)] for i in range(BATCHES)]
     counted = torch.from_numpy(data.tokens('train', 0, min(1_000_000, data.splits['train']['tokens'])))
     unigram = torch.bincount(counted, minlength=data.n_ids).to(device)
     rows = gpn_state.measure(model, batches, unigram, str)
     value = {(part, name, x): number for part, name, x, number in rows}
-    lives = [min(number, T) for part, _, _, number in rows if part == 'half-life']
+
+    torch.manual_seed(settings.seed)
+    untrained = model_file(record['model']).Model(saved_config(record, run)).eval().to(device)
+    spread = half_life_ratio(rows, T) / half_life_ratio(gpn_state.measure(untrained, batches, unigram, str), T)
     return {'dead dimensions': value['geometry', 'dead dimensions', ''],
             'length of the mean state over states':
                 value['geometry', 'mean magnitude', ''] / value['geometry', 'magnitude', ''],
             'cosine of mean states between batches': value['mean direction', 'cosine between batches', ''],
             'rank correlation with the unigram': value['mean direction', 'rank correlation with the unigram', ''],
             'centred cosine 128 later': value['cosine', 'centred', 128],
-            'longest over shortest half-life': max(lives) / min(lives)}
+            'doublings of longest over shortest half-life': log2(spread)}
+
+
+def half_life_ratio(rows: list[tuple], T: int) -> float:
+    """The longest over the shortest half-life of memory heads, T at most, in rows of `gpn_state.measure`."""
+    lives = [min(number, T) for part, _, _, number in rows if part == 'half-life']
+    return max(lives) / min(lives)
+
+
+def states_beyond(run) -> dict[str, float]:
+    """Of held-out words three times as long as in training, the share of right states past the trained length.
+
+    Those of p_psi alone where the model has it (see analysis.a5), else the model's own.
+    """
+    device, trained = pick_device('auto'), a5.trained_length(run)
+    scores = open_data(f'a5:length={3 * trained},val_rows={WORDS}').score(load_run(run, device)[0], device, 1000)
+    name = 'rnn_accuracy' if 'rnn_accuracy_1' in scores else 'accuracy'
+    return {'right states beyond the trained length':
+            statistics.mean(scores[f'{name}_{t}'] for t in range(trained + 1, 3 * trained + 1))}
 
 
 def last_score(statistic: str, prefix: str):
@@ -475,10 +518,10 @@ STATISTICS = {  # name: function of a run folder that gives {name: number}, mayb
     'effective rank': city,
     'accuracy at 3 hops': last_score('accuracy at 3 hops', 'accuracy_3'),
     'whole paths': last_score('whole paths', 'accuracy'),
-    'right states of A5': last_score('right states of A5', 'accuracy_'),
+    'right states beyond the trained length': states_beyond,
     **dict.fromkeys(['dead dimensions', 'length of the mean state over states',
                      'cosine of mean states between batches', 'rank correlation with the unigram',
-                     'centred cosine 128 later', 'longest over shortest half-life'], gpn_states),
+                     'centred cosine 128 later', 'doublings of longest over shortest half-life'], gpn_states),
 }
 
 
@@ -640,11 +683,12 @@ def listing(claims: list[Claim], s: Settings) -> str:
         lines.append(f'{c.name}: {c.says} ({c.paper}, {c.section})\n'
                      f'    {c.statistic} of {c.ours} {c.direction} beside {c.other}, {c.test}')
     runs, data_of = runs_of(claims), cache(open_data)
+    # where the rate is bracketed the first seed has two more, at least
+    times = [s.seeds + (0 if run.tokens else 2) for run in runs.values()]
     costs = [cost(arguments(s, run), data_of) for run in runs.values()]
-    each = s.seeds + 2  # the first seed has two more rates, at least
-    tokens, flops = (each * sum(column) for column in zip(*costs))
+    tokens, flops = (sum(n * x for n, x in zip(times, column)) for column in zip(*costs))
     hours = tokens / TOKENS_PER_SECOND / 3600
-    return '\n'.join([*lines, f'{len(claims)} claims, {len(runs)} models, at least {each * len(runs)} runs of '
+    return '\n'.join([*lines, f'{len(claims)} claims, {len(runs)} models, at least {sum(times)} runs of '
                       f'training: {short_number(tokens)} tokens, {flops:.2g} FLOPs, about {hours:.1f} core-hours'])
 
 
@@ -654,8 +698,9 @@ def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[P
     args = {name: arguments(s, run) for name, run in needed.items()}
 
     def folder(name, rate, seed):
-        return out / f'{name}_{round(needed[name].times * s.max_tokens)}_lr{rate:.3g}_seed{seed}'
-    runs = train_at_best_rates(args, {name: run.rate for name, run in needed.items()}, folder, s.seeds, s.jobs)
+        return out / f'{name}_{tokens_of(s, needed[name])}_lr{rate:.3g}_seed{seed}'
+    runs = train_at_best_rates(args, {name: run.rate for name, run in needed.items()}, folder, s.seeds, s.jobs,
+                               fixed={name for name, run in needed.items() if run.tokens})
     rates = {name: settings_of(folders[0]).learning_rate for name, folders in runs.items()}
     return runs, {name: ' '.join(['python train.py', *own, f'--learning_rate={rates[name]}'])
                   for name, own in args.items()}

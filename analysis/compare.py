@@ -4,7 +4,8 @@
 
 An argument is NAME: and what would follow `python train.py`. The learning rate of each is bracketed around its own at
 the first seed, then it trains with every seed. Runs that are done are not trained again, one that was interrupted goes
-on. All train on the same data for the same tokens: --data and --max_tokens, where given, hold for all.
+on. All train on the same data for the same tokens: --data and --max_tokens, where given, hold for all. All have one
+dtype: where it is auto, float32, on a GPU bfloat16, as auto may differ between models of different sizes.
 
 Writes compare.csv and compare.md in out_dir: final validation loss with its 95% interval (Student's t), perplexity, and
 the difference to the first with Welch's interval. The state is what decoding keeps after a window of tokens, in fp32.
@@ -27,6 +28,7 @@ from analysis.seeds import between, difference, interval
 from analysis.sweep import train_at_best_rates
 from bench import markdown_table, where_and_when
 from common.files import UserError, friendly_errors, write_file
+from common.machine import pick_device, pick_dtype
 from common.runs import blank_model, model_file, read_run, saved_config
 from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
@@ -49,7 +51,7 @@ class Settings:
 class Side:
     args: list[str]  # of train.py, but for learning rate, seed and folder
     rate: float  # learning rate to look at first
-    same: dict  # what all sides must have in common: data, tokens of training, tokens of the loss
+    same: dict  # what all sides must have in common: data, tokens of training and of the loss, dtype
     folder: str  # how the names of its runs begin
 
 
@@ -67,10 +69,13 @@ def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
         taken = [key for key in ('seed', 'out_dir') if key in given]
         if taken:
             raise UserError(f'{name}: {taken[0]} is given for each run here: leave it out')
+        if settings.dtype == 'auto':
+            settings.dtype = str(pick_dtype('auto', pick_device(settings.device), big_enough=False))[6:]
+            args.append(f'--dtype={settings.dtype}')
         folder = re.sub(r'\W+', '_', name)
         if folder in (side.folder for side in sides.values()):
             raise UserError(f'{name!r} names its runs {folder}, as another does: give it another name')
-        same = {key: getattr(settings, key) for key in ('data', 'max_tokens', 'eval_tokens', 'eval_seed')}
+        same = {key: getattr(settings, key) for key in ('data', 'max_tokens', 'eval_tokens', 'eval_seed', 'dtype')}
         sides[name] = Side(args, settings.learning_rate, same, folder)
     if len(sides) < 2:
         raise UserError('what is to be compared? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')

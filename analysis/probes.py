@@ -3,10 +3,11 @@
     python -m analysis.probes RUN RUN ... --out=NAME
 
 For each offset k = 1 ... 20 a linear layer learns to predict x_{t+k} from a trained model's state after x_t, on the
-run's training data, with its learning rate, batch and weight decay; the model learns nothing. The state is `state(idx,
-'trunk')` where a model has that (mtp before its last layer, jtp before Fetch, bst's forward encoder), else
-`final_hidden`. Offsets that leave the document do not count. Writes the validation nats of each offset to NAME.csv, and
-to NAME.png their difference to those of the first run's configuration: give next-token runs first.
+run's training data, with its batch and weight decay, and with its learning rate unless --learning_rate gives one for
+all; the model learns nothing. The state is `state(idx, 'trunk')` where a model has that (mtp before its last layer, jtp
+before Fetch, bst's forward encoder), else `final_hidden`. Offsets that leave the document do not count. Writes the
+validation nats of each offset to NAME.csv, and to NAME.png their difference to those of the first run's configuration:
+give next-token runs first.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -37,12 +38,13 @@ class Settings:
     data: str | None = None  # data folder; None: the runs' own
     offsets: int = 20  # probes predict 1 to so many tokens ahead
     steps: int = 20_000  # training steps of the probes
+    learning_rate: float | None = None  # of the probes; None: the run's
     eval_tokens: int = 1_000_000  # validation tokens that they are judged on, or all if there are fewer
     dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, offsets=(1, inf), steps=(1, inf), eval_tokens=(1, inf))
+        check_ranges(self, offsets=(1, inf), steps=(1, inf), learning_rate=(0, inf), eval_tokens=(1, inf))
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:
@@ -103,6 +105,8 @@ def measure(run: str, s: Settings) -> list[float]:
     device = pick_device(s.device)
     model, record = load_run(run, device)
     data, t = run_data(record, s.data, run), replace(settings_of(run), optimizer='adamw')  # which takes heads
+    if s.learning_rate is not None:
+        t.learning_rate = s.learning_rate
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows have no text to probe for: give --data=FOLDER')
     if s.offsets > t.block_size:

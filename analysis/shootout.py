@@ -1,11 +1,11 @@
 """Every architecture side by side: loss at equal tokens, training FLOPs and wall time; speed and state of decoding.
 
-    python -m analysis.shootout --data=python_docs --n_embd=64 --head_size=16 --budget=1.2e12 --out_dir=out/shootout_64
-    python -m analysis.shootout --data=python_docs --budget=3e12 --out_dir=out/shootout_128
+    python -m analysis.shootout --data=python_docs --n_embd=64 --head_size=16 --budget=6e12 --out_dir=out/shootout_64
+    python -m analysis.shootout --data=python_docs --budget=1.5e13 --out_dir=out/shootout_128
     python -m analysis.shootout --data=FOLDER --n_layer=8 --n_embd=512 --head_size=64 --block_size=1024 \
         --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores, a run under 4 minutes; the last is for a GPU. An interrupted one goes on by the same
+The first two are for two cores, hours each; the last is for a GPU. An interrupted one goes on by the same
 command: what is done is not done again.
 
 The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
@@ -59,11 +59,11 @@ class Settings:
     config: str = 'config/quickstart.py'  # settings of all runs, but for those below and what is a model's own
     data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
     models: str = 'all'  # names of `methods` with commas between, standard among them
-    budget: float | str = '3e12'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
+    budget: float | str = '1.5e13'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
     n_layer: int = 4  # Standard's depth
     n_embd: int = 128  # its width
     head_size: int = 32  # its attention heads'
-    fork_layers: int | None = None  # top layers of the fork that have two streams; None: half
+    fork_layers: int = 1  # top layers of the fork that have two streams
     block_size: int = 256  # tokens of a window
     batch_size: int = 4  # windows of a step
     eval_tokens: int = 500_000  # of a validation loss
@@ -102,7 +102,7 @@ def methods(s: Settings) -> dict[str, Method]:
     """{name: method} of those that s.models names, in a fixed order."""
     heads = max(1, s.n_embd // s.head_size)
     shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
-    fork = dict(predict_input='state', predict_layers=s.fork_layers or s.n_layer // 2)
+    fork = dict(predict_input='state', predict_layers=s.fork_layers)
     memory = dict(n_head=heads, d_k=s.head_size, d_v=2 * s.head_size, init_std=0.02)
     ffn, width_and_ffn = {'n_ffn': 8}, {'n_embd': 8, 'n_ffn': 8}
     known = {

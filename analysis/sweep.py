@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 import time
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from math import inf
 from pathlib import Path
@@ -119,13 +120,15 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
 
 
 def train_at_best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of, seeds: int,
-                        jobs: int) -> dict[str, list[Path]]:
+                        jobs: int, fixed: Set[str] = frozenset()) -> dict[str, list[Path]]:
     """{method: its runs, one a seed}, at the best learning rate of the first seed. Arguments as of `best_rates`.
 
-    folder_of(name, rate, seed): the run's folder.
+    folder_of(name, rate, seed): the run's folder. The methods in `fixed` train at their first rate alone.
     """
-    rates = best_rates({name: [*args, '--seed=1'] for name, args in methods.items()}, first,
-                       lambda name, rate: folder_of(name, rate, 1), jobs)
+    searched = {name: [*args, '--seed=1'] for name, args in methods.items() if name not in fixed}
+    rates = dict(first)
+    if searched:
+        rates |= best_rates(searched, first, lambda name, rate: folder_of(name, rate, 1), jobs)
     runs = {name: [folder_of(name, rates[name], seed) for seed in range(1, seeds + 1)] for name in methods}
     train_all({run: [*methods[name], f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
                for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, jobs)

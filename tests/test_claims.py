@@ -1,6 +1,8 @@
 """Claims of the papers: what a verdict is, that each can be computed again, and that the rows name what there is."""
 import csv
 import statistics
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, assert_sentence, run
@@ -97,7 +99,61 @@ def test_every_run_is_one_that_train_can_make():
         return opened[name]
     for name, made in RUNS.items():
         tokens, flops = claims.cost(claims.arguments(s, made), data_of)
-        assert tokens == made.times * 1e6 and flops > 1e9, name
+        assert tokens == (made.tokens or made.times * 1e6) and flops > 1e9, name
+
+
+def test_a_task_has_its_own_tokens_at_one_rate(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(sweep, 'train_all', lambda cells, jobs: trained.extend(cells.values()))
+
+    def best_rates(methods, first, folder_of, jobs):
+        return {name: 2 * first[name] for name in methods}
+    monkeypatch.setattr(sweep, 'best_rates', best_rates)
+    monkeypatch.setattr(claims, 'settings_of', lambda run: SimpleNamespace(learning_rate=0))
+    s = Settings(max_tokens=1000, seeds=2)
+    runs, _ = claims.train(s, claims.chosen('nextlat_a5,nextlat_ntp'), tmp_path)
+    assert runs['a5_ntp'][1].name == 'a5_ntp_20000000_lr0.001_seed2'
+    assert runs['ntp'][0].name == 'ntp_1000_lr0.0026_seed1'
+    assert '--max_tokens=20000000' in trained[-1] and '--learning_rate=0.001' in trained[-1]
+    claims.train(s, claims.chosen('nextlat_a5'), tmp_path)  # nothing is left to bracket
+    assert 'at least 4 runs of training: 80M tokens' in claims.listing(claims.chosen('nextlat_a5'), s)
+
+
+# ---- the statistics ----
+
+def train_tiny(tmp_path, *args):
+    trained = run('train.py', *args, '--n_layer=1', '--max_tokens=512', '--warmup_tokens=0', '--eval_tokens=64',
+                  '--sample_tokens=0', '--dtype=float32', f'--out_dir={tmp_path / "run"}')
+    assert trained.returncode == 0, trained.stderr
+    return tmp_path / 'run'
+
+
+def test_training_that_changes_nothing_does_not_split_memory_heads(tmp_path, monkeypatch):
+    rest = [('geometry', 'dead dimensions', '', 0), ('geometry', 'mean magnitude', '', 1),
+            ('geometry', 'magnitude', '', 1), ('mean direction', 'cosine between batches', '', 1),
+            ('cosine', 'centred', 128, 0), ('mean direction', 'rank correlation with the unigram', '', 0)]
+
+    def measure(model, batches, unigram, show):  # half-lives that depend on all weights
+        lives = 1, 2 + sum(p.detach().double().sum().item() for p in model.parameters()) % 1
+        return [*rest, *(('half-life', f'head {h}', '', life) for h, life in enumerate(lives))]
+    monkeypatch.setattr(claims.gpn_state, 'measure', measure)
+    folder = train_tiny(tmp_path, 'config/gpn_quick.py', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=4',
+                        '--block_size=32', '--batch_size=2', '--learning_rate=1e-12', '--weight_decay=0', '--seed=5')
+    assert claims.gpn_states(folder)['doublings of longest over shortest half-life'] == pytest.approx(0, abs=1e-3)
+
+
+def test_states_beyond_the_trained_length_are_those_of_p_psi_or_else_of_gpt(tmp_path, monkeypatch):
+    asked = []
+
+    def score(model, device, batch_size):
+        own = {f'accuracy_{t}': t / 100 for t in range(1, 7)}
+        return own | ({f'rnn_accuracy_{t}': t / 10 for t in range(1, 7)} if model == 'nextlat' else {})
+    monkeypatch.setattr(claims.a5, 'trained_length', lambda run: 2)
+    monkeypatch.setattr(claims, 'open_data', lambda name: asked.append(name) or SimpleNamespace(score=score))
+    monkeypatch.setattr(claims, 'load_run', lambda run, device: (run, {}))
+    assert [claims.states_beyond(model)['right states beyond the trained length'] for model in ('nextlat', 'ntp')] == [
+        pytest.approx(0.45), pytest.approx(0.045)]
+    assert asked[0] == 'a5:length=6,val_rows=2000'
 
 
 # ---- the table ----
@@ -205,6 +261,7 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
     for name in ('GRADIENT_DOCUMENTS', 'DOCUMENTS', 'PROBE_STEPS', 'PROMPTS', 'BATCHES'):
         monkeypatch.setattr(claims, name, 2)
     monkeypatch.setattr(claims, 'WALKS', 20)
+    monkeypatch.setattr(claims, 'RUNS', {name: replace(made, tokens=None) for name, made in RUNS.items()})
     monkeypatch.setattr(claims, 'UNROLLED_TOKENS', 1024)
     out = tmp_path / 'out'
     monkeypatch.setattr(claims, 'EVAL_TOKENS', 1000)

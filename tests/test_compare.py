@@ -17,11 +17,17 @@ from common.runs import make_config, model_file
 SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
 
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(compare, 'pick_device', lambda name: 'cpu')
+
+
 def test_each_side_is_a_command_of_its_own():
     s = Settings(data='somewhere', max_tokens=5000)
     sides = read_sides(s, ['GPN+M, two: config/gpn_quick.py --n_layer=2',
                            'GDN: config/gdn_quick.py --learning_rate=1e-3'])
-    assert sides['GPN+M, two'].args == ['config/gpn_quick.py', '--n_layer=2', '--data=somewhere', '--max_tokens=5000']
+    assert sides['GPN+M, two'].args == ['config/gpn_quick.py', '--n_layer=2', '--data=somewhere', '--max_tokens=5000',
+                                        '--dtype=float32']
     assert [side.rate for side in sides.values()] == [3e-3, 1e-3]
     assert sides['GPN+M, two'].folder == 'GPN_M_two'
 
@@ -35,6 +41,7 @@ def test_each_side_is_a_command_of_its_own():
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --max_tokens=9e6'],
      'a has max_tokens = 2000000, b has 9000000'),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --eval_tokens=100'], 'b has 100: expected one for all'),
+    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16'),
     (['G+M: config/gpn_quick.py', 'G-M: config/gdn_quick.py'], 'names its runs G_M, as another does')])
 def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path):
     assert_sentence(run('-m', 'analysis.compare', *arguments, f'--out_dir={tmp_path}/out'), sentence)
@@ -53,7 +60,8 @@ def test_rates_are_bracketed_then_every_seed_is_trained_once(tmp_path, monkeypat
         values = {key: int(given[key]) for key in ('n_layer', 'd_k', 'd_v') if key in given}
         write_run(Path(given['out_dir']), given['model'], int(given['max_tokens']),
                   loss + abs(math.log(rate / 1e-3)) + int(given['seed']) / 10,
-                  {'learning_rate': rate, 'seed': int(given['seed']), 'data': 'somewhere'}, **values)
+                  {'learning_rate': rate, 'seed': int(given['seed']), 'data': 'somewhere',
+                   'dtype': given['dtype']}, **values)
         return SimpleNamespace(stderr='')
     monkeypatch.setattr(subprocess, 'run', train)
     monkeypatch.setattr(sweep, 'checksum', lambda data: '')

@@ -25,6 +25,7 @@ def parameters(method, values):
 def test_all_models_have_standards_parameters_within_one_percent():
     chosen = shootout.methods(Settings(n_layer=2))
     assert len(chosen) == 8
+    assert chosen['sps_fork'].values['predict_layers'] == 1, 'the best fork of bench/results/forks_*.csv'
     target = parameters(chosen['standard'], chosen['standard'].values)
     for method in chosen.values():
         values = shootout.sized(method, DATA, target)

@@ -93,8 +93,7 @@ class Run:
 SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
-STAR = ('config/path_star_small.py --n_layer=6 --n_head=3 --n_embd=96 --n_dynamics=96 --token_loss=ce --lambda_kl=1 '
-        '--grad_clip=100')
+STAR = 'config/path_star_small.py --n_layer=6 --n_embd=96 --token_loss=ce --lambda_kl=1 --grad_clip=100'
 STAR_TOKENS = 6000 * 128 * 31  # steps, rows, tokens of a row
 A5 = ('config/a5_small.py --data=a5:length=4,val_rows=1000 --block_size=4 --batch_size=1024 '
       '--micro_batch_size=1024')

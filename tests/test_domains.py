@@ -6,13 +6,15 @@ from conftest import assert_sentence, run
 from analysis import domains
 
 
-def test_a_run_has_in_each_text_the_length_with_the_largest_speed_up():
+def test_a_run_has_in_each_text_the_fixed_length_with_the_largest_speed_up_and_that_of_auto():
     rows = [{'run': 'out/a', 'data': data, 'draft_len': length, 'speedup': speedup, 'accepted': accepted}
-            for data, length, speedup, accepted in (('x/wiki', 2, 1.5, 1.2), ('x/wiki', 'auto', 1.75, 2.0),
-                                                    ('x/code', 2, 1.25, 1.0), ('x/code', 'auto', 1.0, 1.5))]
+            for data, length, speedup, accepted in (
+                ('x/wiki', 1, 1.6, 0.9), ('x/wiki', 2, 1.5, 1.2), ('x/wiki', 3, 1.25, 1.4),
+                ('x/wiki', 'auto', 1.75, 2.0),
+                ('x/code', 1, 1.25, 1.0))]
     assert domains.markdown(rows) == (
-        '| run | wiki: speed-up | accepted | length | code: speed-up | accepted | length |\n'
-        '|---|---|---|---|---|---|---|\n| a | 1.75 | 2.00 | auto | 1.25 | 1.00 | 2 |\n')
+        '| run | wiki: speed-up | accepted | length | auto | code: speed-up | accepted | length | auto |\n'
+        '|---|---|---|---|---|---|---|---|---|\n| a | 1.50 | 1.20 | 2 | 1.75 | 1.25 | 1.00 | 1 |  |\n')
 
 
 def test_the_table_is_of_the_runs_own_drafts(tmp_path):

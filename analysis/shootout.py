@@ -14,9 +14,9 @@ at inference is said beside. Each has its learning rate bracketed at equal token
 it trains for equal tokens, equal FLOPs and equal time, with every seed. Equal time: as many tokens as it takes in
 Standard's seconds at the speed that each had with its rate and the first seed.
 
-Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv and shootout.png (loss over training FLOPs,
-decoding time and bytes of state, with the Pareto front) in out_dir. Intervals are 95%: Student's t, and Welch's for
-differences.
+Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding
+time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir. Intervals are 95%:
+Student's t, and Welch's for differences.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from analysis import report
 from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
 from analysis.outcomes import final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
@@ -342,8 +343,8 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
               '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the best one, at '
               'equal tokens; batch, weight decay and schedule are the same for all, initial weights as each model '
               "file's paper or the config has them. Wall time is that of this code on this machine, with the speed of "
-              'one run each. shootout.csv has the loss of every seed. `python -m analysis.report` draws the runs of '
-              'this folder.', '']
+              'one run each. shootout.csv has the loss of every seed, [report.html](report.html) the curves of '
+              'all.', '']
     return '\n'.join(lines)
 
 
@@ -405,6 +406,8 @@ def main(argv: list[str] | None = None) -> None:
         text = markdown(rows, s, core_hours)
         write_file(out / 'RESULTS.md', text.encode())
         print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')
+        report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), '--sample_tokens=0',
+                     f'--out={out}/report.html'])
 
 
 if __name__ == '__main__':

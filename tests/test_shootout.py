@@ -124,6 +124,7 @@ def test_two_models_from_training_to_the_page(tiny_data, tmp_path, monkeypatch):
     assert float(rows[3]['speed_up']) > 0 and not rows[0]['speed_up']
     assert int(rows[0]['state_bytes_128']) > int(rows[0]['state_bytes_64'])
     page = (out / 'RESULTS.md').read_text()
+    assert 'plotly.js v' in (out / 'report.html').read_text()
 
     def again(*args):
         raise AssertionError('what is done is not done again')

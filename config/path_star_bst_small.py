@@ -2,6 +2,7 @@
 from config.path_star_bst_g2_10 import *
 
 data = 'path_star:degree=2,length=5,nodes=20,val_rows=1000'
+pair_share = 0.1  # of the pairs: a step is then twice path_star_small's in FLOPs
 block_size = 31
 n_layer = 4
 n_head = 4

@@ -310,7 +310,7 @@ def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     own = {field.name for field in dataclasses.fields(train.Settings)}
     settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
     folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings,
-                       **{key: values[key] for key in values.keys() - own}, eos_id=None)
+                       **{key: values[key] for key in values.keys() - own}, n_ids=settings['assumed_ids'], eos_id=None)
     assert tables.row_of_paper(folder, tables.read_paper(paper))['name'] == name
 
 

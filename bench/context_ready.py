@@ -16,6 +16,7 @@ import torch
 
 from bench import alternate, apart, options, resident, write_results
 from common.decoding import generate, pack_weights, roomy_cache
+from common.machine import pick_dtype
 from model_context_ready import Config, Model, fast
 from train import Settings, start_processes
 
@@ -83,11 +84,12 @@ def decode_eagerly(model, new):
 
 
 def generation(pairs, new):
+    dtype = pick_dtype('auto', DEVICE)
     for pair in pairs:
         models = []
         for values in pair:
             torch.manual_seed(0)
-            models.append(pack_weights(Model(Config(n_head=16, **values)).eval().to(DEVICE, torch.bfloat16)))
+            models.append(pack_weights(Model(Config(n_head=16, **values)).eval().to(DEVICE, dtype)))
         # of the embedding a token reads one row
         read = [sum(p.numel() for p in model.parameters()) - model.embed.weight.numel() for model in models]
         modes = {'eager': lambda model: decode_eagerly(model, new)}
@@ -98,12 +100,13 @@ def generation(pairs, new):
             seconds = alternate(sides, rounds=3, warmup=1)
             for i, (model, values) in enumerate(zip(models, pair)):
                 n = sum(p.numel() for p in model.parameters())
-                yield {'what': 'generation', 'mode': mode, 'D': values['n_layer'], 'C': values['n_embd'],
+                yield {'what': 'generation', 'mode': mode, 'dtype': str(dtype)[6:],
+                       'D': values['n_layer'], 'C': values['n_embd'],
                        'correction': i == 0, 'million_parameters': round(n / 1e6),
                        'tokens_per_s': round(new / seconds[i], 1),
                        'speed_over_roformer': round(seconds[1] / seconds[i], 2),
                        'weights_read_over_roformer': round(read[i] / read[1], 2),
-                       'cache_bytes_per_token': 2 * 2 * values['n_layer'] * values['n_embd']}
+                       'cache_bytes_per_token': 2 * dtype.itemsize * values['n_layer'] * values['n_embd']}
 
 
 def figures(shapes, rounds, pairs, new):

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
 from analysis.loss_curves import curves_of
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -65,10 +65,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
     """lines {label: rows of `measure`, one a position}."""
     figure, axes = new_figure(figsize=(7, 4.5))
     for (label, rows), style in zip(lines.items(), line_styles(len(lines))):
-        positions = [row['position'] for row in rows]
-        axes.plot(positions, [row['mean'] for row in rows], marker='o', markersize=3, label=label, **style)
-        axes.fill_between(positions, [row['lowest'] for row in rows], [row['highest'] for row in rows], alpha=0.2,
-                          color=style['color'], linewidth=0)
+        draw_band(axes, [row['position'] for row in rows], rows, marker='o', markersize=3, label=label, **style)
     for length in {row['trained'] for rows in lines.values() for row in rows}:
         axes.axvline(length, color='grey', linestyle=':')
     axes.set(xlabel='elements read', ylabel='share of words whose state is right', ylim=(0, 1.02))

@@ -95,8 +95,7 @@ SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
 STAR = 'config/path_star_small.py --n_layer=6 --n_embd=96 --token_loss=ce --lambda_kl=1 --grad_clip=100'
 STAR_TOKENS = 6000 * 128 * 31  # steps, rows, tokens of a row
-A5 = ('config/a5_small.py --data=a5:length=4,val_rows=1000 --block_size=4 --batch_size=1024 '
-      '--micro_batch_size=1024')
+A5 = 'config/a5_small.py'
 A5_TOKENS = 20_000_000
 CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
 POINTER = 'config/pointer_chasing_small.py'

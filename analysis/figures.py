@@ -47,6 +47,14 @@ def line_styles(n: int) -> list[dict]:
     return [{'color': f'C{i % 10}', 'linestyle': ('-', '--', ':', '-.')[i // 10 % 4]} for i in range(n)]
 
 
+def draw_band(axes, x: list, points: list[dict], **style):
+    """A line of the points' 'mean' over x, in a band from 'lowest' to 'highest' of the seeds. Returns the line."""
+    line, = axes.plot(x, [p['mean'] for p in points], **style)
+    axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
+                      color=line.get_color(), linewidth=0)
+    return line
+
+
 def number_log_axis(axis, lowest: float, highest: float) -> None:
     """Numbers on a log axis from lowest to highest. matplotlib's own are powers of ten, and there may be none."""
     from matplotlib import ticker

@@ -21,7 +21,16 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import is_number, line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
+from analysis.figures import (
+    draw_band,
+    is_number,
+    line_styles,
+    new_figure,
+    number_log_axis,
+    output_path,
+    save_figure,
+    write_csv,
+)
 from common.files import UserError, friendly_errors
 from common.runs import blank_model, read_log, read_run, saved_config
 from common.settings import load_settings
@@ -298,9 +307,7 @@ def plot(curves: dict[str, list[dict]], path) -> None:
         for (label, points), style in zip(curves.items(), styles):
             x = [p[axis] / unit for p in points]
             marker = 'o' if len(points) <= 40 else None
-            axes.plot(x, [p['mean'] for p in points], label=label, marker=marker, markersize=3, **style)
-            axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
-                              color=style['color'], linewidth=0)
+            draw_band(axes, x, points, label=label, marker=marker, markersize=3, **style)
         set_loss_axis(axes, lowest, highest)
         axes.set(xlabel=f'{name} of training', xlim=(0, None))
     figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns, frameon=False)

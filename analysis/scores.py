@@ -14,7 +14,7 @@ if __name__ == '__main__':
 import sys
 from dataclasses import dataclass
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
 from analysis.loss_curves import curve, curves_of
 from common.files import UserError, friendly_errors
 from common.runs import read_log
@@ -67,10 +67,7 @@ def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
             for name, points in scores.items():
                 style = ordered[name] if several else styles[label]
                 steps = [p['step'] for p in points]
-                lines[name if several else label], = axes.plot(steps, [p['mean'] for p in points], marker='o',
-                                                               markersize=2.5, **style)
-                axes.fill_between(steps, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
-                                  color=style['color'], linewidth=0)
+                lines[name if several else label] = draw_band(axes, steps, points, marker='o', markersize=2.5, **style)
         axes.set(xlabel='steps', ylabel='score' if several else title)
         axes.set_title(title if several else '', fontsize='medium')
         axes.tick_params(labelleft=True, labelbottom=True)  # on shared axes too

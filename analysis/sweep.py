@@ -113,7 +113,7 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
                 raise UserError(f'{name} diverges at learning rates of {first[name] / STEP:.3g} to '
                                 f'{first[name] * STEP:.3g}: begin lower')
             wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
-    write_csv(folder(name, 0).parent / 'rates.csv',
+    write_csv(folder(next(iter(methods)), 0).parent / 'rates.csv',
               [{'model': name, 'lr': float(f'{first[name] * STEP ** i:.3g}'), 'loss': loss}
                for name, of_name in losses.items() for i, loss in sorted(of_name.items())])
     return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}

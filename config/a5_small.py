@@ -1,14 +1,13 @@
-# The word problem of A5 at a size for two cores: NextLat; the baseline is --objective=ntp.
+# The word problem of A5 at a size for two cores, where words of 4 are learned: NextLat; the baseline is
+# --objective=ntp. Words three times as long: python -m analysis.a5 RUN --length=12
 from config.a5 import *
 
-data = 'a5:length=8,val_rows=1000'
-block_size = 8
+data = 'a5:length=4,val_rows=1000'
+block_size = 4
 n_head = 4
 n_embd = 128
 n_dynamics = 256
-batch_size = 256
-micro_batch_size = 256
-max_tokens = 10_000 * 256 * 8
+max_tokens = 20_000_000
 learning_rate = 1e-3
 warmup_tokens = 200_000
 eval_interval = 500

@@ -1,14 +1,16 @@
 # Countdown for BST at a size for two cores, beside countdown_small.
 from config.countdown_bst import *
+from config.countdown_small import (
+    batch_size,
+    data,
+    eval_interval,
+    learning_rate,
+    max_tokens,
+    micro_batch_size,
+    n_embd,
+    n_head,
+    n_layer,
+    warmup_tokens,
+)
 
-data = 'countdown:largest=999,train_rows=100_000,val_rows=500'
 pair_share = 0.1
-n_layer = 4
-n_head = 4
-n_embd = 128
-batch_size = 128
-micro_batch_size = 128
-max_tokens = 4000 * 128 * 27
-learning_rate = 1e-3
-warmup_tokens = 400_000
-eval_interval = 500

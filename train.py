@@ -49,6 +49,7 @@ from common.machine import (
     say,
     start_processes,
 )
+from common.matmul import use_matmul
 from common.memory import memory_by_rows
 from common.muon import MuonAndAdamW, hidden_matrices
 from common.scoring import counted, validation_loss
@@ -109,6 +110,7 @@ class Settings:
     # machine
     device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # of the products: bfloat16 or float32, weights are fp32; auto: bfloat16 where it is faster
+    matmul: str = 'auto'  # fp32 products on a CPU: blas (PyTorch's own), onednn or auto, the faster one here
     compile: bool | None = None  # torch.compile; None: on GPUs (bench.train_step nanogpt: on a CPU it gains 1 to 3%)
     parallel: str = 'ddp'  # several processes: ddp, each holds the whole model; fsdp, each a part of every weight
     shard: int | None = None  # with fsdp: processes that share one copy of the weights; None: all
@@ -129,7 +131,7 @@ class Settings:
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
     'resume', 'overwrite', 'eval_only', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
-    'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
+    'wandb_project', 'device', 'matmul', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
     'data',  # where it lies: what it holds is compared by its checksum
     'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
@@ -682,6 +684,7 @@ def main(argv: list[str] | None = None) -> None:
         argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
         s, given_model, record = read_settings(argv)
         machine = start_processes(s)
+        s.matmul = use_matmul(s.matmul, machine.device.type)
         is_first = machine.rank == 0
         if not is_first:
             dist.barrier()  # the first process builds data that is not there yet
@@ -716,7 +719,8 @@ def run(s, c, data, record, machine, argv):
     machine.dtype = pick_dtype(s.dtype, device.type, is_large)
     is_compiled = s.compile if s.compile is not None else device.type == 'cuda'
     is_sharded = s.parallel == 'fsdp' and world > 1 and not s.eval_only
-    print(f'{world} process{"es" * (world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}, '
+    by_onednn = ' by oneDNN' if s.matmul == 'onednn' and machine.dtype == torch.float32 else ''
+    print(f'{world} process{"es" * (world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}{by_onednn}, '
           f'{"" if is_compiled else "not "}compiled'
           + (f', weights in parts on {s.shard or world} processes' if is_sharded else ''))
     source, source_step, weights = read_weights(s, record)

@@ -5,15 +5,14 @@ neither, or whose `extend` gives other logits than `logits` after an edit of one
 through `Recomputing`.
 """
 import functools
-import math
 import sys
-import time
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from common.files import UserError, first_line
+from common.machine import is_faster
 from common.parallel import first_of_all
 
 MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
@@ -402,19 +401,3 @@ def packed_from(plain, packed, module) -> int | None:
         if not is_faster(plain, packed, torch.ones(count, 1, module.in_features, dtype=module.weight.dtype)):
             return count
     return None
-
-
-@torch.no_grad()
-def is_faster(f, g, x) -> bool:
-    """Whether f(x) takes less than nine tenths of the time of g(x).
-
-    They take turns for 2 ms, three times at least; the least time of each counts, as other programs only add to it.
-    """
-    seconds, rounds, begun = {f: math.inf, g: math.inf}, 0, time.perf_counter()
-    while rounds < 3 or time.perf_counter() - begun < 0.002:
-        for side in (f, g):
-            start = time.perf_counter()
-            side(x)
-            seconds[side] = min(seconds[side], time.perf_counter() - start)
-        rounds += 1
-    return seconds[f] < 0.9 * seconds[g]

@@ -135,6 +135,22 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, value)
 
 
+@torch.no_grad()
+def is_faster(f, g, x, share: float = 0.9) -> bool:
+    """Whether f(x) takes less than this share of the time of g(x).
+
+    They take turns for 2 ms, three times at least; the least time of each counts, as other programs only add to it.
+    """
+    seconds, rounds, begun = {f: math.inf, g: math.inf}, 0, time.perf_counter()
+    while rounds < 3 or time.perf_counter() - begun < 0.002:
+        for side in (f, g):
+            start = time.perf_counter()
+            side(x)
+            seconds[side] = min(seconds[side], time.perf_counter() - start)
+        rounds += 1
+    return seconds[f] < share * seconds[g]
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s the device can reach: from its data sheet, else by timing a large product in this dtype."""
     if device.type == 'cuda' and dtype == torch.bfloat16:

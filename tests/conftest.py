@@ -68,8 +68,10 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch):
-    """Packed weights are always used, in this process: nothing depends on what is measured."""
+    """Packed weights and BLAS are always used, in this process: nothing depends on what is measured."""
     monkeypatch.setattr('common.decoding.is_faster', lambda f, g, x: False)
+    monkeypatch.setattr('common.matmul.is_faster', lambda f, g, x, share: False)
+    monkeypatch.setattr('common.matmul._chosen', 'blas')
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from conftest import ROOT, assert_sentence, run, train_tiny
 import model_sps
 import model_standard
 import sample
-from common import decoding
+from common import decoding, machine
 from common.decoding import generate, is_faster, pack_weights, token_probs
 from common.files import UserError
 from common.start import quiet_start
@@ -73,7 +73,7 @@ def test_the_first_process_chooses_where_weights_are_packed(monkeypatch):
 
 TWO_PROCESSES = '''
 import os, torch, torch.distributed as dist
-from common import decoding
+from common import decoding, machine
 dist.init_process_group('gloo')
 decoding.is_faster = lambda plain, packed, x: dist.get_rank() == 1
 layer = decoding.pack_weights(torch.nn.Sequential(torch.nn.Linear(8, 8)))[0]
@@ -92,7 +92,7 @@ def test_two_processes_pack_the_same_weights(tmp_path):
 
 def test_what_is_chosen_is_faster_by_more_than_a_tenth_in_its_quietest_round(monkeypatch):
     now, seconds = [0.0], {}
-    monkeypatch.setattr(decoding, 'time', SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(machine, 'time', SimpleNamespace(perf_counter=lambda: now[0]))
 
     def side(name):
         def call(x):

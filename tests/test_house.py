@@ -4,9 +4,8 @@ import ast
 from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
-COMMON = {'start', 'files', 'settings', 'machine', 'runs', 'llama', 'decoding', 'speculative', 'scoring', 'benchmarks',
-          'memory', 'muon', 'kernel_check', 'parallel', 'int8',
-          'checkpoint'}
+COMMON = {'start', 'files', 'settings', 'machine', 'matmul', 'runs', 'llama', 'decoding', 'speculative', 'scoring',
+          'benchmarks', 'memory', 'muon', 'kernel_check', 'parallel', 'int8', 'checkpoint'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),

@@ -8,11 +8,11 @@
 First come bounds, which need no GPU: what a token at 129M must take on an H100 at least, as the scan is and as one
 kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md reads them).
 
-'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c). 'plain' is autograd through every
-step; 'loop' is what scan = 'loop' gives, which takes the steps of a segment again in the backward. 'jax' has the
-embedding and the head outside the lax.scan, 'jax as the authors' in it. All sides in fp32, in one process, with
-train.py's allocator settings; JAX takes all cores unless the process is bound to some (taskset). Memory is measured in
-a process for each side.
+'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c), 'c_bf16' these with products in
+bf16, where the CPU has units for it. 'plain' is autograd through every step; 'loop' is what scan = 'loop' gives, which
+takes the steps of a segment again in the backward. 'jax' has the embedding and the head outside the lax.scan, 'jax as
+the authors' in it. All other sides in fp32, in one process, with the allocator and the fp32 products of train.py; JAX
+takes all cores unless the process is bound to some (taskset). Memory is measured in a process for each side.
 """
 import functools
 import importlib.util
@@ -27,6 +27,7 @@ import train
 from attn_kernels import import_scan
 from bench import alternate, apart, options, resident, write_results
 from common import machine, settings
+from common.matmul import use_matmul
 
 scan = import_scan('gpn')
 SHAPE = dict(n_embd=256, d_emb=128, n_head=4, d_k=32, d_v=64, n_ffn=683, vocab_size=1000, n_ids=1000)
@@ -88,6 +89,8 @@ def sides_on_cpu(B, T, with_jax, **values):
     sides = {'plain': functools.partial(training_step, plain, tokens),
              'loop': functools.partial(training_step, loop, tokens),
              'operators': with_switch('USE_C', False, step), 'c': with_switch('USE_C', True, step)}
+    if scan.StepsInC.serves(torch.device('cpu'), torch.bfloat16):
+        sides['c_bf16'] = torch.autocast('cpu', torch.bfloat16)(sides['c'])
     if with_jax:
         sides |= {'jax': jax_step(fast, tokens, False), 'jax as the authors': jax_step(fast, tokens, True)}
     return sides
@@ -97,18 +100,21 @@ def on_cpu(with_jax, toy):
     if not scan.StepsInC.serves(torch.device('cpu'), torch.float32):
         sys.exit('bench.gpn: no C compiler (cc, or CC in the environment) to build the steps with: install one')
     machine.start_processes(train.Settings())
+    use_matmul('auto', 'cpu')
     B, T, shape = (2, 16, TOY) if toy else (8, 256, SHAPE)
     yield memory_of_the_scan(B, 32 if toy else 2048, shape, toy)
     yield loop_as_users_get_it(B, T, toy)
     for n_layer in (1, 2):
         sides = sides_on_cpu(B, T, with_jax and n_layer == 1, n_layer=n_layer, **shape)
-        losses = [step() for step in sides.values()]
-        assert max(losses) - min(losses) < 1e-4, losses
+        losses = {name: step() for name, step in sides.items()}
+        for name, loss in losses.items():
+            assert abs(loss - losses['loop']) < (0.02 if name == 'c_bf16' else 1e-4), losses
         seconds = alternate(sides, rounds=1 if toy else 7, warmup=0 if toy else 2)
-        for rival in [name for name in seconds if name not in ('operators', 'c')]:
-            row = {'what': f'{rival} over the scan', 'n_layer': n_layer, 'loss': round(losses[0], 5)}
-            row |= {name: round(seconds[rival] / seconds[name], 2) for name in ('operators', 'c')}
-            yield row | {f'{name}_ms': round(1e3 * seconds[name], 1) for name in ('operators', 'c', rival)}
+        ours = [name for name in ('operators', 'c', 'c_bf16') if name in sides]
+        for rival in [name for name in seconds if name not in ours]:
+            row = {'what': f'{rival} over the scan', 'n_layer': n_layer, 'loss': round(losses['loop'], 5)}
+            row |= {name: round(seconds[rival] / seconds[name], 2) for name in ours}
+            yield row | {f'{name}_ms': round(1e3 * seconds[name], 1) for name in (*ours, rival)}
 
 
 def memory_of_the_scan(B, T, shape, toy):

@@ -1,6 +1,6 @@
 /* GPN's steps over a segment and their gradient, on CPU: `steps` and `segment_backward` of gpn.py, which builds this
-   file (once
-   for float, once with -DDOUBLE), calls it by ctypes, and has the same arithmetic in PyTorch's operators beside it.
+   file (for float, with -DDOUBLE, and with -DBF16: float, but the factors of products are rounded), calls it by
+   ctypes, and has the same arithmetic in PyTorch's operators beside it.
 
    A step is three products of a few rows with large weights, and small loops between them. Rows of a product go through
    in tiles that stay in registers; the weights come in panels, so that a tile reads them in a row. The loops between
@@ -32,6 +32,20 @@ enum { BYTES = 16, ROWS = 4 };
 #endif
 enum { LANES = BYTES / sizeof(real), PANEL = 2 * LANES, WORTH_THREADS = 1 << 18 /* multiplications of a product */ };
 typedef real vector __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
+
+/* Neighbouring factors of a product, PAIR of them, are multiplied and added at once. */
+#ifdef BF16
+#include <immintrin.h>
+#ifndef __AVX512BF16__
+#error no bf16 units
+#endif
+typedef unsigned short factor;
+typedef int both __attribute__((may_alias));
+enum { PAIR = 2 };
+#else
+typedef real factor;
+enum { PAIR = 1 };
+#endif
 typedef struct { long S, B, C, F, H, K, D, L; real state_eps, read_eps, key_eps; } sizes;
 
 /* EACH: where two arrays may be one, only equal places meet. SHARED: by all threads, which then wait for each other. */
@@ -39,27 +53,52 @@ typedef struct { long S, B, C, F, H, K, D, L; real state_eps, read_eps, key_eps;
 #define SHARED(i, n) _Pragma("omp for") for (long i = 0; i < (n); i++)
 #define INLINE static inline __attribute__((always_inline))
 
-const int panel = PANEL;
+const int panel = PANEL, pair = PAIR;
 
-/* ---- y (B, n) = x (B, c) W^T + bias; W in panels (ceil(n / PANEL), c, PANEL) ---- */
+/* ---- y (B, n) = x (B, c) W^T + bias; W in panels (ceil(n / PANEL), ceil(c / PAIR), PANEL, PAIR) ---- */
 
-INLINE void tile(const int R, const real *x, const real *w, const real *bias, real *y, long c, long n, long columns) {
+/* sum + x w: the same PAIR of x for each lane, a vector of W */
+INLINE vector add_product(vector sum, const factor *x, const factor *w) {
+#ifdef BF16
+    const __m512i pairs = _mm512_set1_epi32(*(both *)x);
+    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_loadu_si512(w));
+#else
+    return sum + *x * *(vector *)w;
+#endif
+}
+
+INLINE void tile(const int R, const factor *x, const factor *w, const real *bias, real *y, long c, long n,
+                 long columns) {
     vector sum[ROWS][2];
     for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = (vector){0};
-    for (long i = 0; i < c; i++) {
-        vector left = *(vector *)(w + i * PANEL), right = *(vector *)(w + i * PANEL + LANES);
-        for (int r = 0; r < R; r++) sum[r][0] += x[r * c + i] * left, sum[r][1] += x[r * c + i] * right;
-    }
+    for (long i = 0; i < c; i += PAIR)
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++)
+                sum[r][half] = add_product(sum[r][half], x + r * c + i, w + i * PANEL + half * LANES * PAIR);
     for (int r = 0; r < R; r++)
         EACH(j, columns) y[r * n + j] = ((real *)sum[r])[j] + (bias ? bias[j] : 0);
 }
 
-static void product(const real *x, const real *w, const real *bias, real *y, long B, long c, long n) {
+/* room for B (c + 1) factors */
+static void product(const real *x, const real *weight, const real *bias, real *y, long B, long c, long n,
+                    factor *room) {
+    const factor *rows = (const factor *)x, *w = (const factor *)weight;
+#ifdef BF16
+    const long even = (c + 1) / 2 * 2;
+    SHARED(b, B) {
+        room[b * even + even - 1] = 0;
+        EACH(i, c) {
+            union { real number; unsigned bits; } one = {x[b * c + i]};
+            room[b * even + i] = (one.bits + 0x7fff + (one.bits >> 16 & 1)) >> 16;  /* to nearest, ties to even */
+        }
+    }
+    rows = room, c = even;
+#endif
     SHARED(p, (n + PANEL - 1) / PANEL) {
         long j = p * PANEL, b = 0, columns = n - j < PANEL ? n - j : PANEL;
         const real *some = bias ? bias + j : 0;
-        for (; b + ROWS <= B; b += ROWS) tile(ROWS, x + b * c, w + j * c, some, y + b * n + j, c, n, columns);
-        for (; b < B; b++) tile(1, x + b * c, w + j * c, some, y + b * n + j, c, n, columns);
+        for (; b + ROWS <= B; b += ROWS) tile(ROWS, rows + b * c, w + j * c, some, y + b * n + j, c, n, columns);
+        for (; b < B; b++) tile(1, rows + b * c, w + j * c, some, y + b * n + j, c, n, columns);
     }
 }
 
@@ -161,8 +200,9 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
            const char *active, real *const *saved) {
     const long B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L, Y = F + H * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    real *scratch = malloc(sizeof(real) * B * (3 * C + Y));
+    real *scratch = malloc(sizeof(real) * B * (4 * C + 2 * Y + 1));
     real *ground = scratch, *normed = ground + B * C, *sum = normed + B * C, *y = sum + B * C;
+    factor *room = (factor *)(y + B * Y);
 #pragma omp parallel if (B * C * width(n, 0) > WORTH_THREADS)
     for (long t = 0; t < n->S; t++) {
         const real *x = ground;
@@ -174,7 +214,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
             }
             l2_normalize(s + b * C, normed + b * C, C, n->state_eps);
         }
-        product(normed, w[0], w[1], z0, B, C, C);
+        product(normed, w[0], w[1], z0, B, C, C, room);
         SHARED(b, B) {
             EACH(i, C) ground[b * C + i] = u[(t * B + b) * C + i] + sigmoid(z0[b * C + i]) * s[b * C + i];  /* eq. 4 */
             l2_normalize(ground + b * C, normed + b * C, C, n->state_eps);
@@ -184,7 +224,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
             real *z = saved[L + 1 + l * (H ? 2 : 1)] + t * B * W;
             real *memory_read = H ? saved[L + 2 + 2 * l] + t * B * H * D : 0;
             real *next = saved[l] + t * B * C;
-            product(normed, w[2 + 3 * l], w[3 + 3 * l], z, B, C, W);
+            product(normed, w[2 + 3 * l], w[3 + 3 * l], z, B, C, W, room);
             SHARED(j, B * H) {
                 const long b = j / H, h = j % H;
                 const real *zq = z + b * W + C + h * K, *zv = z + b * W + values(n) + h * D;
@@ -207,7 +247,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                 EACH(i, F) out[i] = silu[i] * sigmoid(silu[i]) * up[i];
                 EACH(i, H * D) out[F + i] *= silu[F + i] * sigmoid(silu[F + i]);
             }
-            product(y, w[4 + 3 * l], 0, sum, B, Y, C);
+            product(y, w[4 + 3 * l], 0, sum, B, Y, C, room);
             SHARED(b, B) {
                 EACH(i, C) next[b * C + i] = sum[b * C + i] + sigmoid(z[b * W + i]) * x[b * C + i];  /* eq. 7, 11 */
                 l2_normalize(next + b * C, normed + b * C, C, n->state_eps);
@@ -233,10 +273,11 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
     const long S = n->S, B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L;
     const long Y = F + H * D, M = B * H * K * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    real *scratch = malloc(sizeof(real) * B * (3 * C + width(n, 0) + Y + H * D + 1 + S * H * K));
+    real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * width(n, 0) + Y + H * D + 2 + S * H * K));
     real *state = scratch, *ground = state + B * C, *back = ground + B * C, *cut = back + B * C;
     real *dy = cut + B * width(n, 0), *dread = dy + B * Y, *inverse = dread + B * H * D;
     real *keys = inverse + B;  /* that each step writes under */
+    factor *room = (factor *)(keys + S * B * H * K);
 #pragma omp parallel if (B * C * width(n, 0) > WORTH_THREADS)
     {
         SHARED(j, B * H)
@@ -273,7 +314,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 real *dz = pairs[2 + 4 * l] + t * B * W, *normed = pairs[3 + 4 * l] + t * B * C;
                 real *y = pairs[5 + 4 * l] + t * B * Y;
                 real *dx = l ? pairs[4 * l] + t * B * C : dground;
-                product(d, w[4 + 3 * l], 0, dy, B, C, Y);
+                product(d, w[4 + 3 * l], 0, dy, B, C, Y, room);
                 SHARED(b, B) {
                     const long silu = b * W + W - F - Y, up = silu + Y;
                     real other[Y], dother[Y];
@@ -319,7 +360,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                         EACH(i, W) cut[b * W + i] = dz[b * W + i];
                         EACH(i, H * K) cut[b * W + C + H * K + i] = 0;
                     }
-                product(ends ? cut : dz, w[2 + 3 * l], 0, back, B, W, C);
+                product(ends ? cut : dz, w[2 + 3 * l], 0, back, B, W, C, room);
                 SHARED(b, B) {
                     l2_normalize_backward(back + b * C, normed + b * C, inverse[b], dx + b * C, C);
                     EACH(i, C) dx[b * C + i] += d[b * C + i] * sigmoid(z[b * W + i]);
@@ -330,7 +371,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 const real gate = sigmoid(z0[at]);
                 dz0[at] = dground[at] * state[at] * gate * (1 - gate);
             }
-            product(dz0, w[0], 0, back, B, C, C);
+            product(dz0, w[0], 0, back, B, C, C, room);
             SHARED(b, B) {
                 const long row = b * C;
                 const real on = carries_on(carry_mask, t * B + b);

@@ -125,15 +125,15 @@ class Weights:
         norm_eps, self.key_eps = eps
         self.state_eps = (sizes.n_embd * norm_eps) ** 0.5
         self.read_eps = (sizes.n_head * sizes.d_v * norm_eps) ** 0.5
-        products = [w.detach().to(dtype) for w in folded[:2 + 3 * sizes.n_layer]]
+        products = [w.detach() for w in folded[:2 + 3 * sizes.n_layer]]
         if backward:
             products = [w.T if w.dim() == 2 else None for w in products]
         self.sizes, self.dtype, self.in_c = sizes, dtype, None
-        if dtype == wide and StepsInC.serves(device, dtype):
+        if StepsInC.serves(device, dtype):
             all_eps = self.state_eps, self.read_eps, self.key_eps
-            self.in_c = StepsInC(products, self.rate, self.first_key, sizes, all_eps)
+            self.in_c = StepsInC(products, self.rate, self.first_key, sizes, all_eps, dtype)
             return
-        products = [w if w is None or w.dim() == 1 else packed(w) for w in products]
+        products = [w if w is None else w.to(dtype) if w.dim() == 1 else packed(w.to(dtype)) for w in products]
         self.ground, self.layers = products[:2], [products[i:i + 3] for i in range(2, len(products), 3)]
 
     def tensors(self):
@@ -438,10 +438,11 @@ def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, g
         tl.store(grad_rate + place, -log * _softplus(a))
 
 
-# ---- steps in C, for weights in fp32 or float64 on CPU ----
+# ---- steps in C, for products in fp32, float64 or, with bf16 units, bf16 on CPU ----
 #
 # A step is three products of few rows and many small operators. In PyTorch launching those takes longer than the
-# products, and the products take almost three times as long as in C (8 rows, two AVX-512 cores).
+# products, and the products take almost three times as long as in C (8 rows, two AVX-512 cores). With products in bf16
+# their factors are rounded; what is between them, and what is kept of them, is fp32.
 
 
 KEPT = Path(__file__).with_name('__pycache__')  # for built libraries: who can write there can write the bytecode too
@@ -455,8 +456,7 @@ def _build(dtype):
         return None
     command = [compiler, '-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros', '-fno-trapping-math',
                '-fassociative-math', '-shared', '-fPIC']
-    if dtype == torch.float64:
-        command.append('-DDOUBLE')
+    command += {torch.float64: ['-DDOUBLE'], torch.bfloat16: ['-DBF16']}.get(dtype, [])
     source = Path(__file__).with_name('gpn.c')
     library = _library([*command, '-fopenmp'], source) or _library(command, source)  # gcc's threads are PyTorch's
     if library is None:
@@ -510,20 +510,25 @@ class StepsInC:
     @staticmethod
     def serves(device, dtype):
         wanted = USE_C and not attn_kernels.REFERENCE and not attn_kernels.KERNELS_ON_CPU
-        return wanted and device.type == 'cpu' and dtype in (torch.float32, torch.float64) and _build(dtype) is not None
+        dtypes = torch.float32, torch.float64, torch.bfloat16
+        return wanted and device.type == 'cpu' and dtype in dtypes and _build(dtype) is not None
 
-    def __init__(self, products, rate, first_key, sizes, eps):
-        """products: as in `Weights` (the backward has no biases); eps: added to the lengths of state, read and key."""
-        self.library, self.sizes, self.dtype = _build(rate.dtype), sizes, rate.dtype
+    def __init__(self, products, rate, first_key, sizes, eps, dtype):
+        """products: as in `Weights` (the backward has no biases), to be multiplied in dtype.
+
+        eps: added to the lengths of state, read and key.
+        """
+        self.library, self.sizes, self.dtype = _build(dtype), sizes, rate.dtype
         self.numbers = self.library.sizes(0, 0, *sizes, *eps)
-        panels = [w if w is None or w.dim() == 1 else self._panels(w) for w in products]
+        panels = [w if w is None else w.to(rate.dtype) if w.dim() == 1 else self._panels(w.to(dtype)) for w in products]
         self.weights = [*panels, rate, first_key]  # held: C has only their addresses
         self.pointers = self._pointers(self.weights)
 
     def _panels(self, weight):
-        """(n, c) -> (ceil(n / width), c, width), so that a tile reads its weights in a row."""
-        width = ctypes.c_int.in_dll(self.library, 'panel').value
-        return F.pad(weight, (0, 0, 0, -len(weight) % width)).unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+        """(n, c) -> (ceil(n / width), ceil(c / pair), width, pair), so that a tile reads its weights in a row."""
+        width, pair = (ctypes.c_int.in_dll(self.library, name).value for name in ('panel', 'pair'))
+        whole = F.pad(weight, (0, -weight.shape[1] % pair, 0, -len(weight) % width))
+        return whole.unflatten(0, (-1, width)).unflatten(2, (-1, pair)).transpose(1, 2).contiguous()
 
     @staticmethod
     def _pointers(tensors):
@@ -794,7 +799,7 @@ def scan_forward(u: torch.Tensor, carry_mask: torch.Tensor | None, folded: list[
     """u (T, B, C), carry_mask (T, B, 1) or None -> predicted states (T, B, C), and with record what the backward needs.
 
     That is the memory at the start of each of `segments` (R, B, H, K, D), the states between layers (T, B, C) and the
-    products (T, B, width) in dtype.
+    products (T, B, width), in dtype; from C in u's.
     """
     T, sizes = len(u), Sizes(*sizes)
     L = sizes.n_layer
@@ -821,7 +826,8 @@ def _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record):
     outputs = [torch.empty_like(u), u.new_empty(R, B, sizes.n_head, sizes.d_k, sizes.d_v)]
     if record:
         outputs += [torch.empty_like(u) for _ in range(sizes.n_layer - 1)]
-        outputs += [u.new_empty(T, B, width, dtype=dtype) for width in sizes.saved_widths()]
+        saved = u.dtype if StepsInC.serves(u.device, dtype) else dtype
+        outputs += [u.new_empty(T, B, width, dtype=saved) for width in sizes.saved_widths()]
     return outputs
 
 
@@ -915,9 +921,11 @@ def scan(u, carry_mask, folded, sizes, eps, dtype, segment_len, bptt_len):
 
 def scan_window(model, u, carry_mask=None):
     """`Model.loop` of a GPN: u (B, T, C) in fp32 at least, carry_mask (B, T, 1) or None -> states (B, T, C)."""
-    c, dtype = model.config, model.fuse.weight.dtype
-    if u.is_cuda and torch.is_autocast_enabled('cuda'):
-        dtype = torch.get_autocast_dtype('cuda')
+    c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
+    if torch.is_autocast_enabled(kind):
+        of_autocast = torch.get_autocast_dtype(kind)
+        if u.is_cuda or StepsInC.serves(u.device, of_autocast):
+            dtype = of_autocast
     bptt_len = c.bptt_len or u.shape[1]
     if carry_mask is not None:
         carry_mask = carry_mask.transpose(0, 1)

@@ -536,13 +536,17 @@ def test_both_forms_add_the_same_to_the_length_of_a_key(steps_form, monkeypatch)
     assert (loop[-1] - edited_loop[-1]).norm() > 1e-4 * loop[-1].norm()
 
 
+needs_bf16_units = pytest.mark.skipif(not scan.StepsInC.serves(torch.device('cpu'), torch.bfloat16),
+                                      reason='no C compiler or no bf16 units here')
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('rows', [1, 3, 8, 21])
 def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
     """At a size that all threads share, of rows that fill no tile, one, or some: states and gradients."""
     if not scan.StepsInC.serves(torch.device('cpu'), dtype):
         pytest.skip('no C compiler here')
-    shape = dict(n_layer=2, n_head=3, n_embd=256, n_ffn=150, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70)
+    shape = dict(n_layer=2, n_head=3, n_embd=255, n_ffn=150, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70)
     model = make(**shape, scan='fast')[0].to(dtype)
     for p in model.parameters():
         p.data *= 0.1 if p.dim() == 2 else 1
@@ -552,6 +556,44 @@ def test_steps_in_c_are_those_in_operators(rows, dtype, monkeypatch):
         results.append(loss_and_gradients(model, model.states(idx), idx))
     for want, got in zip(*results):
         assert (got - want).norm() < (1e-9 if dtype == torch.float64 else 1e-4) * want.norm()
+
+
+@needs_bf16_units
+@pytest.mark.parametrize('rows', [1, 3, 8, 21])
+def test_bf16_products_in_c_are_as_close_to_fp32_as_those_in_operators(rows, monkeypatch):
+    """In C as train.py trains, under autocast; odd widths, whose last pair is half empty; states and gradients."""
+    torch.manual_seed(0)
+    model = make(n_layer=2, n_head=3, n_embd=255, n_ffn=151, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70,
+                 scan='fast')[0].float()
+    for p in model.parameters():
+        p.data *= 0.1 if p.dim() == 2 else 1
+    idx = torch.randint(50, 60, (rows, 9))
+    exact = loss_and_gradients(model, model.states(idx), idx)
+    with torch.autocast('cpu', torch.bfloat16):
+        states = model.states(idx)
+    in_c, plain_scan = loss_and_gradients(model, states, idx), scan.scan
+    monkeypatch.setattr(scan, 'USE_C', False)
+    monkeypatch.setattr(scan, 'scan', lambda *args: plain_scan(*args[:5], torch.bfloat16, *args[6:]))
+    for want, got, other in zip(exact, in_c, loss_and_gradients(model, model.states(idx), idx)):
+        assert (got - want).norm() <= 2 * (other - want).norm() + 0.01 * want.norm()
+
+
+@needs_bf16_units
+@torch.no_grad()
+def test_a_model_in_bf16_decodes_in_c(monkeypatch):
+    """Its states are within bf16's rounding of the fp32 model's, and of those in operators."""
+    model, idx = make(n_layer=2)
+    model, results = model.float(), []
+    for dtype, use_c in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        monkeypatch.setattr(scan, 'USE_C', use_c)
+        decoder = scan.Decoder(model.to(dtype), torch.device('cpu'))
+        assert (decoder.weights.in_c is not None) == use_c
+        u = model.ground_input(idx).float()
+        everywhere = torch.ones(*idx.shape, 1)
+        results.append(decoder.steps(decoder.first_state(len(idx)), u, everywhere, everywhere[..., 0] > 0)[0])
+    exact, *others = results
+    for got in others:
+        assert 0 < (got - exact).norm() < 0.03 * exact.norm()
 
 
 def test_memory_is_not_held_at_every_step():

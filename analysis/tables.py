@@ -36,6 +36,7 @@ from common.settings import load_settings, read_config_file
 
 PAPERS = Path(__file__).parent / 'papers'
 FIRST = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number}  # column: how a number is written
+STATE = {'state dim': '{:d}'.format, 'memory cells': '{:,d}'.format}
 LAST = {'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format, 'GPU-hours': '{:,.1f}'.format,
         'training FLOPs': '{:.2e}'.format}
 OWN = {'validation loss': '{:.4f}'.format, 'validation perplexity': '{:.2f}'.format,
@@ -119,7 +120,7 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
     is_logged = any(map(read_log, runs))  # an imported run has no log
     if is_logged:
         runs = finished(runs)
-    row = {'seeds': len(runs), 'parameters': n_parameters(runs[0])}
+    row = {'seeds': len(runs), 'parameters': n_parameters(runs[0])} | state_size(runs[0])
     if is_logged:
         end, logs = curve(runs)[-1], [read_log(run) for run in runs]
         row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(map(final_loss, runs)),
@@ -143,6 +144,19 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
     return {column: value for column, value in row.items() if value is not None}
 
 
+def state_size(run: str) -> dict[str, int]:
+    """As table 1 of the GPN paper counts it: the width, and the numbers in matrix memories, none of them for attention.
+
+    GPN has one memory, GDN one in each layer.
+    """
+    record = read_run(run)
+    c = saved_config(record, run)
+    row = {'state dim': c.n_embd} if hasattr(c, 'n_embd') else {}
+    if hasattr(c, 'd_k'):
+        row['memory cells'] = c.n_head * c.d_k * c.d_v * (c.n_layer if model_name(record) == 'gdn' else 1)
+    return row
+
+
 def mean_of(values) -> float | None:
     """The mean; None if there are no values, or one is None."""
     values = list(values)
@@ -152,7 +166,7 @@ def mean_of(values) -> float | None:
 # ---- the table ----
 
 def as_text(column: str, value: float) -> str:
-    formats = FIRST | LAST | OWN
+    formats = FIRST | STATE | LAST | OWN
     if column in formats:
         return formats[column](value)
     return f'{value:.1f}' if column.endswith(', %') else f'{value:.3f}'

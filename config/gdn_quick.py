@@ -18,3 +18,4 @@ n_embd = 128
 n_head = 4
 d_k = 32
 d_v = 64
+n_ffn = 248

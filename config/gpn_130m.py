@@ -3,7 +3,7 @@
 model = 'gpn'
 data = 'data/built/fineweb_edu_llama2'
 make_data = ('python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos '
-             '--out_dir=data/built/fineweb_edu_llama2 --max_tokens=2.8e9')
+             '--shuffle=200_000 --max_tokens=2.8e9 --out_dir=data/built/fineweb_edu_llama2')
 assumed_ids = 32_000
 vocab_size = 32_000
 documents = False  # the state goes on over document boundaries

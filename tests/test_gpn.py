@@ -55,7 +55,7 @@ def form(request, monkeypatch):
 
 def test_initial_weights_are_those_of_the_official_code():
     torch.manual_seed(0)
-    model = G.Model(G.Config(n_head=2, n_embd=256, d_emb=128, d_k=32, d_v=64, n_ffn=384))
+    model = G.Model(G.Config(n_head=2, n_embd=256, d_emb=128, d_k=32, d_v=64, n_ffn=384, decoder_bias=True))
     # of a normal of 1, cut at 2
     std_of_cut = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
     by_law = {'zero': set(), 'normal': set(), 'cut': set()}
@@ -73,8 +73,9 @@ def test_initial_weights_are_those_of_the_official_code():
             bound = 2 * std / std_of_cut
             assert 0.97 * bound < p.abs().max() <= bound * (1 + 1e-6)
     assert by_law['normal'] == {'embed.weight', 'layers.0.read_out.weight'}
-    assert by_law['zero'] == {'ground_gate.weight', 'ground_gate.bias', 'write.key.bias', 'layers.0.gate.weight',
-                              'layers.0.gate.bias', 'layers.0.ffn_out.weight', 'layers.0.query.bias'}
+    assert by_law['zero'] == {'decode.bias', 'ground_gate.weight', 'ground_gate.bias', 'write.key.bias',
+                              'layers.0.gate.weight', 'layers.0.gate.bias', 'layers.0.ffn_out.weight',
+                              'layers.0.query.bias'}
     assert by_law['cut'] == {'fuse.weight', 'decode.weight', *(f'write.{name}.weight' for name in (
         'key', 'value', 'beta', 'decay')), *(f'layers.0.{name}.weight' for name in ('gate_up', 'query', 'read_gate'))}
 
@@ -365,12 +366,13 @@ def test_a_cache_is_as_large_for_any_length(form):
 
 @pytest.mark.parametrize('narrow', ['autocast', 'weights'])
 def test_state_and_memory_are_in_fp32(narrow, form):
-    """With bf16 weights; and under autocast, which on CPU reaches neither form, only what is before and after it."""
+    """With bf16 weights; and under autocast, which on CPU reaches the products in C alone, where it has bf16 units."""
     model, idx = make(n_layer=2)
     model = model.float()
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1)
+        torch.nn.init.normal_(p, std=0.2)
     set_form(model, form)
+    in_bf16 = form == 'fast' and scan.StepsInC.serves(torch.device('cpu'), torch.bfloat16)
     want = model.states(idx)
     if narrow == 'weights':
         model = model.to(torch.bfloat16)
@@ -384,7 +386,8 @@ def test_state_and_memory_are_in_fp32(narrow, form):
         for t in range(23):
             state = model.step(u[:, t], *state)
             states.append(state[0])
-        torch.testing.assert_close(got, torch.stack(states, 1), rtol=1e-4, atol=1e-4)
+        error = (got - torch.stack(states, 1)).norm() / got.norm()
+        assert (1e-4 < error < 0.02) if in_bf16 else error < 1e-5
     assert got.dtype == torch.float32 and 0 < (got - want).norm() < 0.03 * want.norm()
 
 
@@ -392,7 +395,8 @@ def test_a_model_without_memory_heads_has_no_kernels_to_check():
     runs.check_kernels(make(n_head=0)[0])
 
 
-@pytest.mark.parametrize('name, millions', [('gpn_130m', 129.2), ('gpn_2l', 132.8), ('gpn_nomem', 130.5)])
+@pytest.mark.parametrize('name, millions', [('gpn_130m', 129.2), ('gpn_2l', 132.8), ('gpn_nomem', 130.5),
+                                            ('gpn_50m_bias', 50.2), ('gpn_50m_memory_bias', 49.8)])
 def test_parameters_at_the_papers_sizes(name, millions):
     values = settings.read_config_file(str(Path('config') / f'{name}.py'))
     with torch.device('meta'):

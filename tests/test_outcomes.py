@@ -3,6 +3,7 @@ import csv
 import dataclasses
 import json
 import math
+import re
 import statistics
 
 import pytest
@@ -311,7 +312,13 @@ def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
     folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings,
                        **{key: values[key] for key in values.keys() - own}, n_ids=settings['assumed_ids'], eos_id=None)
-    assert tables.row_of_paper(folder, tables.read_paper(paper))['name'] == name
+    row = tables.row_of_paper(folder, tables.read_paper(paper))
+    assert row['name'] == name
+    sizes = tables.state_size(folder)
+    for column in tables.STATE.keys() & row.keys() if row.get('memory cells') else ():
+        number, unit = re.fullmatch(r'([\d.]+)([KM]?)', row[column]).groups()
+        scale = {'': 1, 'K': 1e3, 'M': 1e6}[unit]
+        assert abs(sizes[column] - float(number) * scale) <= scale * (0.01 if '.' in number else 1)
 
 
 def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):

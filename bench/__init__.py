@@ -126,6 +126,8 @@ def where_and_when() -> dict:
     commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     versions = {'python': platform.python_version(), 'torch': torch.__version__,
                 'transformers': transformers.__version__}
+    if 'jax' in sys.modules:
+        versions['jax'] = sys.modules['jax'].__version__
     return {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
             'versions': versions}
 

@@ -8,17 +8,19 @@
 First come bounds, which need no GPU: what a token at 129M must take on an H100 at least, as the scan is and as one
 kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md reads them).
 
-'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c), 'c_bf16' these with products in
-bf16, where the CPU has units for it. 'plain' is autograd through every step; 'loop' is what scan = 'loop' gives, which
-takes the steps of a segment again in the backward. 'jax' has the embedding and the head outside the lax.scan, 'jax as
-the authors' in it. All other sides in fp32, in one process, with the allocator and the fp32 products of train.py; JAX
-takes all cores unless the process is bound to some (taskset). Memory is measured in a process for each side.
+'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c), where there is a compiler, and
+'c_bf16' these with products in bf16, where the CPU has units for it. 'plain' is autograd through every step; 'loop' is
+what scan = 'loop' gives, which takes the steps of a segment again in the backward. 'jax' has the embedding and the head
+outside the lax.scan, 'jax as the authors' in it. All other sides in fp32, in one process, with the allocator and the
+fp32 products of train.py; JAX takes all cores unless the process is bound to some (taskset). Memory is measured in a
+process for each side.
 """
 import functools
 import importlib.util
 import itertools
 import subprocess
 import sys
+from unittest import mock
 
 import torch
 
@@ -72,11 +74,8 @@ class PlainLoop(model_gpn.Model):
 def with_switch(name, on, step):
     """step() with scans.gpn's USE_C or USE_GRAPHS set."""
     def run():
-        before = getattr(scan, name)
-        setattr(scan, name, on)
-        loss = step()
-        setattr(scan, name, before)
-        return loss
+        with mock.patch.object(scan, name, on):
+            return step()
     return run
 
 
@@ -88,7 +87,9 @@ def sides_on_cpu(B, T, with_jax, **values):
     step = functools.partial(training_step, fast, tokens)
     sides = {'plain': functools.partial(training_step, plain, tokens),
              'loop': functools.partial(training_step, loop, tokens),
-             'operators': with_switch('USE_C', False, step), 'c': with_switch('USE_C', True, step)}
+             'operators': with_switch('USE_C', False, step)}
+    if scan.StepsInC.serves(torch.device('cpu'), torch.float32):
+        sides['c'] = with_switch('USE_C', True, step)
     if scan.StepsInC.serves(torch.device('cpu'), torch.bfloat16):
         sides['c_bf16'] = torch.autocast('cpu', torch.bfloat16)(sides['c'])
     if with_jax:
@@ -97,8 +98,6 @@ def sides_on_cpu(B, T, with_jax, **values):
 
 
 def on_cpu(with_jax, toy):
-    if not scan.StepsInC.serves(torch.device('cpu'), torch.float32):
-        sys.exit('bench.gpn: no C compiler (cc, or CC in the environment) to build the steps with: install one')
     machine.start_processes(train.Settings())
     use_matmul('auto', 'cpu')
     B, T, shape = (2, 16, TOY) if toy else (8, 256, SHAPE)
@@ -229,10 +228,10 @@ def on_gpu(toy):
             peak = torch.cuda.max_memory_allocated()  # before the other sides run
             seconds = alternate(sides, rounds=3, warmup=1)
         c, name = fast[0].config, torch.cuda.get_device_name()
-        bandwidth = next((x for gpu, x in BANDWIDTH.items() if gpu in name), 3.35e12)
-        of_token = sum(row['moved_us'] for row in bounds(scan.Sizes.of(c), B, bandwidth)) / 1e6
+        bandwidth = next((x for gpu, x in BANDWIDTH.items() if gpu in name), None)
+        least = bandwidth and T * sum(row['moved_us'] for row in bounds(scan.Sizes.of(c), B, bandwidth)) / 1e6
         yield {'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']),
-               'of_bandwidth_bound': round(T * of_token / seconds['scan'], 3),
+               'of_bandwidth_bound': least and round(least / seconds['scan'], 3),
                'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
                'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
                'peak_gb': round(peak / 1e9, 1)}

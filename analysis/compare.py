@@ -29,7 +29,7 @@ from analysis.sweep import train_at_best_rates
 from bench import markdown_table, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_model, model_file, read_run, saved_config
+from common.runs import blank_run, model_file
 from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
 from train import Settings as TrainSettings
@@ -100,8 +100,7 @@ def train_sides(s: Settings, sides: dict[str, Side]) -> dict[str, list[Path]]:
 
 def state_bytes(run) -> int | None:
     """Bytes of the cache that decoding keeps after a window of tokens, in fp32; None for a model without one."""
-    record = read_run(run)
-    model = blank_model(record['model'], saved_config(record, run))
+    model = blank_run(run)
     if getattr(model, 'new_cache', None) is None:
         return None
     return model.new_cache(1, settings_of(run).block_size).nbytes

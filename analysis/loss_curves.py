@@ -32,7 +32,7 @@ from analysis.figures import (
     write_csv,
 )
 from common.files import UserError, friendly_errors
-from common.runs import blank_model, read_log, read_run, saved_config
+from common.runs import blank_run, read_log, read_run
 from common.settings import load_settings
 from train import MAY_CHANGE
 
@@ -228,8 +228,7 @@ def flops_per_token(run: str) -> float | None:
     """Matmul FLOPs of training a token, or None: the run's log can be drawn without its model file."""
     record = read_run(run)
     try:
-        model = blank_model(record['model'], saved_config(record, run))
-        return model.flops_per_token(record['settings']['block_size'])
+        return blank_run(run).flops_per_token(record['settings']['block_size'])
     except Exception:  # a model file that was edited since, or that has no flops_per_token
         return None
 

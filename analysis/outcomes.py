@@ -7,7 +7,7 @@ from pathlib import Path
 from analysis.figures import is_number
 from analysis.loss_curves import curves_of, short_number
 from common.files import UserError
-from common.runs import blank_model, read_log, read_run, saved_config
+from common.runs import blank_run, read_log, read_run
 from common.settings import saved_settings
 from train import Settings as TrainSettings
 
@@ -53,8 +53,7 @@ def final_losses(runs: list[str]) -> list[float]:
 
 def n_parameters(run: str) -> int:
     """The parameters of a run's model, each counted once."""
-    record = read_run(run)
-    return sum(p.numel() for p in blank_model(record['model'], saved_config(record, run)).parameters())
+    return sum(p.numel() for p in blank_run(run).parameters())
 
 
 def speed(run) -> float:

@@ -33,7 +33,7 @@ from analysis.loss_curves import MINUTES, differences, group, not_comparable, sh
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.machine import make_progress, pick_device
-from common.runs import blank_model, load_run, read_log, read_run, run_data, saved_config
+from common.runs import blank_run, load_run, read_log, read_run, run_data
 from common.settings import check_ranges, load_settings
 from data.tokenizers import load_tokenizer
 
@@ -73,7 +73,7 @@ def look_at(run: str, s: Settings) -> dict:
         record = read_run(run)
         about['model'] = str(record['model_config'].get('method', record['model']))
         with noted('size and FLOPs unknown'):
-            model = blank_model(record['model'], saved_config(record, run))
+            model = blank_run(run)
             about['parameters'] = sum(p.numel() for p in model.parameters())
             if hasattr(model, 'flops_per_token'):
                 about['flops_per_token'] = model.flops_per_token(record['settings']['block_size'])

@@ -41,7 +41,7 @@ from bench import alternate, markdown_table, where_and_when
 from common.decoding import Decoder, decodable, generate, pack_weights, roomy_cache
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_model, load_run, read_log, read_run, saved_config
+from common.runs import blank_model, blank_run, load_run, read_log
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
@@ -153,9 +153,7 @@ def sized(method: Method, data, target: int) -> dict:
 
 def n_at_inference(run) -> int:
     """The parameters of a run's model without p_psi of NextLat, which only training and drafting need."""
-    record = read_run(run)
-    model = blank_model(record['model'], saved_config(record, run))
-    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith('dynamics.'))
+    return sum(p.numel() for name, p in blank_run(run).named_parameters() if not name.startswith('dynamics.'))
 
 
 # ---- the runs ----
@@ -292,12 +290,11 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
     rows = []
     for (name, budget), values in losses.items():
         run, standard = runs[name, budget][0], losses['standard', budget]
-        record, settings = read_run(run), settings_of(run)
-        model = blank_model(record['model'], saved_config(record, run))
+        settings = settings_of(run)
         low, high = interval(values)
         row = {'name': name, 'model': labels[name], 'equal': budget, 'parameters': n_parameters(run),
                'at_inference': n_at_inference(run), 'lr': settings.learning_rate, 'tokens': settings.max_tokens,
-               'flops': settings.max_tokens * model.flops_per_token(settings.block_size),
+               'flops': settings.max_tokens * blank_run(run).flops_per_token(settings.block_size),
                'seconds': read_log(run)[-1]['seconds'], 'seeds': len(values), 'loss': statistics.mean(values),
                'low': low, 'high': high, 'minus_standard': None, 'its_low': None, 'its_high': None,
                'losses': ' '.join(map(repr, values))}

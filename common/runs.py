@@ -258,6 +258,12 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, scan: str |
     return model, {**record, 'step': state['step']}
 
 
+def blank_run(folder) -> torch.nn.Module:
+    """The model of a run folder without storage or weights, as `blank_model`."""
+    record = read_run(folder)
+    return blank_model(record['model'], saved_config(record, folder))
+
+
 def read_run(folder) -> dict:
     """config.json of a run folder, or a UserError."""
     path = Path(folder) / 'config.json'

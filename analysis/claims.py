@@ -41,7 +41,7 @@ import torch
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes, restricted_state
 from analysis.figures import write_csv
 from analysis.loss_curves import short_number
-from analysis.outcomes import final_loss, n_parameters, settings_of
+from analysis.outcomes import cache_bytes, final_loss, n_parameters, settings_of
 from analysis.report import logged
 from analysis.scores import score_names
 from analysis.seeds import difference, interval, lower_test
@@ -415,11 +415,6 @@ def far_state(run) -> dict[str, float]:
     return {'nats lost without the far state': (cut - whole)[s.omega + 1:].mean().item()}
 
 
-def state_bytes(run) -> dict[str, float]:
-    model = load_run(run)[0]
-    return {'bytes of state a token': (model.new_cache(1, 8192).nbytes - model.new_cache(1, 4096).nbytes) / 4096}
-
-
 def unrolls(run) -> dict[str, float]:
     row = context_ready.analyse(run, context_ready.Settings(tokens=UNROLLED_TOKENS))
     gap = row['K=1'] - row['K=5']
@@ -502,7 +497,8 @@ STATISTICS = {  # name: function of a run folder that gives {name: number}, mayb
     'loss': lambda run: {'loss': final_loss(run)},
     'parameters': lambda run: {'parameters': n_parameters(run)},
     'parameters at inference': lambda run: {'parameters at inference': n_at_inference(run)},
-    'bytes of state a token': state_bytes,
+    'bytes of state a token': lambda run: {
+        'bytes of state a token': (cache_bytes(run, 8192) - cache_bytes(run, 4096)) / 4096},
     'later gradient at x': later_gradient,
     'later gradient at rho over x': later_gradient,
     'nats lost without the far state': far_state,

@@ -23,13 +23,13 @@ from math import inf
 from pathlib import Path
 
 from analysis.figures import write_csv
-from analysis.outcomes import final_loss, n_parameters, settings_of, speed
+from analysis.outcomes import cache_bytes, final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
 from analysis.sweep import train_at_best_rates
 from bench import markdown_table, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_run, model_file
+from common.runs import model_file
 from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
 from train import Settings as TrainSettings
@@ -98,14 +98,6 @@ def train_sides(s: Settings, sides: dict[str, Side]) -> dict[str, list[Path]]:
                                {name: side.rate for name, side in sides.items()}, folder, s.seeds, s.jobs)
 
 
-def state_bytes(run) -> int | None:
-    """Bytes of the cache that decoding keeps after a window of tokens, in fp32; None for a model without one."""
-    model = blank_run(run)
-    if getattr(model, 'new_cache', None) is None:
-        return None
-    return model.new_cache(1, settings_of(run).block_size).nbytes
-
-
 def table(runs: dict[str, list[Path]]) -> list[dict]:
     """A row of each of {name: its runs, one a seed}; size, state and speed are of the first seed.
 
@@ -116,8 +108,9 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
     rows = []
     for name, values in losses.items():
         run, loss, (low, high) = runs[name][0], statistics.mean(values), interval(values)
-        row = {'model': name, 'parameters': n_parameters(run), 'state_bytes': state_bytes(run),
-               'lr': settings_of(run).learning_rate, 'tokens': settings_of(run).max_tokens, 'tokens_per_s': speed(run),
+        settings = settings_of(run)
+        row = {'model': name, 'parameters': n_parameters(run), 'state_bytes': cache_bytes(run, settings.block_size),
+               'lr': settings.learning_rate, 'tokens': settings.max_tokens, 'tokens_per_s': speed(run),
                'seeds': len(values), 'loss': loss, 'low': low, 'high': high, 'perplexity': perplexity(loss),
                'minus_first': None, 'its_low': None, 'its_high': None, 'losses': ' '.join(map(repr, values))}
         if values is not reference:

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.figures import new_figure, save_figure, write_csv
-from analysis.loss_curves import flops_per_token
-from analysis.outcomes import final_loss, settings_of
+from analysis.outcomes import final_loss, settings_of, training_flops
 from analysis.seeds import difference
 from analysis.sweep import STEP, train_at_best_rates
 from common.files import UserError, friendly_errors, write_file
@@ -67,11 +66,6 @@ def arguments(s, args: list[str]) -> list[str]:
             '--sample_tokens=0', *args]
 
 
-def flops(run) -> float:
-    """Training FLOPs of a run."""
-    return flops_per_token(run) * settings_of(run).max_tokens
-
-
 def at_flops(points: list[tuple[float, float]], x: float) -> float | None:
     """The loss at x FLOPs between (FLOPs, loss) points, linear in the logarithm of FLOPs; None outside.
 
@@ -86,7 +80,7 @@ def at_flops(points: list[tuple[float, float]], x: float) -> float | None:
 def table(runs: dict[str, list[Path]]) -> list[dict]:
     """A row a method of {name: its runs, one a seed}; the first methods are Standard, by budget."""
     losses = {name: [final_loss(run) for run in folders] for name, folders in runs.items()}
-    costs = {name: flops(folders[0]) for name, folders in runs.items()}
+    costs = {name: training_flops(folders[0]) for name, folders in runs.items()}
     standard = [name for name in runs if name.startswith('Standard')]
     rows = []
     for name, values in losses.items():

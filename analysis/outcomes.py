@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 from analysis.figures import is_number
-from analysis.loss_curves import curves_of, short_number
+from analysis.loss_curves import curves_of, flops_per_token, short_number
 from common.files import UserError
 from common.runs import blank_run, read_log, read_run
 from common.settings import saved_settings
@@ -54,6 +54,16 @@ def final_losses(runs: list[str]) -> list[float]:
 def n_parameters(run: str) -> int:
     """The parameters of a run's model, each counted once."""
     return sum(p.numel() for p in blank_run(run).parameters())
+
+
+def training_flops(run) -> float:
+    return flops_per_token(run) * settings_of(run).max_tokens
+
+
+def cache_bytes(run, n_tokens: int) -> int | None:
+    """Bytes of the cache that decoding keeps for so many tokens, in fp32; None for a model without one."""
+    model = blank_run(run)
+    return model.new_cache(1, n_tokens).nbytes if getattr(model, 'new_cache', None) else None
 
 
 def speed(run) -> float:

@@ -34,7 +34,7 @@ import torch
 
 from analysis import report
 from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
-from analysis.outcomes import final_loss, n_parameters, settings_of, speed
+from analysis.outcomes import final_loss, n_parameters, settings_of, speed, training_flops
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, train_all
 from bench import alternate, markdown_table, where_and_when
@@ -294,10 +294,9 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
         low, high = interval(values)
         row = {'name': name, 'model': labels[name], 'equal': budget, 'parameters': n_parameters(run),
                'at_inference': n_at_inference(run), 'lr': settings.learning_rate, 'tokens': settings.max_tokens,
-               'flops': settings.max_tokens * blank_run(run).flops_per_token(settings.block_size),
-               'seconds': read_log(run)[-1]['seconds'], 'seeds': len(values), 'loss': statistics.mean(values),
-               'low': low, 'high': high, 'minus_standard': None, 'its_low': None, 'its_high': None,
-               'losses': ' '.join(map(repr, values))}
+               'flops': training_flops(run), 'seconds': read_log(run)[-1]['seconds'], 'seeds': len(values),
+               'loss': statistics.mean(values), 'low': low, 'high': high, 'minus_standard': None, 'its_low': None,
+               'its_high': None, 'losses': ' '.join(map(repr, values))}
         if name != 'standard':
             row['minus_standard'], row['its_low'], row['its_high'] = difference(values, standard)
         rows.append(row | decoded[name])

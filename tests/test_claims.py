@@ -128,6 +128,15 @@ def train_tiny(tmp_path, *args):
     return tmp_path / 'run'
 
 
+def test_bytes_of_state_a_token_are_keys_and_values_where_the_state_grows(tmp_path):
+    of = STATISTICS['bytes of state a token']
+    standard, _ = write_run(tmp_path / 'standard', 'standard', 100, 2.0)
+    gpn, _ = write_run(tmp_path / 'gpn', 'gpn', 100, 2.0, d_emb=8, d_k=4, d_v=6)
+    keys_and_values = 2 * 2 * 16 * 4  # layers, both, width, bytes
+    assert of(standard)['bytes of state a token'] == pytest.approx(keys_and_values, rel=0.3)  # and positions
+    assert of(gpn)['bytes of state a token'] == 0
+
+
 def test_training_that_changes_nothing_does_not_split_memory_heads(tmp_path, monkeypatch):
     rest = [('geometry', 'dead dimensions', '', 0), ('geometry', 'mean magnitude', '', 1),
             ('geometry', 'magnitude', '', 1), ('mean direction', 'cosine between batches', '', 1),

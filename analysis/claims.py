@@ -47,7 +47,7 @@ from analysis.scores import score_names
 from analysis.seeds import difference, interval, lower_test
 from analysis.shootout import n_at_inference
 from analysis.sweep import train_at_best_rates
-from bench import markdown_table, where_and_when
+from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
 from common.runs import blank_model, load_run, model_file, read_log, run_data, saved_config
@@ -629,11 +629,9 @@ def table(claims: list[Claim], runs: dict[str, list[Path]], numbers: dict, comma
 
 def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
     """claims.md."""
-    about = where_and_when()
-    versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
     verdicts = [row['verdict'] for row in rows]
     lines = ['# Claims of the papers, in miniature', '',
-             f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}. {s.seeds} seeds a run, '
+             f'{one_line(where_and_when())}. {s.seeds} seeds a run, '
              f'{s.jobs} runs at a time. Training took {core_hours:.2f} core-hours (GPU-hours on a GPU), the runs of '
              'other learning rates among them; measuring is not counted.', '',
              f'{len(rows)} claims: ' + ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in

@@ -26,7 +26,7 @@ from analysis.figures import write_csv
 from analysis.outcomes import cache_bytes, final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
 from analysis.sweep import train_at_best_rates
-from bench import markdown_table, where_and_when
+from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
 from common.runs import model_file
@@ -121,16 +121,13 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
 
 def markdown(rows: list[dict], about: str) -> str:
     """The table as Markdown, after a line that says where and when, and `about` it."""
-    here = where_and_when()
-    versions = ', '.join(f'{name} {version}' for name, version in here['versions'].items())
     shown = [{'model': r['model'], 'parameters': f'{r["parameters"]:,}',
               'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
               'tokens': f'{r["tokens"]:,}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'seeds': r['seeds'],
               'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}',
               f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
               '95% of that': between(r['its_low'], r['its_high'], '+')} for r in rows]
-    return (f'{here["device"]}; {here["date"]}; commit {here["commit"]}; {versions}. {about}\n\n'
-            f'{markdown_table(shown)}\n')
+    return f'{one_line(where_and_when())}. {about}\n\n{markdown_table(shown)}\n'
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -37,7 +37,7 @@ from analysis.figures import line_styles, new_figure, number_log_axis, save_figu
 from analysis.outcomes import final_loss, n_parameters, settings_of, speed, training_flops
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, train_all
-from bench import alternate, markdown_table, where_and_when
+from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, generate, pack_weights, roomy_cache
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device, pick_dtype
@@ -305,14 +305,12 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
 
 def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
     """RESULTS.md."""
-    about = where_and_when()
-    versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
     standard = rows[0]
     lines = ['# Every architecture side by side', '',
-             f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}. Data {s.data}, windows of '
-             f'{s.block_size} tokens, {s.batch_size} a step, {s.jobs} runs at a time. Validation loss in nats per '
-             f'token, with 95% intervals over {s.seeds} seeds. Training took {core_hours:.2f} core-hours (GPU-hours on '
-             'a GPU), the runs of other learning rates among them; evaluation is not counted.', '',
+             f'{one_line(where_and_when())}. Data {s.data}, windows of {s.block_size} tokens, {s.batch_size} a step, '
+             f'{s.jobs} runs at a time. Validation loss in nats per token, with 95% intervals over {s.seeds} seeds. '
+             f'Training took {core_hours:.2f} core-hours (GPU-hours on a GPU), the runs of other learning rates among '
+             'them; evaluation is not counted.', '',
              f'Standard is {s.n_layer} layers of {s.n_embd}; the budget is what it takes for {standard["tokens"]:,} '
              f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
              'three budgets.']

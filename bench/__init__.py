@@ -132,6 +132,12 @@ def where_and_when() -> dict:
             'versions': versions}
 
 
+def one_line(about: dict) -> str:
+    """'device; date; commit; versions' of `where_and_when`."""
+    versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
+    return f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}'
+
+
 def markdown_table(rows: list[dict]) -> str:
     """Rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
     lines, columns = [], None
@@ -177,6 +183,5 @@ def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: 
     path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
     path.write_text(json.dumps(record, indent=1) + '\n')
     if markdown:
-        where = ', '.join(str(record[key]) for key in ('device', 'date', 'commit', 'versions'))
-        path.with_suffix('.md').write_text(f'{where}\n\n{markdown_table(rows)}\n')
+        path.with_suffix('.md').write_text(f'{one_line(record)}\n\n{markdown_table(rows)}\n')
     print(f'written to {path}')

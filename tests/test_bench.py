@@ -51,6 +51,11 @@ def test_a_benchmark_makes_one_measurement_at_a_time():
         bench.options(['scales', 'float32'], *known)
 
 
+def test_where_and_when_is_one_line():
+    about = {'device': 'a CPU', 'date': '2026-01-02', 'commit': 'abc', 'versions': {'python': '3.12', 'torch': '2.9'}}
+    assert bench.one_line(about) == 'a CPU; 2026-01-02; commit abc; python 3.12, torch 2.9'
+
+
 def test_every_benchmark_has_files_of_its_own():
     names = [name for path in (ROOT / 'bench').glob('*.py')
              for name in set(re.findall(r"write_results\('(\w+)'", path.read_text()))]

@@ -29,7 +29,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from analysis.figures import is_number, line_styles, output_path
-from analysis.loss_curves import MINUTES, differences, group, not_comparable, short_number, unit_for
+from analysis.loss_curves import MINUTES, differences, group, model_name, not_comparable, short_number, unit_for
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.machine import make_progress, pick_device
@@ -71,7 +71,7 @@ def look_at(run: str, s: Settings) -> dict:
         about['decoding'] = decoding(Path(run) / 'speculative.csv')
     with noted('no settings'):
         record = read_run(run)
-        about['model'] = str(record['model_config'].get('method', record['model']))
+        about['model'] = model_name(record)
         with noted('size and FLOPs unknown'):
             model = blank_run(run)
             about['parameters'] = sum(p.numel() for p in model.parameters())

@@ -19,8 +19,7 @@ from analysis.loss_curves import curve, curves_of
 from common.files import UserError, friendly_errors
 from common.runs import read_log
 from common.settings import load_settings
-
-SOLVED = 0.99  # as data/pointer_chasing.py counts
+from data.pointer_chasing import SOLVED
 
 
 @dataclass
@@ -40,7 +39,7 @@ def score_names(runs: list[str], prefixes: str) -> list[str]:
 
 
 def solved_from(points: list[dict]) -> int | None:
-    """The step from which on the mean stays at 0.99 or above, or None."""
+    """The step from which on the mean stays at SOLVED or above, or None."""
     step = None
     for p in points:
         if p['mean'] < SOLVED:

@@ -23,7 +23,7 @@ from pathlib import Path
 from analysis.compare import markdown, table
 from analysis.figures import write_csv
 from analysis.outcomes import speed
-from analysis.sweep import best_rates, train_all
+from analysis.sweep import best_rates, train_seeds
 from common.files import UserError, friendly_errors, write_file
 from common.settings import check_ranges, load_settings
 
@@ -71,14 +71,9 @@ def train_cells(s: Settings, out: Path) -> dict[str, list[Path]]:
                        lambda name, rate: cell(name, s.max_tokens, rate), s.jobs)
     ours, theirs = (speed(cell(name, s.max_tokens, rates[name])) for name in first)
     tokens = {OURS: s.max_tokens, NANOGPT: s.max_tokens, IN_OUR_TIME: round(s.max_tokens * theirs / ours)}
-    runs, commands = {}, {}
-    for name, n in tokens.items():
-        rate = rates[OURS if name == OURS else NANOGPT]
-        runs[name] = [cell(name, n, rate, seed) for seed in range(1, s.seeds + 1)]
-        for seed, run in enumerate(runs[name], 1):
-            commands[run] = [*arguments(s, name), *budget(n), f'--learning_rate={rate:.3g}', f'--seed={seed}']
-    train_all(commands, s.jobs)
-    return runs
+    return train_seeds({name: [*arguments(s, name), *budget(n)] for name, n in tokens.items()},
+                       {**rates, IN_OUR_TIME: rates[NANOGPT]},
+                       lambda name, rate, seed: cell(name, tokens[name], rate, seed), s.seeds, s.jobs)
 
 
 def main(argv: list[str] | None = None) -> None:

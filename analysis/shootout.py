@@ -36,7 +36,7 @@ from analysis import report
 from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
 from analysis.outcomes import final_loss, n_parameters, settings_of, speed, training_flops
 from analysis.seeds import between, difference, interval
-from analysis.sweep import best_rates, train_all
+from analysis.sweep import best_rates, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, generate, pack_weights, roomy_cache
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
@@ -187,17 +187,13 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
     rates = best_rates({name: [*arguments(s, chosen[name], values[name], n_tokens), '--seed=1'] for name in chosen},
                        first, lambda name, rate: cell(name, n_tokens, rate), s.jobs)
     speeds = {name: speed(cell(name, n_tokens, rates[name])) for name in chosen}
-    runs, commands = {}, {}
-    for name, method in chosen.items():
+    tokens = {}
+    for name in chosen:
         of_budget = n_tokens, s.budget / flops[name], n_tokens * speeds[name] / speeds['standard']
-        for budget, tokens in zip(BUDGETS, of_budget):
-            tokens = whole_steps(s, tokens)
-            runs[name, budget] = [cell(name, tokens, rates[name], seed) for seed in range(1, s.seeds + 1)]
-            for seed, run in enumerate(runs[name, budget], 1):
-                commands[run] = [*arguments(s, method, values[name], tokens), f'--learning_rate={rates[name]:.3g}',
-                                 f'--seed={seed}']
-    train_all(commands, s.jobs)
-    return runs
+        tokens |= {(name, budget): whole_steps(s, n) for budget, n in zip(BUDGETS, of_budget)}
+    args = {(name, budget): arguments(s, chosen[name], values[name], n) for (name, budget), n in tokens.items()}
+    return train_seeds(args, {key: rates[key[0]] for key in args},
+                       lambda key, rate, seed: cell(key[0], tokens[key], rate, seed), s.seeds, s.jobs)
 
 
 # ---- decoding ----

@@ -1,7 +1,7 @@
 """Many runs of train.py: a few at a time, none twice, each with its best learning rate.
 
 `train_all` is what the comparisons of this folder train by; `best_rates` brackets a learning rate for each of them,
-and `train_at_best_rates` does both.
+`train_seeds` trains with every seed, and `train_at_best_rates` does both.
 """
 import functools
 import subprocess
@@ -119,6 +119,14 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
     return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}
 
 
+def train_seeds(methods: dict, rates: dict, folder_of, seeds: int, jobs: int) -> dict[object, list[Path]]:
+    """{method: its runs, one a seed}, each at its learning rate. folder_of(method, rate, seed): the run's folder."""
+    runs = {name: [folder_of(name, rates[name], seed) for seed in range(1, seeds + 1)] for name in methods}
+    train_all({run: [*methods[name], f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
+               for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, jobs)
+    return runs
+
+
 def train_at_best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of, seeds: int,
                         jobs: int, fixed: Set[str] = frozenset()) -> dict[str, list[Path]]:
     """{method: its runs, one a seed}, at the best learning rate of the first seed. Arguments as of `best_rates`.
@@ -129,7 +137,4 @@ def train_at_best_rates(methods: dict[str, list[str]], first: dict[str, float], 
     rates = dict(first)
     if searched:
         rates |= best_rates(searched, first, lambda name, rate: folder_of(name, rate, 1), jobs)
-    runs = {name: [folder_of(name, rates[name], seed) for seed in range(1, seeds + 1)] for name in methods}
-    train_all({run: [*methods[name], f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
-               for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, jobs)
-    return runs
+    return train_seeds(methods, rates, folder_of, seeds, jobs)

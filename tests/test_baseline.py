@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run
 
-from analysis import baseline
+from analysis import baseline, sweep
 from analysis.baseline import IN_OUR_TIME, NANOGPT, OURS, Settings
 from bench import nanogpt
 from common.decoding import generate
@@ -53,7 +53,7 @@ def test_both_have_equal_parameters(s):
 def test_equal_time_is_as_many_tokens_as_it_is_faster(monkeypatch, tmp_path):
     trained = {}
     monkeypatch.setattr(baseline, 'best_rates', lambda commands, first, folder_of, jobs: {OURS: 2e-3, NANOGPT: 1e-3})
-    monkeypatch.setattr(baseline, 'train_all', lambda commands, jobs: trained.update(commands))
+    monkeypatch.setattr(sweep, 'train_all', lambda commands, jobs: trained.update(commands))
     monkeypatch.setattr(baseline, 'speed', lambda folder: 200. if folder.name.startswith('nanogpt') else 100.)
     runs = baseline.train_cells(Settings(seeds=2, max_tokens=40_000), tmp_path)
     assert len(trained) == 6 and list(runs) == [OURS, NANOGPT, IN_OUR_TIME]

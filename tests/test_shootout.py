@@ -7,7 +7,7 @@ import pytest
 from conftest import assert_sentence, run
 from test_sweep import write_run
 
-from analysis import shootout
+from analysis import shootout, sweep
 from analysis.seeds import difference
 from analysis.shootout import Settings
 from common.files import UserError
@@ -53,7 +53,7 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
         assert folder_of('sps', first['sps']).name.endswith('_lr0.0009_seed1')
         return {name: 2 * rate for name, rate in first.items()}
     monkeypatch.setattr(shootout, 'best_rates', best_rates)
-    monkeypatch.setattr(shootout, 'train_all', lambda commands, jobs: trained.update(commands))
+    monkeypatch.setattr(sweep, 'train_all', lambda commands, jobs: trained.update(commands))
     monkeypatch.setattr(shootout, 'speed', lambda folder: speeds[folder.name.partition('_')[0]])
     runs = shootout.train_cells(s, DATA, tmp_path)
     assert len(runs) == 6 and len(trained) == 2 * (1 + 3)  # Standard's three budgets are one

@@ -47,7 +47,7 @@ class Settings:
     data: str | None = None  # data of the same city; None: the runs' own
     detours: float = 0.75  # share of steps that are detours
     n_prefixes: int = 1000  # pairs of walks to one place
-    n_walks: int = 6400  # walks that the map is rebuilt from
+    n_walks: int = 6400  # walks that the map is rebuilt from; of a small city fewer, see docs/nextlat.md
     max_degree: int = 8  # streets that leave a place, invented ones included
     distance: float = 4.0  # length of an invented street, in streets; the paper: half a mile
     batch_size: int = 256  # rows at a time

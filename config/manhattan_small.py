@@ -1,7 +1,7 @@
-# Random walks on a one-way grid of 36 places, at a size for two cores: NextLat; the baseline is --objective=ntp.
+# Random walks on a one-way grid of 100 places, at a size for two cores: NextLat; the baseline is --objective=ntp.
 from config.manhattan import *
 
-data = 'manhattan:grid=6,steps=30,window=128,max_distance=15,val_rows=64'
+data = 'manhattan:grid=10,steps=30,window=128,max_distance=15,val_rows=64'
 horizon = 4
 block_size = 128
 n_layer = 4

@@ -14,6 +14,7 @@ from conftest import run
 from analysis import manhattan
 from common import runs
 from common.files import UserError
+from config import manhattan_small
 from data import a5, countdown, open_data
 from data.tokenizers import load_tokenizer
 
@@ -348,6 +349,11 @@ def test_the_manhattan_scores_are_1_for_one_who_knows_the_way_and_fall_with_each
     found = d.score(Guide(d, lost), 'cpu', 4)
     n_lost = sum(goal in lost for _, goal in pairs)
     assert found['valid'] == pytest.approx(1 - n_lost / len(pairs)) and 0.8 < found['next_token'] < 1
+
+
+def test_the_small_city_holds_out_hundreds_of_pairs_and_no_way_between_them_is_as_long_as_a_walk():
+    task = open_data(manhattan_small.data).task
+    assert len(task.held_out_pairs) > 400 and task.max_distance <= task.steps / 2
 
 
 @pytest.mark.parametrize('way, is_valid', [('N E NE .', True), ('N E S N E NE .', True), ('N E NE', False),

@@ -87,13 +87,13 @@ def test_every_target_is_what_the_tables_say(options):
 
 # ---- path-star ----
 
-@pytest.mark.parametrize('options', ['degree=2,length=5,nodes=20', 'degree=5,length=5', 'degree=1,length=2,nodes=2',
+@pytest.mark.parametrize('options', ['degree=2,length=5,nodes=20', 'degree=7,length=7', 'degree=1,length=2,nodes=2',
                                      'degree=3,length=2,nodes=4'])
 def test_graphs_are_stars_and_the_target_is_the_way_to_the_goal(options):
     d = open_data(f'path_star:{options}')
     degree, length = d.task.degree, d.task.length
     first_edges = []
-    for tokens, counted in labelled(d, *d.train_batch(0, 40, d.T, seed=1)):
+    for tokens, counted in labelled(d, *d.train_batch(0, 1000, d.T, seed=1)):
         text = ' '.join([*tokens, counted[-1][1]])
         prompt, path = text.split(' = ')
         edges, question = prompt.split(' / ')
@@ -108,7 +108,7 @@ def test_graphs_are_stars_and_the_target_is_the_way_to_the_goal(options):
         assert set(zip(path, path[1:])) <= set(edges)
         assert [target for _, target in counted] == path  # all of it counts, the prompt does not
         first_edges.append(edges[0] in zip(path, path[1:]))
-    assert degree == 1 or 0 < sum(first_edges) < 40  # the edges are shuffled
+    assert degree == 1 or 0 < sum(first_edges) < 1000  # the edges are shuffled
 
 
 # ---- recall ----

@@ -8,7 +8,8 @@ on. All train on the same data for the same tokens: --data and --max_tokens, whe
 dtype: where it is auto, float32, on a GPU bfloat16, as auto may differ between models of different sizes.
 
 Writes compare.csv and compare.md in out_dir: final validation loss with its 95% interval (Student's t), perplexity, and
-the difference to the first with Welch's interval. The state is what decoding keeps after a window of tokens, in fp32.
+the difference to the first with Welch's interval. The state is what decoding keeps after a window of tokens, in fp32,
+and what taking back one of them needs.
 """
 if __name__ == '__main__':
     from common.start import quiet_start

@@ -61,7 +61,10 @@ def training_flops(run) -> float:
 
 
 def cache_bytes(run, n_tokens: int) -> int | None:
-    """Bytes of the cache that decoding keeps for so many tokens, in fp32; None for a model without one."""
+    """Bytes of the cache that decoding keeps for so many tokens, in fp32; None for a model without one.
+
+    With what taking back a token needs: a recurrent model keeps the state before it, too.
+    """
     model = blank_run(run)
     return model.new_cache(1, n_tokens).nbytes if getattr(model, 'new_cache', None) else None
 

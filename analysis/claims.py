@@ -2,20 +2,22 @@
 
     python -m analysis.claims --list                                the claims, and what all of it costs
     python -m analysis.claims --out_dir=out/claims                  trains what they need and judges them
-    python -m analysis.claims --only=sps,gpn_memory                 those of a paper, or by name
+    python -m analysis.claims --only=sps,gpn_memory                 those of a paper, or by name: a part of all
     python -m analysis.claims --recompute=out/claims/claims.csv     the verdicts again, from the numbers of the file
 
 A claim is a row of CLAIMS: what a paper says, the two runs that it compares, a statistic and a test. A run is a row of
 RUNS, and is trained once for all claims that name it: its learning rate is bracketed at the first seed, then it trains
 with every seed. Runs of tasks that are learned late, if at all, have tokens and a learning rate of their own, which
 --max_tokens does not shorten and nothing brackets: the claim is then of the method, and not of the budget. An
-interrupted one goes on by the same command: what is done is not done again.
+interrupted one goes on by the same command: what is done is not done again. Parts can be run one after the other with
+one out_dir: the table has all claims, those of earlier parts with their verdicts, and the rest as `not run`.
 
 The verdicts, at a level of 5% (but sign tests, see below):
 
     seen                       the test rejects in the direction of the claim
     contradicted               the same test rejects in the other direction
     not seen at this size      neither, which says nothing about larger models
+    not run                    there are no numbers yet
 
 The tests are `t`: Welch's one-sided test over seeds, beside a fixed number the one of one sample, and for `equal` both
 one-sided tests (TOST); `sign`: every seed is on one side, for scores of tasks, which are far from normal (by chance
@@ -46,7 +48,7 @@ from analysis.report import logged
 from analysis.scores import score_names
 from analysis.seeds import difference, interval, lower_test
 from analysis.shootout import n_at_inference
-from analysis.sweep import train_at_best_rates
+from analysis.sweep import is_done, loss_of, train_at_best_rates
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
@@ -58,7 +60,7 @@ from train import model_config, read_settings
 
 ALPHA = 0.05  # level of the tests
 EVAL_TOKENS = 500_000  # of a validation loss
-SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
+SEEN, CONTRADICTED, NOT_SEEN, NOT_RUN = 'seen', 'contradicted', 'not seen at this size', 'not run'
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
           'nextlat': 'Next-Latent Prediction Transformers Learn Compact World Models',
           'gpn': 'A Single-Layer Model Can Do Language Modeling'}
@@ -577,7 +579,12 @@ def exact_test(ours: list[float], other: list[float], direction: str, margin: fl
 
 
 def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
-    """{'difference', 'low', 'high', 'p', 'verdict'} of a claim, from a number a seed on each side or a fixed one."""
+    """{'difference', 'low', 'high', 'p', 'verdict'} of a claim, from a number a seed on each side or a fixed one.
+
+    Not run where a side has no numbers.
+    """
+    if not (ours and other):
+        return {**dict.fromkeys(('difference', 'low', 'high', 'p')), 'verdict': NOT_RUN}
     p, verdict = {'t': t_test, 'sign': sign_test, 'exact': exact_test}[test](ours, other, direction, margin)
     low = high = None
     if test == 't' and varies(ours, other):
@@ -609,21 +616,28 @@ def judged_again(path) -> list[dict]:
 
 # ---- what is written ----
 
-def table(claims: list[Claim], runs: dict[str, list[Path]], numbers: dict, commands: dict[str, str]) -> list[dict]:
-    """A row of claims.csv for each claim. runs {name: folders, one a seed}; numbers as `measure` gives them."""
+def table(runs: dict[str, list[Path]], numbers: dict, commands: dict[str, str]) -> list[dict]:
+    """A row of claims.csv for each of CLAIMS. runs {name: folders, one a seed}; numbers as `measure` gives them."""
+    def numbers_of(side, statistic):
+        if side not in RUNS:
+            return [side]
+        found = [numbers.get(folder.name, {}) for folder in runs.get(side, [])]
+        return [of_run[statistic] for of_run in found] if all(statistic in of_run for of_run in found) else []
+
+    def tokens(side):
+        return settings_of(runs[side][0]).max_tokens if side in runs else ''
     rows = []
-    for c in claims:
-        ours, other = ([numbers[folder.name][c.statistic] for folder in runs[side]] if side in runs else [side]
-                       for side in (c.ours, c.other))
+    for c in CLAIMS:
+        ours, other = (numbers_of(side, c.statistic) for side in (c.ours, c.other))
         rows.append({
             'name': c.name, 'paper': c.paper, 'section': c.section, 'says': c.says, 'ours': c.ours, 'other': c.other,
             'statistic': c.statistic, 'direction': c.direction, 'test': c.test, 'margin': c.margin,
-            'seeds': len(ours), 'our_mean': statistics.mean(ours), 'other_mean': statistics.mean(other),
+            'seeds': len(ours), 'our_mean': statistics.mean(ours) if ours else None,
+            'other_mean': statistics.mean(other) if other else None,
             **judge(ours, other, c.direction, c.test, c.margin),
-            'our_tokens': settings_of(runs[c.ours][0]).max_tokens,
-            'other_tokens': settings_of(runs[c.other][0]).max_tokens if c.other in runs else '',
+            'our_tokens': tokens(c.ours), 'other_tokens': tokens(c.other),
             'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)),
-            'our_command': commands[c.ours], 'other_command': commands.get(c.other, '')})
+            'our_command': commands.get(c.ours, ''), 'other_command': commands.get(c.other, '')})
     return rows
 
 
@@ -635,7 +649,7 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
              f'{s.jobs} runs at a time. Training took {core_hours:.2f} core-hours (GPU-hours on a GPU), the runs of '
              'other learning rates among them; measuring is not counted.', '',
              f'{len(rows)} claims: ' + ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in
-                                                 (SEEN, NOT_SEEN, CONTRADICTED)) +
+                                                 (SEEN, NOT_SEEN, CONTRADICTED, NOT_RUN)) +
              f'. Level {ALPHA}, each claim by itself: of claims that make no difference, one in twenty counts as seen, '
              f'of sign tests at {s.seeds} seeds one in {2 ** s.seeds}. '
              'These models are some thousand times smaller than the papers\', and what is not seen here may be true '
@@ -650,13 +664,16 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
 
 def in_markdown(row: dict) -> dict[str, str]:
     """A row of claims.csv as one of claims.md."""
+    def shown(mean, side):
+        number = '' if mean is None else f'{mean:.5g}'
+        return number if isinstance(side, float) else f'{number} ({side})'.strip()
     names = {'t': 'TOST' if row['direction'] == 'equal' else 'Welch', 'sign': 'sign', 'exact': 'exact'}
-    is_fixed = isinstance(row['other'], float)
-    test = 'one sample' if names[row['test']] == 'Welch' and is_fixed else names[row['test']]
+    test = names[row['test']]
+    if test == 'Welch' and isinstance(row['other'], float):
+        test = 'one sample'
     return {'section': row['section'], 'claim': row['says'], 'statistic': row['statistic'],
-            'ours': f'{row["our_mean"]:.5g} ({row["ours"]})',
-            'beside': f'{row["other_mean"]:.5g}' + ('' if is_fixed else f' ({row["other"]})'),
-            'difference (95%)': f'{row["difference"]:+.4g}' + (
+            'ours': shown(row['our_mean'], row['ours']), 'beside': shown(row['other_mean'], row['other']),
+            'difference (95%)': ('' if row['difference'] is None else f'{row["difference"]:+.4g}') + (
                 '' if row['low'] is None else f' ({row["low"]:+.4g} to {row["high"]:+.4g})'),
             'test': test, 'p': '' if row['p'] is None else f'{row["p"]:.2g}', 'verdict': f'**{row["verdict"]}**'}
 
@@ -684,15 +701,34 @@ def listing(claims: list[Claim], s: Settings) -> str:
                       f'training: {short_number(tokens)} tokens, {flops:.2g} FLOPs, about {hours:.1f} core-hours'])
 
 
-def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[Path]], dict[str, str]]:
-    """Trains what is not trained yet: ({name: runs, one a seed}, {name: the command of all of them})."""
-    needed = runs_of(claims)
-    args = {name: arguments(s, run) for name, run in needed.items()}
+def run_name(s: Settings, name: str, rate: str, seed: int) -> str:
+    """The name of the folder of a run."""
+    return f'{name}_{tokens_of(s, RUNS[name])}_lr{rate}_seed{seed}'
 
-    def folder(name, rate, seed):
-        return out / f'{name}_{tokens_of(s, needed[name])}_lr{rate:.3g}_seed{seed}'
-    runs = train_at_best_rates(args, {name: run.rate for name, run in needed.items()}, folder, s.seeds, s.jobs,
-                               fixed={name for name, run in needed.items() if run.tokens})
+
+def trained_before(s: Settings, out: Path) -> dict[str, float]:
+    """{name: learning rate} of the rows of RUNS that are trained in `out` with every seed."""
+    rates = {}
+    for name in RUNS:
+        for last in out.glob(run_name(s, name, '*', s.seeds)):
+            rate = last.name.rpartition('_lr')[2].partition('_seed')[0]
+            runs = [out / run_name(s, name, rate, seed) for seed in range(1, s.seeds + 1)]
+            if all(is_done(run) and loss_of(run) < inf for run in runs):
+                rates[name] = float(rate)
+    return rates
+
+
+def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[Path]], dict[str, str]]:
+    """Trains what claims need and is not trained yet: ({name: runs, one a seed}, {name: the command of all of them}).
+
+    What was trained before for other claims is among them.
+    """
+    needed = runs_of(claims)
+    before = {name: rate for name, rate in trained_before(s, out).items() if name not in needed}
+    first = {name: run.rate for name, run in needed.items()} | before
+    args = {name: arguments(s, RUNS[name]) for name in first}
+    runs = train_at_best_rates(args, first, lambda name, rate, seed: out / run_name(s, name, f'{rate:.3g}', seed),
+                               s.seeds, s.jobs, fixed={name for name in first if name in before or RUNS[name].tokens})
     rates = {name: settings_of(folders[0]).learning_rate for name, folders in runs.items()}
     return runs, {name: ' '.join(['python train.py', *own, f'--learning_rate={rates[name]}'])
                   for name, own in args.items()}
@@ -714,7 +750,7 @@ def main(argv: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         runs, commands = train(s, claims, out)
         torch.set_num_threads(1)
-        rows = table(claims, runs, measure(claims, runs, out / 'measured.json'), commands)
+        rows = table(runs, measure(claims, runs, out / 'measured.json'), commands)
         # the runs of rates that were not the best too
         logs = [read_log(path.parent) for path in out.glob('*/config.json')]
         core_hours = sum(log[-1]['seconds'] for log in logs if log) / 3600

@@ -10,7 +10,7 @@ from scipy import stats
 from test_sweep import write_run
 
 from analysis import claims, sweep
-from analysis.claims import CLAIMS, CONTRADICTED, NOT_SEEN, RUNS, SEEN, STATISTICS, Claim, Settings, judge
+from analysis.claims import CLAIMS, CONTRADICTED, NOT_RUN, NOT_SEEN, RUNS, SEEN, STATISTICS, Claim, Settings, judge
 from analysis.seeds import difference, equivalence_test
 from common.files import UserError
 
@@ -168,8 +168,8 @@ def test_states_beyond_the_trained_length_are_those_of_p_psi_or_else_of_gpt(tmp_
 # ---- the table ----
 
 @pytest.fixture
-def judged(tmp_path, monkeypatch):
-    """claims.csv and claims.md of four claims about runs whose losses are given."""
+def four_claims(tmp_path, monkeypatch):
+    """CLAIMS are four, about runs whose losses are given: (out_dir, losses)."""
     losses = {'standard': [2.0, 2.1, 2.05], 'sps': [1.8, 1.85, 1.9], 'sps_w0': [1.81, 1.9, 1.8]}
     monkeypatch.setattr(claims, 'CLAIMS', [
         Claim('a', 'sps', '5', 'lower', 'sps', 'lower', 'standard'),
@@ -187,8 +187,15 @@ def judged(tmp_path, monkeypatch):
                       **({} if model == 'standard' else {'window': 4}))
     monkeypatch.setattr(sweep, 'train_all', train_all)
     monkeypatch.setattr(sweep, 'best_rates', lambda methods, first, folder_of, jobs: first)
-    assert run('-m', 'analysis.claims', f'--out_dir={out}', '--max_tokens=1000').returncode == 0
     return out, losses
+
+
+@pytest.fixture
+def judged(four_claims):
+    """claims.csv and claims.md of the four."""
+    out, _ = four_claims
+    assert run('-m', 'analysis.claims', f'--out_dir={out}', '--max_tokens=1000').returncode == 0
+    return four_claims
 
 
 def test_the_table_has_the_verdicts_of_the_runs(judged):
@@ -201,10 +208,33 @@ def test_the_table_has_the_verdicts_of_the_runs(judged):
     assert '--learning_rate=0.00135' in rows['a']['other_command'] and rows['c']['other_command'] == ''
     assert rows['d']['our_numbers'] == rows['d']['other_numbers'] and rows['d']['p'] == ''
     text = (out / 'claims.md').read_text()
-    for part in ('4 claims: 3 seen, 0 not seen at this size, 1 contradicted', '## A Single-Layer Model',
+    for part in ('4 claims: 3 seen, 0 not seen at this size, 1 contradicted, 0 not run', '## A Single-Layer Model',
                  '1.85 (sps)', '-0.2 (', 'core-hours', 'commit', '**contradicted**', 'TOST', 'one sample',
                  'one in twenty counts as seen, of sign tests at 3 seeds one in 8'):
         assert part in text, part
+
+
+def test_parts_that_are_run_one_by_one_make_one_table(four_claims):
+    out, _ = four_claims
+
+    def rows_after(only):
+        assert run('-m', 'analysis.claims', f'--only={only}', f'--out_dir={out}', '--max_tokens=1000').returncode == 0
+        return {row['name']: row for row in csv.DictReader((out / 'claims.csv').open())}
+    first = rows_after('a')
+    assert [row['verdict'] for row in first.values()] == [SEEN, NOT_RUN, CONTRADICTED, NOT_RUN]  # c by a's runs
+    assert not [*out.glob('sps_w0_*')]
+    text = (out / 'claims.md').read_text()
+    assert '1 seen, 0 not seen at this size, 1 contradicted, 2 not run' in text
+    assert '| (sps_w0) | 1.85 (sps) |  | TOST |  | **not run** |' in text
+    then = rows_after('b')
+    assert [row['verdict'] for row in then.values()] == [SEEN, SEEN, CONTRADICTED, NOT_RUN]
+    assert then['a'] == first['a']
+    assert run('-m', 'analysis.claims', f'--recompute={out}/claims.csv').stdout.endswith('\nd: not run\n')
+    last_standard, = out.glob('standard_*_seed3')
+    (last_standard / 'log.jsonl').write_text('')  # its training is not at its end
+    assert rows_after('b')['a']['verdict'] == NOT_RUN
+    assert (last_standard / 'log.jsonl').read_text() == ''
+    assert rows_after('c')['a'] == first['a']
 
 
 def test_verdicts_are_computed_again_from_the_file(judged):
@@ -277,9 +307,11 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
     command = ['-m', 'analysis.claims', f'--only={paper}', '--max_tokens=2000', '--seeds=2', f'--out_dir={out}']
     result = run(*command)
     assert result.returncode == 0, result.stderr
-    names = [claim.name for claim in CLAIMS if claim.paper == paper]
-    assert [row['name'] for row in claims.judged_again(out / 'claims.csv')] == names
     rows = list(csv.DictReader((out / 'claims.csv').open()))
-    assert all(row['verdict'] in (SEEN, CONTRADICTED, NOT_SEEN) for row in rows)
+    assert [(row['name'], row['verdict']) for row in rows] == [
+        (row['name'], row['verdict']) for row in claims.judged_again(out / 'claims.csv')]
+    assert [row['name'] for row in rows] == [claim.name for claim in CLAIMS]
+    assert all((row['verdict'] == NOT_RUN) == (row['paper'] != paper) for row in rows)
+    rows = [row for row in rows if row['paper'] == paper]
     exact = [row for row in rows if row['test'] == 'exact' and 'dead' not in row['name']]
     assert all(row['verdict'] == SEEN for row in exact), exact  # they do not depend on training

@@ -11,7 +11,8 @@
     python -m analysis.tables out/std_* out/sps_*          its tables 2 and 3, the paper's rows below ours
     python -m analysis.context_ready out/cr_*              Context-Ready paper, tables 6, A7, A8: unrolls
     python -m analysis.scores out/chase_*                  its appendix B: a task's scores over steps
-    python -m analysis.a5 out/a5_*                         NextLat paper, A5: accuracy on longer words
+    python -m analysis.scores out/star_* --bars            NextLat paper, path-star: methods side by side
+    python -m analysis.a5 out/a5_*                         its A5: accuracy on longer words
     python -m analysis.manhattan out/manhattan_*           its Manhattan: detours, compression, rank, the map
     python -m analysis.probes out/stories_*                its TinyStories: what states know of tokens to come
     python -m analysis.domains out/fw_* --data=A,B         its speculative decoding: a table over texts

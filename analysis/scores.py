@@ -1,23 +1,26 @@
 """The exact scores of a synthetic task over training steps, runs that differ only in the seed averaged.
 
     python -m analysis.scores RUN RUN ... --out=NAME
+    python -m analysis.scores RUN RUN ... --out=NAME --bars             the last scores
 
 Writes NAME.png and NAME.csv. Where a task has several scores, as pointer chasing has an accuracy for each level, each
 configuration gets a panel and each score a line: the wave of appendix B of the Context-Ready paper. Where it has one,
 as path-star graphs have, each configuration is a line, with a band from the lowest to the highest seed. Prints where
-each score ends and when it is solved.
+each score ends and when it is solved. With --bars each data (and each score, if there are several) has a group of bars,
+one a configuration, with a mark from the lowest to the highest seed: the path-star figure of the NextLat paper.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
+import re
 import sys
 from dataclasses import dataclass
 
 from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curve, curves_of
+from analysis.loss_curves import curve, curves_of, distinct
 from common.files import UserError, friendly_errors
-from common.runs import read_log
+from common.runs import read_log, read_run
 from common.settings import load_settings
 from data.pointer_chasing import SOLVED
 
@@ -26,6 +29,7 @@ from data.pointer_chasing import SOLVED
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: scores beside the runs
     scores: str = 'accuracy,solved,valid,next_token'  # which: the logged values whose names begin with one of these
+    bars: bool = False  # draw the last scores as bars
 
 
 def score_names(runs: list[str], prefixes: str) -> list[str]:
@@ -78,6 +82,27 @@ def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
     save_figure(figure, path)
 
 
+def plot_bars(rows: list[dict], path) -> None:
+    """The last of the rows of each data, label and score: a group of bars for each data and score."""
+    ends = {(row['data'], row['score'], row['label']): row for row in rows}
+    groups, labels, scores = (list(dict.fromkeys(key[part] for key in ends)) for part in (slice(2), 2, 1))
+    width = 0.8 / len(labels)
+    figure, axes = new_figure(figsize=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
+    for i, label in enumerate(labels):
+        bars = {g - 0.4 + (i + 0.5) * width: ends[(*group, label)] for g, group in enumerate(groups)
+                if (*group, label) in ends}  # by where they stand
+        means = [row['mean'] for row in bars.values()]
+        to_seeds = [[abs(row[end] - row['mean']) for row in bars.values()] for end in ('lowest', 'highest')]
+        axes.bar(list(bars), means, width, yerr=to_seeds, capsize=3, label=label)
+    several = len(scores) > 1
+    axes.set_xticks(range(len(groups)), ['\n'.join(re.split('[:,]', data) + [score] * several)
+                                         for data, score in groups])
+    axes.set(ylabel='score' if several else scores[0])
+    axes.grid(alpha=0.3, axis='y')
+    figure.legend(loc='outside right upper', frameon=False)
+    save_figure(figure, path)
+
+
 def score_colours(names: list[str]) -> dict[str, dict]:
     """{score: its style}, light to dark in the order of the names, as of levels."""
     import matplotlib
@@ -85,25 +110,40 @@ def score_colours(names: list[str]) -> dict[str, dict]:
     return {name: {'color': shades(0.9 * i / max(1, len(names) - 1))} for i, name in enumerate(names)}
 
 
+def by_data(runs: list[str]) -> dict[str, list[str]]:
+    """{data: its runs}."""
+    parts = {}
+    for run in distinct(runs):
+        parts.setdefault(read_run(run)['settings']['data'], []).append(run)
+    return parts
+
+
+def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
+    """Where each score ends and when it is solved, of runs on `data`; '' where the data is not told."""
+    for label, scores in curves.items():
+        print(f'{data}, {label}' if data else label)
+        for name, points in scores.items():
+            end, step = points[-1], solved_from(points)
+            verdict = 'not solved' if step is None else f'{SOLVED} and more from step {step:,} on'
+            print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
+                  f'seeds: {end["seeds"]}) after {end["step"]:,} steps, {verdict}')
+
+
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.scores RUN RUN ... --out=NAME')
-        curves = curves_of(runs, lambda folders: {name: curve(folders, name, name)
-                                                  for name in score_names(folders, s.scores)})
+        parts, rows = by_data(runs) if s.bars else {'': runs}, []
+        for data, part in parts.items():
+            curves = curves_of(part, lambda folders: {name: curve(folders, name, name)
+                                                      for name in score_names(folders, s.scores)})
+            rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p
+                     for label, scores in curves.items() for name, points in scores.items() for p in points]
+            print_ends(curves, data)
         out = output_path(s.out, runs, 'scores')
-        rows = [{'label': label, 'score': name} | p
-                for label, scores in curves.items() for name, points in scores.items() for p in points]
         write_csv(f'{out}.csv', rows)
-        plot(curves, f'{out}.png')
-        for label, scores in curves.items():
-            print(label)
-            for name, points in scores.items():
-                end, step = points[-1], solved_from(points)
-                verdict = 'not solved' if step is None else f'{SOLVED} and more from step {step:,} on'
-                print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
-                      f'seeds: {end["seeds"]}) after {end["step"]:,} steps, {verdict}')
+        plot_bars(rows, f'{out}.png') if s.bars else plot(curves, f'{out}.png')
         print(f'written to {out}.png and {out}.csv')
 
 

@@ -1,7 +1,9 @@
 """Figures from run folders: what is averaged, and where lines cross."""
+import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT, assert_sentence, run
 
@@ -202,3 +204,25 @@ def test_scores_are_read_by_name_and_solved_for_good(tmp_path):
     assert (tmp_path / 'a.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(UserError, match="logged nothing that begins with 'accurcy'"):
         scores.score_names(runs, 'accurcy')
+
+
+def test_bars_are_the_last_scores_in_a_group_for_each_data(tmp_path, monkeypatch):
+    ends = {('star:arms=2', 'ntp'): (0.4, 0.6), ('star:arms=2', 'mtp'): (0.75, 1.0),
+            ('star:arms=5', 'ntp'): (0.2,), ('star:arms=5', 'mtp'): (0.9,)}
+    runs, figures = [], []
+    for (data, objective), of_seeds in ends.items():
+        for seed, end in enumerate(of_seeds):
+            folder = tmp_path / f'{data}_{objective}_{seed}'
+            runs.append(write_run(folder, [4.0], 'nextlat', seed, {'data': data}, objective=objective))
+            (folder / 'log.jsonl').write_text('\n'.join(json.dumps(
+                {'step': step, 'tokens': step, 'seconds': 1.0, 'accuracy': a}) for step, a in ((10, 0.1), (20, end))))
+    monkeypatch.setattr(scores, 'save_figure', lambda figure, path: figures.append(figure))
+    scores.main([*runs, '--bars', f'--out={tmp_path / "figure"}'])
+    axes, = figures[0].axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ['star\narms=2', 'star\narms=5']
+    assert [(round(bar.get_x() + bar.get_width() / 2, 1), bar.get_height()) for bar in axes.patches] == [
+        (-0.2, 0.5), (0.8, 0.2), (0.2, 0.875), (1.2, 0.9)]
+    to_seeds = [line.vertices[:, 1].tolist() for bars in axes.collections for line in bars.get_paths()]
+    assert np.allclose(to_seeds, [(0.4, 0.6), (0.2, 0.2), (0.75, 1), (0.9, 0.9)])
+    rows = list(csv.DictReader(open(tmp_path / 'figure.csv')))
+    assert [row['data'] for row in rows] == ['star:arms=2'] * 4 + ['star:arms=5'] * 4

@@ -143,7 +143,7 @@ RUNS = {
     'manhattan_nextlat': Run('config/manhattan_small.py', 2e-3, 3),
 
     'transformer': Run('config/gpn_quick_transformer.py', 2e-3),
-    'gdn': Run('config/gdn_quick.py --n_ffn=248', 3e-3),
+    'gdn': Run('config/gdn_quick.py', 3e-3),
     'gpn_m': Run('config/gpn_quick.py', 3e-3),
     'gpn_m_2l': Run('config/gpn_quick.py --n_layer=2 --n_embd=176 --n_ffn=496', 3e-3),
     'gpn': Run('config/gpn_quick.py --n_head=0 --n_embd=304', 3e-3),

@@ -206,7 +206,8 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
              for x, v in zip((edges[1:] + edges[:-1]) / 2, counts / len(correlation))]
 
     mean = states.mean((0, 1))
-    mean_logits, embedding = model.head(model.head_input(mean))[:n_ids], model.embed.weight[:n_ids].mean(0)
+    decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared with it
+    mean_logits, embedding = model.head(decoded)[:n_ids], model.embed.weight[:n_ids].mean(0)
     tops = [[show(i) for i in scores.topk(min(10, n_ids)).indices.tolist()]
             for scores in (mean_logits, model.head(embedding)[:n_ids])]
     directions = F.normalize(torch.stack([s.mean((0, 1)) for s, _ in walked]), dim=-1)
@@ -214,7 +215,7 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
     rows += [('mean direction', 'tokens', i, token) for i, token in enumerate(tops[0])]
     numbers = {'rank correlation with the unigram': rank_correlation(mean_logits, unigram[:n_ids]),
                'tokens shared with the mean embedding': len(set(tops[0]) & set(tops[1])),
-               'cosine with the mean embedding': float(F.cosine_similarity(model.head_input(mean), embedding, 0))}
+               'cosine with the mean embedding': float(F.cosine_similarity(decoded, embedding, 0))}
     if len(pairs):
         numbers |= {'cosine between batches': float(pairs.mean()),
                     'cosine between batches deviation': float(pairs.std(correction=0))}

@@ -63,6 +63,18 @@ def test_all_measures_of_a_small_model(values, tmp_path):
     assert (tmp_path / 'x.png').read_bytes()[:4] == b'\x89PNG'
 
 
+def test_the_mean_direction_is_decoded_without_the_decoders_bias():
+    model, idx = make(decoder_bias=True)
+    torch.nn.init.normal_(model.decode.bias, std=100)
+    batches = [(idx, idx.roll(-1, 1))]
+    rows = gpn_state.measure(model, batches, torch.arange(64), str)
+    biased = [row for row in rows if row[0] == 'mean direction']
+    assert 0 <= biased.pop()[3] < 10  # a random bias has not all of the mean's tokens
+    torch.nn.init.zeros_(model.decode.bias)
+    rows = gpn_state.measure(model, batches, torch.arange(64), str)
+    assert biased == [row for row in rows if row[0] == 'mean direction'][:-1]
+
+
 def test_by_distance_is_the_runs_own_accuracy_and_what_an_empty_memory_costs():
     torch.manual_seed(0)
     d = open_data('recall:pairs=4,distances=4-8,length=32,keys=4,values=3,fillers=3,val_rows=16')

@@ -367,7 +367,7 @@ CLAIMS = [
           'gpn_m', 'equal', 0.0, 'centred cosine 128 later', margin=0.05),
     Claim('gpn_pools', 'gpn', '7.3',
           'In training memory heads split: slowest and fastest are further apart than before',
-          'gpn_m', 'higher', 0.0, 'doublings of longest over shortest half-life'),
+          'gpn_m', 'higher', 0.0, 'doublings of longest over shortest lifetime'),
 ]
 
 
@@ -447,7 +447,7 @@ def city(run) -> dict[str, float]:
 
 
 def gpn_states(run) -> dict[str, float]:
-    """Half-lives beyond the window are counted as the window. Those before training are of the run's initial model."""
+    """Lifetimes beyond the window are counted as the window. Those before training are of the run's initial model."""
     model, record = load_run(run, pick_device('auto'))
     settings, device = settings_of(run), model.embed.weight.device
     data, T = run_data(record, None), settings.block_size
@@ -459,19 +459,19 @@ def gpn_states(run) -> dict[str, float]:
 
     torch.manual_seed(settings.seed)
     untrained = model_file(record['model']).Model(saved_config(record, run)).eval().to(device)
-    spread = half_life_ratio(rows, T) / half_life_ratio(gpn_state.measure(untrained, batches, unigram, str), T)
+    spread = lifetime_ratio(rows, T) / lifetime_ratio(gpn_state.measure(untrained, batches, unigram, str), T)
     return {'dead dimensions': value['geometry', 'dead dimensions', ''],
             'length of the mean state over states':
                 value['geometry', 'mean magnitude', ''] / value['geometry', 'magnitude', ''],
             'cosine of mean states between batches': value['mean direction', 'cosine between batches', ''],
             'rank correlation with the unigram': value['mean direction', 'rank correlation with the unigram', ''],
             'centred cosine 128 later': value['cosine', 'centred', 128],
-            'doublings of longest over shortest half-life': log2(spread)}
+            'doublings of longest over shortest lifetime': log2(spread)}
 
 
-def half_life_ratio(rows: list[tuple], T: int) -> float:
-    """The longest over the shortest half-life of memory heads, T at most, in rows of `gpn_state.measure`."""
-    lives = [min(number, T) for part, _, _, number in rows if part == 'half-life']
+def lifetime_ratio(rows: list[tuple], T: int) -> float:
+    """The longest over the shortest lifetime of memory heads, T at most, in rows of `gpn_state.measure`."""
+    lives = [min(number, T) for part, _, _, number in rows if part == 'lifetime']
     return max(lives) / min(lives)
 
 
@@ -517,7 +517,7 @@ STATISTICS = {  # name: function of a run folder that gives {name: number}, mayb
     'right states beyond the trained length': states_beyond,
     **dict.fromkeys(['dead dimensions', 'length of the mean state over states',
                      'cosine of mean states between batches', 'rank correlation with the unigram',
-                     'centred cosine 128 later', 'doublings of longest over shortest half-life'], gpn_states),
+                     'centred cosine 128 later', 'doublings of longest over shortest lifetime'], gpn_states),
 }
 
 

@@ -9,7 +9,9 @@ the states' length, with the mean direction taken out of the decoded, or of the 
 slow or fast heads emptied. Of a run on data/recall.py it also gives accuracy and nll by distance, with each of these
 taken away: so it shows over how many tokens a pool of heads is needed.
 
-The heads are parted twice: at the largest gap between their half-lives, and at `pool_tokens`.
+A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's half-life). The heads
+are parted twice: at the largest gap between their lifetimes, and at `pool_tokens`. Of a run whose documents start anew
+(--documents=True) all lags are within a document.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -24,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis.figures import new_figure, output_path, save_figure, write_csv
+from attn_kernels import document_starts
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data
@@ -40,7 +43,7 @@ class Settings:
     batch_size: int = 8  # windows a batch
     block_size: int | None = None  # tokens of a window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
-    pool_tokens: float = 4.0  # memory heads of a shorter half-life are fast (paper: 6 of 1 to 3 tokens, 9 of 5 to 322)
+    pool_tokens: float = 4.0  # memory heads of a shorter lifetime are fast (paper: 6 of 1 to 3 tokens, 9 of 5 to 322)
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
 
     def __post_init__(self):
@@ -129,20 +132,49 @@ def rank_correlation(a, b):
     return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
 
 
-def cosines(states, lags):
-    """Mean cosine of states (B, T, C) with those k later, as they are, and without each window's mean: two (lags,)."""
-    return [torch.stack([F.cosine_similarity(x[:, :x.shape[1] - k], x[:, k:], dim=-1).mean() for k in lags])
-            for x in (states, states - states.mean(1, keepdim=True))]
+def tokens_before(idx, eos_id):
+    """How many tokens of its document, in the window, come before each one. idx (B, T) -> (B, T) int64."""
+    position = torch.arange(idx.shape[1], device=idx.device).expand_as(idx)
+    return position if eos_id is None else position - document_starts(idx, eos_id)
 
 
-def retention(log_decay, lags):
-    """What is left after k steps of what a head held: the mean product of decays. (B, T, H) -> (H, lags)."""
-    total = F.pad(log_decay.double().cumsum(1), (0, 0, 1, 0))
-    return torch.stack([(total[:, k:] - total[:, :total.shape[1] - k]).exp().mean((0, 1)) for k in lags], 1)
+def running_means(states, before):
+    """Mean of a document's states up to each position, (B, T, C) like states; before (B, T) as `tokens_before`."""
+    total = states.cumsum(1)
+    start = torch.arange(states.shape[1], device=states.device) - before
+    at_start = (total - states).gather(1, start.unsqueeze(-1).expand_as(states))
+    return (total - at_start) / (before + 1).unsqueeze(-1)
 
 
-def half_life(curve, lags):
-    """The lag at which retention falls to 1/e; infinite if it does not. Between two lags it falls exponentially."""
+def document_means(states, before):
+    """Mean state of the document that each position is in. The arguments and the result as of `running_means`."""
+    number, is_last = (before == 0).flatten().cumsum(0) - 1, before.roll(-1, 1) == 0
+    return running_means(states, before)[is_last][number].view_as(states)
+
+
+def cosines(states, before, lags):
+    """Mean cosine of states (B, T, C) with those k later, as they are, and without their document's mean: two (lags,).
+
+    before (B, T) as `tokens_before`. No pair is of two documents, for each starts with an empty state.
+    """
+    return [torch.stack([F.cosine_similarity(x[:, :-k], x[:, k:], dim=-1)[before[:, k:] >= k].mean() for k in lags])
+            for x in (states, states - document_means(states, before))]
+
+
+def retention(log_decay, before, lags):
+    """What is left of a write k steps later: the mean product of a head's decays. (B, T, H) -> (H, lags).
+
+    before (B, T) as `tokens_before`: what a document wrote is gone after its end.
+    """
+    total = log_decay.double().cumsum(1)
+    return torch.stack([(total[:, k:] - total[:, :-k]).exp()[before[:, k:] >= k].mean(0) for k in lags], 1)
+
+
+def lifetime(curve, lags):
+    """The lag at which retention falls to 1/e; infinite if it does not. Between two lags it falls exponentially.
+
+    The paper calls it half-life.
+    """
     logs = curve.clamp(min=1e-300).log().tolist()
     below = [i for i, left in enumerate(logs) if left <= -1]
     if not below:
@@ -153,17 +185,14 @@ def half_life(curve, lags):
 
 
 def pools(lives, tokens=None):
-    """(fast heads, slow heads): those of half-lives below `tokens` and the others.
+    """(fast heads, slow heads): those of lifetimes below `tokens` and the others.
 
-    None: split at the largest gap between logarithms of half-lives.
+    None: split at the largest ratio of a lifetime to the next shorter one. Where all are equal, all are slow.
     """
-    if tokens is not None:
-        return ([h for h, life in enumerate(lives) if life < tokens],
-                [h for h, life in enumerate(lives) if life >= tokens])
-    order = sorted(range(len(lives)), key=lambda h: lives[h])
-    logs = [torch.tensor(min(lives[h], 1e6)).log().item() for h in order]
-    cut = max(range(1, len(order)), key=lambda i: logs[i] - logs[i - 1], default=len(order))
-    return sorted(order[:cut]), sorted(order[cut:])
+    if tokens is None:
+        ordered = sorted(min(life, 1e6) for life in lives)
+        tokens = max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] / pair[0], default=ordered)[-1]
+    return [h for h, life in enumerate(lives) if life < tokens], [h for h, life in enumerate(lives) if life >= tokens]
 
 
 @torch.no_grad()
@@ -196,7 +225,7 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
     """
     walked = [walk(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*walked))
-    T, n_ids, rows = states.shape[1], model.config.n_ids, []
+    n_ids, rows = model.config.n_ids, []
     numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
     rows += [('geometry', name, '', v) for name, v in numbers.items()]
     rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
@@ -224,23 +253,24 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
         rows += [('decoder bias', 'tokens', i, token) for i, token in enumerate(tokens)]
         numbers['tokens shared with the decoder bias'] = len(set(tops[0]) & set(tokens))
     rows += [('mean direction', name, '', v) for name, v in numbers.items()]
-    steps = [t for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
-    running = states.cumsum(1).mean(0)
-    for t in steps:
-        rows.append(('running mean', 'cosine with the mean', t, float(F.cosine_similarity(running[t - 1], mean, 0))))
+    before = torch.cat([tokens_before(idx, model.config.eos_id) for idx, _ in batches])
+    T = int(before.max()) + 1  # tokens of the longest document, which is the window where eos ends none
+    near = F.cosine_similarity(running_means(states, before), mean, dim=-1)
+    rows += [('running mean', 'cosine with the mean', t, float(near[before == t - 1].mean()))
+             for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
 
-    lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if k < T})
-    for name, values in zip(('raw', 'centred'), cosines(states, lags)):
+    lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if 0 < k < T})
+    for name, values in zip(('raw', 'centred'), cosines(states, before, lags)):
         rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
 
     direction = F.normalize(mean, dim=0)
     tests = {'as it is': {}, 'mean direction out of the decoded state': dict(without=direction),
              'mean direction out of the carried state': dict(without=direction, carried=True)}
     if log_decay.shape[-1]:
-        curves = retention(log_decay, lags)
-        lives = [half_life(curve, lags) for curve in curves]
+        curves = retention(log_decay, before, lags)
+        lives = [lifetime(curve, lags) for curve in curves]
         rows += [('retention', f'head {h}', k, float(v)) for h, curve in enumerate(curves) for k, v in zip(lags, curve)]
-        rows += [('half-life', f'head {h}', '', life) for h, life in enumerate(lives)]
+        rows += [('lifetime', f'head {h}', '', life) for h, life in enumerate(lives)]
         for how, tokens in (('the largest gap', None), (f'{pool_tokens:g} tokens', pool_tokens)):
             for pool, heads in zip(('fast', 'slow'), pools(lives, tokens)):
                 rows.append(('pool', f'{pool} heads, split at {how}', '', str(heads)))
@@ -276,7 +306,7 @@ def plot(rows, path):
         if part in ('cosine', 'accuracy'):
             ax.legend(fontsize='small')
         if part == 'retention':  # dots at 1/e
-            lives = [r[3] for r in rows if r[0] == 'half-life' and r[3] < inf]
+            lives = [r[3] for r in rows if r[0] == 'lifetime' and r[3] < inf]
             ax.plot(lives, [1 / torch.e] * len(lives), 'k.')
     tests = [(r[1], r[3]) for r in rows if r[0] == 'perplexity']
     axes.flat[len(panels)].barh([name for name, _ in tests][::-1], [v for _, v in tests][::-1])
@@ -314,7 +344,7 @@ def main(argv=None):
         write_csv(f'{out}.csv', [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows])
         plot(rows, f'{out}.png')
         for part, name, x, value in rows:
-            if part in ('geometry', 'mean direction', 'decoder bias', 'half-life', 'pool', 'perplexity', 'magnitude',
+            if part in ('geometry', 'mean direction', 'decoder bias', 'lifetime', 'pool', 'perplexity', 'magnitude',
                         'accuracy', 'nll'):
                 shown = value if isinstance(value, str) else f'{value:.4g}'
                 print(f'{part}: {name}{"" if x == "" else f" {x}"} {shown}')

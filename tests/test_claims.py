@@ -142,13 +142,13 @@ def test_training_that_changes_nothing_does_not_split_memory_heads(tmp_path, mon
             ('geometry', 'magnitude', '', 1), ('mean direction', 'cosine between batches', '', 1),
             ('cosine', 'centred', 128, 0), ('mean direction', 'rank correlation with the unigram', '', 0)]
 
-    def measure(model, batches, unigram, show):  # half-lives that depend on all weights
+    def measure(model, batches, unigram, show):  # lifetimes that depend on all weights
         lives = 1, 2 + sum(p.detach().double().sum().item() for p in model.parameters()) % 1
-        return [*rest, *(('half-life', f'head {h}', '', life) for h, life in enumerate(lives))]
+        return [*rest, *(('lifetime', f'head {h}', '', life) for h, life in enumerate(lives))]
     monkeypatch.setattr(claims.gpn_state, 'measure', measure)
     folder = train_tiny(tmp_path, 'config/gpn_quick.py', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=4',
                         '--block_size=32', '--batch_size=2', '--learning_rate=1e-12', '--weight_decay=0', '--seed=5')
-    assert claims.gpn_states(folder)['doublings of longest over shortest half-life'] == pytest.approx(0, abs=1e-3)
+    assert claims.gpn_states(folder)['doublings of longest over shortest lifetime'] == pytest.approx(0, abs=1e-3)
 
 
 def test_states_beyond_the_trained_length_are_those_of_p_psi_or_else_of_gpt(tmp_path, monkeypatch):

@@ -25,16 +25,52 @@ def test_geometry_of_known_states():
     assert numbers['cosine of the mean with the first component of centred states'] < 0.1
 
 
-def test_retention_half_lives_and_pools():
+def test_retention_lifetimes_and_pools():
     lags, lives = [1, 2, 4, 8, 16, 32, 64], [1.5, 3, 40]
     log_decay = torch.tensor([-1 / life for life in lives]).expand(2, 100, 3)
-    curves = gpn_state.retention(log_decay, lags)
+    curves = gpn_state.retention(log_decay, torch.arange(100).expand(2, 100), lags)
     assert torch.allclose(curves[2], torch.tensor([math.exp(-k / 40) for k in lags], dtype=torch.float64))
-    got = [gpn_state.half_life(curve, lags) for curve in curves]
+    got = [gpn_state.lifetime(curve, lags) for curve in curves]
     assert got == pytest.approx(lives) and gpn_state.pools(got) == ([0, 1], [2])
     assert gpn_state.pools(got, tokens=2) == ([0], [1, 2])
-    assert gpn_state.half_life(torch.ones(7), lags) == math.inf
-    assert gpn_state.half_life(torch.tensor([math.exp(-4), 0]), [1, 2]) == pytest.approx(1 / 4)
+    assert gpn_state.pools([math.inf, 2, math.inf]) == ([1], [0, 2])
+    assert gpn_state.pools([math.inf, math.inf]) == ([], [0, 1])  # no gap, as in gpn.NoDecay
+    assert gpn_state.lifetime(torch.ones(7), lags) == math.inf
+    assert gpn_state.lifetime(torch.tensor([math.exp(-4), 0]), [1, 2]) == pytest.approx(1 / 4)
+
+
+def test_lags_and_running_means_stay_within_a_document():
+    torch.manual_seed(0)
+    idx = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9, 5, 6, 7]])  # 9 ends a document
+    before = gpn_state.tokens_before(idx, 9)
+    assert before.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]]
+    assert gpn_state.tokens_before(idx, None).tolist() == [[*range(8)]] * 2
+    states, log_decay = torch.randn(2, 8, 5).double(), -torch.rand(2, 8, 3).double()
+    raw, centred = gpn_state.cosines(states, before, [1, 3])
+    running, kept = gpn_state.running_means(states, before), gpn_state.retention(log_decay, before, [1, 3])
+    parts = [(0, 0, 3), (0, 3, 8), (1, 0, 5), (1, 5, 8)]
+    for i, k in enumerate((1, 3)):
+        want = {'raw': [], 'centred': [], 'kept': []}
+        for row, start, end in parts:
+            x, decays = states[row, start:end], log_decay[row, start:end].exp()
+            assert torch.allclose(running[row, start:end], x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None])
+            for t in range(len(x) - k):
+                want['raw'].append(torch.cosine_similarity(x[t], x[t + k], 0))
+                want['centred'].append(torch.cosine_similarity(x[t] - x.mean(0), x[t + k] - x.mean(0), 0))
+                want['kept'].append(decays[t + 1:t + k + 1].prod(0))
+        assert torch.allclose(raw[i], torch.stack(want['raw']).mean())
+        assert torch.allclose(centred[i], torch.stack(want['centred']).mean())
+        assert torch.allclose(kept[:, i], torch.stack(want['kept']).mean(0))
+
+
+def test_the_running_mean_is_each_windows_own():
+    model, idx = make(n_head=0)
+    rows = gpn_state.measure(model, [(idx, idx.roll(-1, 1))], torch.arange(64), str)
+    near = {t: value for part, _, t, value in rows if part == 'running mean'}
+    states, mean = model.states(idx), model.states(idx).mean((0, 1))
+    for t in (1, 10, 23):
+        want = torch.cosine_similarity(states[:, :t].mean(1), mean, -1)
+        assert near[t] == pytest.approx(want.mean().item())
 
 
 def test_rank_correlation_is_spearmans():
@@ -51,8 +87,11 @@ def test_all_measures_of_a_small_model(values, tmp_path):
     rows = gpn_state.measure(model, batches, torch.arange(64), str)
     parts = {part for part, *_ in rows}
     assert {'geometry', 'mean direction', 'running mean', 'cosine', 'perplexity', 'magnitude'} <= parts
-    assert ('half-life' in parts) == bool(model.config.n_head)
+    assert ('lifetime' in parts) == bool(model.config.n_head)
     assert ('decoder bias' in parts) == model.config.decoder_bias
+    longest = int(gpn_state.tokens_before(torch.cat([idx, idx.flip(0)]), model.config.eos_id).max()) + 1
+    assert max(x for part, _, x, _ in rows if part == 'running mean') == longest
+    assert all(x < longest for part, _, x, _ in rows if part in ('cosine', 'retention'))
     assert sum(value for part, *_, value in rows if part == 'correlation') == pytest.approx(1)
     numbers = {name: value for part, name, _, value in rows if part in ('geometry', 'mean direction')}
     assert numbers['cosine between batches deviation'] == 0  # two batches, one pair

@@ -20,12 +20,12 @@ if __name__ == '__main__':
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
+from math import e, inf
 
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import new_figure, output_path, save_figure, write_csv
+from analysis.figures import new_figure, number_log_axis, output_path, save_figure, write_csv
 from attn_kernels import document_starts
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -288,31 +288,62 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
     return rows
 
 
-def plot(rows, path):
-    panels = [('deviation', 'deviation of each dimension, sorted', 'linear'),
-              ('correlation', 'correlation of each two dimensions', 'linear'),
-              ('variance', 'variance of the first components', 'linear'),
-              ('running mean', "the running mean's cosine with the mean", 'log'),
-              ('cosine', 'cosine of states against lag', 'log'),
-              ('retention', 'retention of each memory head against lag', 'log'),
-              ('accuracy', 'accuracy against distance', 'log'), ('nll', 'nats against distance', 'log')]
-    panels = [panel for panel in panels if panel[0] in {part for part, *_ in rows}]
-    figure, axes = new_figure(-(-(len(panels) + 1) // 3), 3, figsize=(17, 12))
-    for ax, (part, title, scale) in zip(axes.flat, panels):
-        for name in dict.fromkeys(r[1] for r in rows if r[0] == part):
-            ax.plot(*zip(*[(r[2], r[3]) for r in rows if r[:2] == (part, name)]), label=name)
-        ax.set(title=title, xscale=scale)
+PANELS = {  # part of the rows: title, label of x, label of y, scale of x
+    'deviation': ('Deviation of each dimension', 'dimension, sorted', 'standard deviation', 'linear'),
+    'correlation': ('Correlation of each two dimensions', 'correlation', 'share of pairs', 'linear'),
+    'variance': ('Cumulative variance', 'principal components', 'share of the variance', 'linear'),
+    'running mean': ('How soon the mean direction is there', 'tokens', 'cosine with the mean of all', 'log'),
+    'cosine': ('How long the state remembers', 'lag k in tokens', 'cosine of states k apart', 'log'),
+    'retention': ('How long memory heads remember', 'lag k in tokens', 'share that is left', 'log'),
+    'perplexity': ('With a part taken away', '', 'validation perplexity', 'linear'),
+    'accuracy': ('Accuracy by distance', 'tokens from pair to query', 'accuracy', 'log'),
+    'nll': ('Loss by distance', 'tokens from pair to query', 'nats', 'log')}
+
+
+def plot(rows, path, pool_tokens=Settings.pool_tokens):
+    """A panel for each part of rows that PANELS has. Heads of lifetimes below pool_tokens are drawn as fast ones."""
+    curves = {}  # {part: {name: [(x, value)]}}
+    for part, name, x, value in rows:
+        points = curves.setdefault(part, {}).setdefault(name, [])
+        points.append((len(curves[part]) if part == 'perplexity' else x, value))
+    panels = [part for part in PANELS if part in curves]
+    columns = 3 if len(panels) % 3 == 0 else 4
+    lines = -(-len(panels) // columns)
+    figure, axes = new_figure(lines, columns, figsize=(5 * columns, 4 * lines + 1), squeeze=False)
+
+    fast = dict(color='tab:red', label=f'fast: below {pool_tokens:g} tokens')
+    slow = dict(color='tab:blue', label='slow')
+    lives = {name: life for name, [(_, life)] in curves.get('lifetime', {}).items()}
+    of_heads = {name: fast if life < pool_tokens else slow for name, life in lives.items()}
+    of_tests = {name: dict(label=name, marker='o', color=f'C{i}') for i, name in enumerate(curves['perplexity'])}
+    of_states = {name: dict(label=name) for name in curves['cosine']}
+    styles = {'perplexity': of_tests, 'accuracy': of_tests, 'nll': of_tests, 'retention': of_heads, 'cosine': of_states}
+    for ax, part in zip(axes.flat, panels):
+        title, x_label, y_label, scale = PANELS[part]
+        ax.set(title=title, xlabel=x_label, ylabel=y_label, xscale=scale)
         ax.grid(alpha=0.3)
-        if part in ('cosine', 'accuracy'):
-            ax.legend(fontsize='small')
-        if part == 'retention':  # dots at 1/e
-            lives = [r[3] for r in rows if r[0] == 'lifetime' and r[3] < inf]
-            ax.plot(lives, [1 / torch.e] * len(lives), 'k.')
-    tests = [(r[1], r[3]) for r in rows if r[0] == 'perplexity']
-    axes.flat[len(panels)].barh([name for name, _ in tests][::-1], [v for _, v in tests][::-1])
-    axes.flat[len(panels)].set(title='validation perplexity', xscale='log')
-    for ax in axes.flat[len(panels) + 1:]:
+        for name, points in curves[part].items():
+            ax.plot(*zip(*points), **styles.get(part, {}).get(name, {}))
+        if part in ('cosine', 'retention'):
+            ax.legend(handles=list({line.get_label(): line for line in ax.lines}.values()))
+        if part == 'retention':  # a dot at each head's lifetime
+            ax.axhline(1 / e, color='gray', linewidth=0.8)
+            for name, life in lives.items():
+                if life < inf:
+                    ax.plot(life, 1 / e, 'o', color=of_heads[name]['color'])
+        if part == 'perplexity':
+            ax.set(xticks=[], yscale='log')
+            number_log_axis(ax.yaxis, *ax.get_ylim())
+        elif part in ('accuracy', 'nll'):
+            distances = [x for x, _ in points]
+            ax.set_xticks(distances, distances)
+            ax.minorticks_off()
+        elif scale == 'log':
+            number_log_axis(ax.xaxis, *ax.get_xlim())
+    for ax in axes.flat[len(panels):]:
         ax.set_axis_off()
+    handles = axes.flat[panels.index('perplexity')].lines
+    figure.legend(handles=handles, loc='outside lower center', ncols=2, title='parts taken away')
     save_figure(figure, path)
 
 
@@ -342,7 +373,7 @@ def main(argv=None):
                        s.pool_tokens, asked_distance)
         out = output_path(s.out, runs, 'gpn_state')
         write_csv(f'{out}.csv', [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows])
-        plot(rows, f'{out}.png')
+        plot(rows, f'{out}.png', s.pool_tokens)
         for part, name, x, value in rows:
             if part in ('geometry', 'mean direction', 'decoder bias', 'lifetime', 'pool', 'perplexity', 'magnitude',
                         'accuracy', 'nll'):

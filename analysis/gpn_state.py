@@ -34,13 +34,15 @@ from common.settings import check_ranges, load_settings
 from data.tokenizers import load_tokenizer
 from model_gpn import start_documents
 
+STATES = 16_384  # those of the paper's section 7.1: 8 x 2,048
+
 
 @dataclass
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: gpn_state beside the run
-    data: str | None = None  # data folder; None: the run's
+    data: str | None = None  # data folder or task; None: the run's
     batches: int = 8  # batches of validation windows, over which the mean direction is compared
-    batch_size: int = 8  # windows a batch
+    batch_size: int | None = None  # windows a batch; None: as many as make the paper's 16k states in all
     block_size: int | None = None  # tokens of a window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
     pool_tokens: float = 4.0  # memory heads of a shorter lifetime are fast (paper: 6 of 1 to 3 tokens, 9 of 5 to 322)
@@ -354,17 +356,17 @@ def main(argv=None):
             raise UserError('which run? python -m analysis.gpn_state RUN --out=NAME')
         device = pick_device(s.device)
         model, record = load_run(runs[0], device)
-        if record['model'] != 'gpn':
+        if record['model'].partition('.')[0] != 'gpn':  # or an edit of it, as gpn.NoDecay
             raise UserError(f'{runs[0]} is a run of model_{record["model"]}: expected one of model_gpn')
-        data, T = run_data(record, s.data, runs[0]), s.block_size or record['settings']['block_size']
-        n_windows = data.n_windows('val', T)
-        if n_windows < s.batches * s.batch_size:
+        data = run_data(record, s.data, runs[0])
+        T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # of a task its rows
+        n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
+        wanted = s.batches * batch_size
+        if n_windows < wanted:
             raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, {s.batches} batches of '
-                            f'{s.batch_size} are asked for: lower batches, batch_size or block_size')
-        batches = []
-        for i in range(s.batches):
-            windows = range(i * s.batch_size, (i + 1) * s.batch_size)
-            batches.append([x.to(device) for x in data.val_batch(windows, T)])
+                            f'{batch_size} are asked for: lower batches, batch_size or block_size')
+        batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
+                   for i in range(0, wanted, batch_size)]
         counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
         unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
         tokenizer = load_tokenizer(record['data']['tokenizer'])
@@ -374,11 +376,13 @@ def main(argv=None):
         out = output_path(s.out, runs, 'gpn_state')
         write_csv(f'{out}.csv', [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows])
         plot(rows, f'{out}.png', s.pool_tokens)
+        shown = {}
         for part, name, x, value in rows:
-            if part in ('geometry', 'mean direction', 'decoder bias', 'lifetime', 'pool', 'perplexity', 'magnitude',
-                        'accuracy', 'nll'):
-                shown = value if isinstance(value, str) else f'{value:.4g}'
-                print(f'{part}: {name}{"" if x == "" else f" {x}"} {shown}')
+            text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
+            shown.setdefault((part, name), []).append(text)
+        for (part, name), values in shown.items():
+            if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
+                print(f'{part}, {name}: {"  ".join(values)}')
         print(f'written to {out}.png and {out}.csv')
 
 

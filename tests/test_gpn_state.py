@@ -1,8 +1,10 @@
 """The analysis of a GPN's state: each measure on something whose answer is known."""
+import csv
 import math
 
 import pytest
 import torch
+from conftest import run
 from test_gpn import make
 
 from analysis import gpn_state
@@ -155,3 +157,28 @@ def test_the_figure_colours_heads_by_pool_and_tests_alike(monkeypatch):
     assert colours['Accuracy by distance'] == colours['With a part taken away'] == ['C0', 'C1']
     assert all(ax.get_ylabel() for title, ax in axes.items() if title)
     assert [text.get_text() for text in drawn[0].legends[0].texts] == ['as it is', 'fast heads [0] off']
+
+
+def test_main_says_loss_and_accuracy_by_distance_on_other_rows_and_of_edited_models(tmp_path, capsys):
+    data = 'recall:pairs=2,distances=4-8,length=16,keys=8,values=3,fillers=3,val_rows=2'
+    sizes = ('--n_layer=1', '--n_head=2', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=8', '--scan=loop')
+    trained = run('train.py', '--model=gpn.NoDecay', f'--data={data}', *sizes, '--documents=False', '--block_size=16',
+                  '--batch_size=2', '--max_tokens=32', '--warmup_tokens=0', '--dtype=float32', '--sample_tokens=0',
+                  f'--out_dir={tmp_path / "run"}')
+    assert trained.returncode == 0, trained.stderr
+    other = 'recall:pairs=3,distances=5-16-24,length=64,keys=8,values=3,fillers=3,val_rows=16'
+    args = [str(tmp_path / 'run'), f'--out={tmp_path / "x"}', '--device=cpu', '--unigram_tokens=1000']
+    gpn_state.main([*args, f'--data={other}', '--batches=2', '--batch_size=8'])
+    said = capsys.readouterr().out
+    with open(tmp_path / 'x.csv', newline='') as file:
+        rows = [*csv.DictReader(file)]
+    tests = [row['name'] for row in rows if row['part'] == 'perplexity']
+    assert 'as it is' in tests and any(name.startswith('slow heads') for name in tests)
+    for part in ('nll', 'accuracy'):
+        for name in tests:
+            values = {row['x']: float(row['value']) for row in rows if (row['part'], row['name']) == (part, name)}
+            assert list(values) == ['5', '16', '24']
+            assert f'{part}, {name}: ' + '  '.join(f'{value:.4g} at {x}' for x, value in values.items()) in said
+    # the default is 8 batches of 128 rows of 16, the paper's 16k states
+    with pytest.raises(SystemExit, match='2 validation windows of 16 tokens, 8 batches of 128 are asked for'):
+        gpn_state.main(args)

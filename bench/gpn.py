@@ -11,9 +11,9 @@ kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md reads them
 'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c), where there is a compiler, and
 'c_bf16' these with products in bf16, where the CPU has units for it. 'plain' is autograd through every step; 'loop' is
 what scan = 'loop' gives, which takes the steps of a segment again in the backward. 'jax' has the embedding and the head
-outside the lax.scan, 'jax as the authors' in it. All other sides in fp32, in one process, with the allocator and the
-fp32 products of train.py; JAX takes all cores unless the process is bound to some (taskset). Memory is measured in a
-process for each side.
+outside the lax.scan, 'jax as the authors' in it. All other sides in fp32, in one process, with the allocator of
+train.py and the fp32 products of its --matmul=auto; JAX takes all cores unless the process is bound to some (taskset).
+Memory is measured in a process for each side.
 """
 import functools
 import importlib.util

@@ -7,10 +7,10 @@
     python -m bench.train_step scales [--toy]      on a GPU
 
 'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator; ours with
-the fp32 products that train.py takes on this CPU (common/matmul.py), Hugging Face with PyTorch's, and beside them with
-ours. 'as a user runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with
-torch's AdamW. Then the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide,
-the same tokens.
+the fp32 products of train.py --matmul=auto (common/matmul.py), Hugging Face with PyTorch's, and beside them with ours.
+'as a user runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's
+AdamW. Then the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same
+tokens.
 
 `objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8, and bst with a
 tenth of its pairs): parameters, steps/s beside ntp's in turn, and peak memory, each in a process of its own. 1.3B on a
@@ -158,7 +158,6 @@ def user_step(side: str) -> float:
     """Seconds per step of one side as its user runs it; to be called in a fresh process."""
     if side == 'ours':
         machine.start_processes(train.Settings())
-        use_matmul('auto', DEVICE.type)
         step = make_step('ours', SHAPE, machine.pick_dtype('auto', DEVICE.type), compile=DEVICE.type == 'cuda')
     else:
         step = make_step('hf', SHAPE, torch.float32, fused=False)

@@ -479,6 +479,12 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
     return MuonAndAdamW(muon, adamw)
 
 
+def compile_model(model: torch.nn.Module):
+    """torch.compile of it. On a CPU, where attention cuts each block's graph, all blocks share the parts."""
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled anew for its number, up to 8
+    return torch.compile(model)
+
+
 # ---- evaluation ----
 
 def evaluate(model, data, s, machine) -> dict[str, float]:
@@ -741,7 +747,7 @@ def run(s, c, data, record, machine, argv):
     if not s.eval_only:
         optimizer = make_optimizer(model, s)
         step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
-    compiled = torch.compile(model) if is_compiled else model
+    compiled = compile_model(model) if is_compiled else model
     if s.eval_only:
         val = evaluate(compiled, data, s, machine)['val']
         print(f'validation loss {val:.4f} nats per token at step {source_step} of {source}')

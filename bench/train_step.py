@@ -66,7 +66,7 @@ def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callab
 
 def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]:
     """A step of one of our models as train.py does it."""
-    called = torch.compile(model) if compile else model
+    called = train.compile_model(model) if compile else model
     optimizer = train.make_optimizer(model, train.Settings())
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
@@ -136,6 +136,7 @@ def beside_nanogpt(toy: bool = False) -> Iterator[dict]:
         steps = {(name, form): our_step(copy.deepcopy(model).to(DEVICE), tokens, dtype, form == 'compiled')
                  for name, model in models.items() for form in ('eager', 'compiled')}
         seconds = alternate(steps, rounds=1 if toy else 9)
+        torch.compiler.reset()  # the next size is a program of its own
         best = {name: min(seconds[name, form] for form in ('eager', 'compiled')) for name in models}
         yield {'terms': 'beside nanogpt', 'dtype': str(dtype)[6:], **shape, 'vocabulary': vocabulary,
                'parameters': ' and '.join(str(sum(p.numel() for p in model.parameters())) for model in models.values()),

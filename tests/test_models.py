@@ -1,6 +1,7 @@
 """The contract that every model file keeps, and what each one must equal."""
 import copy
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 import attn_kernels
 import model_standard
+import train
 from common import runs, settings
 from common.llama import to_llama
 
@@ -302,6 +304,23 @@ def test_compiled_cuda_training_is_one_graph_and_equals_eager(variant):
     one_graph = VARIANTS[variant][0] != 'context_ready'  # whose unrolls are compiled one by one
     torch.compile(model, fullgraph=one_graph)(idx, idx)['loss'].backward()
     assert all((p.grad - w).abs().max() < 1e-4 * (1 + w.abs().max()) for p, w in zip(model.parameters(), want))
+
+
+@pytest.mark.parametrize('name', ['standard', 'sps'])
+def test_compiled_blocks_share_their_graphs_on_a_cpu(name, monkeypatch):
+    graphs, counts = [], []
+    backend = lambda graph, _: graphs.append(graph) or graph.forward
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=backend))
+    for n_layer in (4, 10):
+        graphs.clear()
+        model, idx = small_model(name, dict(n_layer=n_layer, eos_id=None)), some_tokens(2, 64)
+        with torch.autocast('cpu', torch.bfloat16):  # in which attention is outside of the graphs
+            torch.compiler.reset()
+            loss = train.compile_model(model)(idx, idx)['loss']
+            torch.compiler.reset()
+            torch.testing.assert_close(loss, model(idx, idx)['loss'])
+        counts.append(len(graphs))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize('window', [None, 0, 3, 100])

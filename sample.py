@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: threads that wait leave the core to others
+os.environ.setdefault('GOMP_SPINCOUNT', '5000')  # before torch: threads that wait soon leave the core to others
 
 from common.decoding import check_sampling, decodable, generate, roomy_cache
 from common.files import UserError, friendly_errors

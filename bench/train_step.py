@@ -264,7 +264,7 @@ def objectives(toy: bool = False) -> Iterator[dict]:
 
 def lines_of_a_process(what: str, *args: str) -> Iterator:
     """What `python -m bench.train_step WHAT` prints, as it comes; all but 'hf' with train.py's environment."""
-    env = os.environ | ({} if what == 'hf' else {'GOMP_SPINCOUNT': '1000'})
+    env = os.environ | ({} if what == 'hf' else {'GOMP_SPINCOUNT': '5000'})
     command = [sys.executable, '-m', 'bench.train_step', what, *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         yield from map(json.loads, process.stdout)

@@ -82,7 +82,7 @@ def _cpu_linear(weight, w_scale, w_zeros, bias, x):
     rows = x.reshape(-1, x.shape[-1]).float()
     x_scale = rows.abs().amax(-1, keepdim=True) / 127  # 0 for a vector of zeros: so is its product, whatever its x8
     x8 = (rows / x_scale).add_(X_ZERO + 0.5).to(torch.uint8)  # which cuts off: the half rounds
-    y = _cpu_product(x8, weight, w_scale, w_zeros) * x_scale
+    y = _cpu_product(x8, weight, w_scale, w_zeros).mul_(x_scale)
     if bias is not None:
         y += bias
     return y.to(x.dtype).view(*x.shape[:-1], len(w_scale))

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # as train.py does, before torch
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: tests share the cores
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # several workers, and the processes that tests start, share the cores
 
 import pytest

@@ -111,7 +111,7 @@ class Settings:
     device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # of the products: bfloat16 or float32, weights are fp32; auto: bfloat16 where it is faster
     matmul: str = 'blas'  # fp32 products on a CPU: blas (PyTorch's own), onednn, or auto, the faster one here
-    compile: bool | None = None  # torch.compile; None: on GPUs (bench.train_step nanogpt: on a CPU it gains 1 to 3%)
+    compile: bool | None = None  # torch.compile; None: on GPUs (bench.train_step nanogpt: on a CPU it gains 1% to 18%)
     parallel: str = 'ddp'  # several processes: ddp, each holds the whole model; fsdp, each a part of every weight
     shard: int | None = None  # with fsdp: processes that share one copy of the weights; None: all
     threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes

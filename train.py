@@ -481,7 +481,7 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
 
 def compile_model(model: torch.nn.Module):
     """torch.compile of it. On a CPU, where attention cuts each block's graph, all blocks share the parts."""
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled anew for its number, up to 8
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled anew, for its number
     return torch.compile(model)
 
 

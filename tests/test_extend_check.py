@@ -79,4 +79,5 @@ def test_no_model_is_taken_for_an_edited_one(variant):
         model.choose_scan()
     if not getattr(model, 'reads_weights', False):
         quantize(model)
-        assert model.extend_fault is None and extend_error(model) < 0.005  # judged before: large models round more
+        # judged before it was int8, of which rounding moves some numbers over an edge: the more, the larger the model
+        assert model.extend_fault is None and extend_error(model) < 0.01

@@ -3,6 +3,7 @@
     python -m analysis.claims --list                                the claims, and what all of it costs
     python -m analysis.claims --out_dir=out/claims                  trains what they need and judges them
     python -m analysis.claims --only=sps,gpn_memory                 those of a paper, or by name: a part of all
+    python -m analysis.claims --join=A,B --out_dir=out/claims       one table of parts that were run in folders A and B
     python -m analysis.claims --recompute=out/claims/claims.csv     the verdicts again, from the numbers of the file
 
 A claim is a row of CLAIMS: what a paper says, the two runs that it compares, a statistic and a test. A run is a row of
@@ -10,7 +11,8 @@ RUNS, and is trained once for all claims that name it: its learning rate is brac
 with every seed. Runs of tasks that are learned late, if at all, have tokens and a learning rate of their own, which
 --max_tokens does not shorten and nothing brackets: the claim is then of the method, and not of the budget. An
 interrupted one goes on by the same command: what is done is not done again. Parts can be run one after the other with
-one out_dir: the table has all claims, those of earlier parts with their verdicts, and the rest as `not run`.
+one out_dir: the table has all claims, those of earlier parts with their verdicts, and the rest as `not run`. Parts of
+several machines are joined: a claim that two of them have is the first one's.
 
 The verdicts, at a level of 5% (but sign tests, see below):
 
@@ -24,7 +26,8 @@ one-sided tests (TOST); `sign`: every seed is on one side, for scores of tasks, 
 alone three seeds agree in one of eight cases); `exact`: numbers without chance, as parameters, which every seed must
 have. Each claim is tested by itself, and nothing is corrected for their number.
 
-Writes claims.csv (a row a claim, with the numbers of every seed, both commands, the budget) and claims.md in out_dir.
+Writes claims.csv (a row a claim, with the numbers of every seed, both commands, the budget), claims.md and parts.json
+(where each part was run, and what it cost) in out_dir.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -64,6 +67,8 @@ SEEN, CONTRADICTED, NOT_SEEN, NOT_RUN = 'seen', 'contradicted', 'not seen at thi
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
           'nextlat': 'Next-Latent Prediction Transformers Learn Compact World Models',
           'gpn': 'A Single-Layer Model Can Do Language Modeling'}
+TESTED = 'ours', 'other', 'statistic', 'direction', 'test', 'margin'  # columns that say what a claim is
+COSTS = 'our_tokens', 'other_tokens', 'our_command', 'other_command'  # and what it took
 TOKENS_PER_SECOND = 10_000  # of a core, for the estimate of --list: all of RUNS on an Intel Xeon that others shared
 
 
@@ -72,6 +77,7 @@ class Settings:
     out_dir: str = 'out/claims'  # of the runs and of what is written
     only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, with commas between
     list: bool = False  # print the claims and what they cost, and stop
+    join: str | None = None  # folders of parts, with commas between, to make one table of, and stop
     recompute: str | None = None  # a claims.csv whose verdicts to compute again from its numbers, and stop
     max_tokens: int = 1_000_000  # training tokens of a run; RUNS says which take more, or their own number
     seeds: int = 3  # runs of each row of RUNS, at one learning rate
@@ -159,7 +165,7 @@ def arguments(s: Settings, run: Run) -> list[str]:
     tokens = tokens_of(s, run)
     # one dtype for all: `auto` would give large models another than small ones
     return [*run.arguments.split(), f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
-            f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0']
+            '--matmul=auto', f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0']
 
 
 # ---- the claims ----
@@ -595,17 +601,22 @@ def judge(ours: list[float], other: list[float], direction: str, test: str, marg
     return {'difference': gap, 'low': low, 'high': high, 'p': p, 'verdict': verdict}
 
 
+def read_claims(path) -> list[dict[str, str]]:
+    """The rows of a claims.csv, as text."""
+    with open(path, newline='') as file:
+        rows = list(csv.DictReader(file))
+    if not rows or 'our_numbers' not in rows[0]:
+        raise UserError(f'{path} has no column our_numbers: expected a claims.csv of python -m analysis.claims')
+    return rows
+
+
 def judged_again(path) -> list[dict]:
     """`judge` for each row of a claims.csv, from its numbers and what it says of the test; with its name.
 
     Raises UserError where a verdict is not the file's.
     """
-    with open(path, newline='') as file:
-        rows = list(csv.DictReader(file))
-    if not rows or 'our_numbers' not in rows[0]:
-        raise UserError(f'{path} has no column our_numbers: expected a claims.csv of python -m analysis.claims')
     found = []
-    for row in rows:
+    for row in read_claims(path):
         ours, other = ([*map(float, row[side].split())] for side in ('our_numbers', 'other_numbers'))
         found.append({'name': row['name']} | judge(ours, other, row['direction'], row['test'], float(row['margin'])))
         if found[-1]['verdict'] != row['verdict']:
@@ -615,6 +626,17 @@ def judged_again(path) -> list[dict]:
 
 
 # ---- what is written ----
+
+def row_of(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
+    """A row of claims.csv: the claim, its verdict from a number a seed on each side, and `costs` in some columns."""
+    return {
+        'name': c.name, 'paper': c.paper, 'section': c.section, 'says': c.says, 'ours': c.ours, 'other': c.other,
+        'statistic': c.statistic, 'direction': c.direction, 'test': c.test, 'margin': c.margin,
+        'seeds': len(ours), 'our_mean': statistics.mean(ours) if ours else None,
+        'other_mean': statistics.mean(other) if other else None,
+        **judge(ours, other, c.direction, c.test, c.margin),
+        'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)), **costs}
+
 
 def table(runs: dict[str, list[Path]], numbers: dict, commands: dict[str, str]) -> list[dict]:
     """A row of claims.csv for each of CLAIMS. runs {name: folders, one a seed}; numbers as `measure` gives them."""
@@ -626,40 +648,63 @@ def table(runs: dict[str, list[Path]], numbers: dict, commands: dict[str, str]) 
 
     def tokens(side):
         return settings_of(runs[side][0]).max_tokens if side in runs else ''
-    rows = []
+    return [row_of(c, numbers_of(c.ours, c.statistic), numbers_of(c.other, c.statistic),
+                   {'our_tokens': tokens(c.ours), 'other_tokens': tokens(c.other),
+                    'our_command': commands.get(c.ours, ''), 'other_command': commands.get(c.other, '')})
+            for c in CLAIMS]
+
+
+def joined(folders: list[Path]) -> tuple[list[dict], list[dict]]:
+    """(rows of claims.csv, parts) of all folders: each of CLAIMS with the numbers of the first that has a verdict.
+
+    Raises UserError for a part whose row is of another claim of that name: ours, other, statistic, test or margin.
+    """
+    rows, parts = [], []
+    of_folders = [{row['name']: row for row in read_claims(folder / 'claims.csv')} for folder in folders]
     for c in CLAIMS:
-        ours, other = (numbers_of(side, c.statistic) for side in (c.ours, c.other))
-        rows.append({
-            'name': c.name, 'paper': c.paper, 'section': c.section, 'says': c.says, 'ours': c.ours, 'other': c.other,
-            'statistic': c.statistic, 'direction': c.direction, 'test': c.test, 'margin': c.margin,
-            'seeds': len(ours), 'our_mean': statistics.mean(ours) if ours else None,
-            'other_mean': statistics.mean(other) if other else None,
-            **judge(ours, other, c.direction, c.test, c.margin),
-            'our_tokens': tokens(c.ours), 'other_tokens': tokens(c.other),
-            'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)),
-            'our_command': commands.get(c.ours, ''), 'other_command': commands.get(c.other, '')})
-    return rows
+        row = row_of(c, [], [], dict.fromkeys(COSTS, ''))
+        for folder, of_folder in zip(folders, of_folders):
+            found = of_folder.get(c.name, {'verdict': NOT_RUN})
+            if row['verdict'] == NOT_RUN and found['verdict'] != NOT_RUN:
+                row = row_of(c, *([*map(float, found[side].split())] for side in ('our_numbers', 'other_numbers')),
+                             {name: found[name] for name in COSTS})
+                if any(str(row[key]) != found[key] for key in TESTED):
+                    raise UserError(f'{folder}/claims.csv is older than this code: its {c.name} is another claim; run '
+                                    'it again, or leave that folder out')
+        rows.append(row)
+    for folder in folders:
+        parts += read_json(folder / 'parts.json', 'run python -m analysis.claims with this out_dir again')['parts']
+    return rows, parts
 
 
-def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
-    """claims.md."""
+def markdown(rows: list[dict], parts: list[dict]) -> str:
+    """claims.md. parts: those of parts.json."""
     verdicts = [row['verdict'] for row in rows]
     lines = ['# Claims of the papers, in miniature', '',
-             f'{one_line(where_and_when())}. {s.seeds} seeds a run, '
-             f'{s.jobs} runs at a time. Training took {core_hours:.2f} core-hours (GPU-hours on a GPU), the runs of '
-             'other learning rates among them; measuring is not counted.', '',
              f'{len(rows)} claims: ' + ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in
                                                  (SEEN, NOT_SEEN, CONTRADICTED, NOT_RUN)) +
              f'. Level {ALPHA}, each claim by itself: of claims that make no difference, one in twenty counts as seen, '
-             f'of sign tests at {s.seeds} seeds one in {2 ** s.seeds}. '
-             'These models are some thousand times smaller than the papers\', and what is not seen here may be true '
-             'there. claims.csv has the numbers of each seed and the commands; python -m analysis.claims says how the '
-             'tests go.']
+             'of sign tests at three seeds one in eight. These models are some thousand times smaller than the '
+             "papers', and what is not seen here may be true there. claims.csv has the numbers of each seed and the "
+             'commands; python -m analysis.claims says how the tests go.', '',
+             'Where it was run, and the core-hours of training (GPU-hours on a GPU), the runs of other learning rates '
+             'among them; measuring is not counted:', '']
+    lines += [f'* {part["where"]}: {part["seeds"]} seeds, {part["core_hours"]:.2f} core-hours' for part in parts]
     for paper, title in PAPERS.items():
         shown = [row for row in rows if row['paper'] == paper]
         if shown:
             lines += ['', f'## {title}', '', markdown_table([in_markdown(row) for row in shown])]
     return '\n'.join(lines) + '\n'
+
+
+def write(out: Path, rows: list[dict], parts: list[dict]) -> None:
+    """claims.csv, parts.json and claims.md; prints the last."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_csv(out / 'claims.csv', rows)
+    write_json(out / 'parts.json', checked_json({'parts': parts}))
+    text = markdown(rows, parts)
+    write_file(out / 'claims.md', text.encode())
+    print(f'{text}\nwritten to {out}/claims.md, claims.csv and parts.json')
 
 
 def in_markdown(row: dict) -> dict[str, str]:
@@ -743,7 +788,11 @@ def main(argv: list[str] | None = None) -> None:
             for row in judged_again(s.recompute):
                 print(f'{row["name"]}: {row["verdict"]}' + ('' if row['p'] is None else f', p {row["p"]:.2g}'))
             return
-        claims, out = chosen(s.only), Path(s.out_dir)
+        out = Path(s.out_dir)
+        if s.join:
+            write(out, *joined([Path(folder) for folder in s.join.split(',')]))
+            return
+        claims = chosen(s.only)
         if s.list:
             print(listing(claims, s))
             return
@@ -754,10 +803,7 @@ def main(argv: list[str] | None = None) -> None:
         # the runs of rates that were not the best too
         logs = [read_log(path.parent) for path in out.glob('*/config.json')]
         core_hours = sum(log[-1]['seconds'] for log in logs if log) / 3600
-        write_csv(out / 'claims.csv', rows)
-        text = markdown(rows, s, core_hours)
-        write_file(out / 'claims.md', text.encode())
-        print(f'{text}\nwritten to {out}/claims.md and claims.csv')
+        write(out, rows, [{'where': one_line(where_and_when()), 'seeds': s.seeds, 'core_hours': core_hours}])
 
 
 if __name__ == '__main__':

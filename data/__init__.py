@@ -42,7 +42,11 @@ def open_data(name) -> Data | Generated:
                         f'or built-in data ({", ".join(builtin_data())})')
     if build and not folder.exists():
         print(f'building {folder} ...', flush=True)
-        build(folder)
+        try:
+            build(folder)
+        except UserError:
+            if not folder.exists():  # where it does, another process has built it meanwhile
+                raise
     return Data(folder)
 
 

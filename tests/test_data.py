@@ -170,6 +170,23 @@ def test_a_folder_of_texts_is_data(tmp_path, monkeypatch):
     assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len(list((tmp_path / 'built').iterdir())) == 2
 
 
+def test_two_runs_that_start_at_once_build_the_same_data(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'BUILT', tmp_path)
+
+    def build(folder):
+        shutil.copytree(tiny_data, folder)  # the other process is done by now
+        shards.write_data(folder, load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
+    monkeypatch.setattr(python_docs, 'build', build)
+    assert data.open_data('python_docs').sha256 == Data(tiny_data).sha256
+
+    def failing(folder):
+        raise UserError('no text')
+    monkeypatch.setattr(python_docs, 'build', failing)
+    monkeypatch.setattr(data, 'BUILT', tmp_path / 'other')
+    with pytest.raises(UserError, match='no text'):
+        data.open_data('python_docs')
+
+
 @pytest.fixture
 def copy(tiny_data, tmp_path):
     return shutil.copytree(tiny_data, tmp_path / 'copy')

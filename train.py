@@ -110,7 +110,7 @@ class Settings:
     # machine
     device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # of the products: bfloat16 or float32, weights are fp32; auto: bfloat16 where it is faster
-    matmul: str = 'blas'  # fp32 products on a CPU: blas (PyTorch's own), onednn, or auto, the faster one here
+    matmul: str = 'auto'  # fp32 products on a CPU: blas (PyTorch's own), onednn, or auto, the faster one here
     compile: bool | None = None  # torch.compile; None: on GPUs (bench.train_step nanogpt: on a CPU it gains 1% to 18%)
     parallel: str = 'ddp'  # several processes: ddp, each holds the whole model; fsdp, each a part of every weight
     shard: int | None = None  # with fsdp: processes that share one copy of the weights; None: all
@@ -690,7 +690,6 @@ def main(argv: list[str] | None = None) -> None:
         argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
         s, given_model, record = read_settings(argv)
         machine = start_processes(s)
-        s.matmul = use_matmul(s.matmul, machine.device.type)
         is_first = machine.rank == 0
         if not is_first:
             dist.barrier()  # the first process builds data that is not there yet
@@ -723,6 +722,7 @@ def run(s, c, data, record, machine, argv):
     is_large = count_parameters(blank_model) >= BF16_PARAMETERS
     device, world = machine.device, machine.world
     machine.dtype = pick_dtype(s.dtype, device.type, is_large)
+    s.matmul = use_matmul(s.matmul, device.type, machine.dtype)
     is_compiled = s.compile if s.compile is not None else device.type == 'cuda'
     is_sharded = s.parallel == 'fsdp' and world > 1 and not s.eval_only
     by_onednn = ' by oneDNN' if s.matmul == 'onednn' and machine.dtype == torch.float32 else ''

@@ -165,7 +165,7 @@ def arguments(s: Settings, run: Run) -> list[str]:
     tokens = tokens_of(s, run)
     # one dtype for all: `auto` would give large models another than small ones
     return [*run.arguments.split(), f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
-            '--matmul=auto', f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0']
+            f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0']
 
 
 # ---- the claims ----

@@ -12,7 +12,7 @@ kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md reads them
 'c_bf16' these with products in bf16, where the CPU has units for it. 'plain' is autograd through every step; 'loop' is
 what scan = 'loop' gives, which takes the steps of a segment again in the backward. 'jax' has the embedding and the head
 outside the lax.scan, 'jax as the authors' in it. All other sides in fp32, in one process, with the allocator of
-train.py and the fp32 products of its --matmul=auto; JAX takes all cores unless the process is bound to some (taskset).
+train.py and its fp32 products; JAX takes all cores unless the process is bound to some (taskset).
 Memory is measured in a process for each side.
 """
 import functools
@@ -99,7 +99,7 @@ def sides_on_cpu(B, T, with_jax, **values):
 
 def on_cpu(with_jax, toy):
     machine.start_processes(train.Settings())
-    use_matmul('auto', 'cpu')
+    use_matmul('auto', 'cpu', torch.float32)
     B, T, shape = (2, 16, TOY) if toy else (8, 256, SHAPE)
     yield memory_of_the_scan(B, 32 if toy else 2048, shape, toy)
     yield loop_as_users_get_it(B, T, toy)

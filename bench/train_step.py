@@ -7,7 +7,7 @@
     python -m bench.train_step scales [--toy]      on a GPU
 
 'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator; ours with
-the fp32 products of train.py --matmul=auto (common/matmul.py), Hugging Face with PyTorch's, and beside them with ours.
+the fp32 products of train.py (common/matmul.py), Hugging Face with PyTorch's, and beside them with ours.
 'as a user runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's
 AdamW. Then the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same
 tokens.
@@ -93,7 +93,7 @@ def make_step(side: str, shape: dict, dtype, fused: bool = True, compile: bool =
 def same_terms(shape: dict = SHAPE, rounds: int = 12, dtypes=DTYPES) -> Iterator[dict]:
     """Both sides in this process."""
     machine.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
-    matmul = use_matmul('auto', DEVICE.type)
+    matmul = use_matmul('auto', DEVICE.type, torch.float32)
     for dtype in dtypes:
         steps = {'ours': by_matmul(matmul, make_step('ours', shape, dtype)),
                  'hf': by_matmul('blas', make_step('hf', shape, dtype))}
@@ -111,7 +111,7 @@ def same_terms(shape: dict = SHAPE, rounds: int = 12, dtypes=DTYPES) -> Iterator
 def by_matmul(name: str, step: Callable[[], float]) -> Callable[[], float]:
     """The step with its fp32 products by blas or onednn."""
     def call():
-        use_matmul(name, DEVICE.type)
+        use_matmul(name, DEVICE.type, torch.float32)
         return step()
     return call
 
@@ -168,7 +168,7 @@ def user_step(side: str) -> float:
 def two_streams(toy: bool = False, dtypes=DTYPES) -> Iterator[dict]:
     """The time of each method's step over Standard's."""
     machine.start_processes(train.Settings())
-    use_matmul('auto', DEVICE.type)
+    use_matmul('auto', DEVICE.type, torch.float32)
     shape = dict(n_layer=6, n_head=6, n_embd=384)
     sizes = [(4096, 8)] if DEVICE.type == 'cuda' else [(1024, 2), (256, 8)]
     if toy:

@@ -4,6 +4,7 @@ On x86 the BLAS is MKL, which leaves half of an AMD processor's vector units idl
 of 512 takes 0.57 of its time with oneDNN (`python -m bench.train_step float32`). On Intel's it uses them.
 """
 import functools
+import time
 import warnings
 
 import torch
@@ -16,23 +17,21 @@ SMALLEST = 2 ** 20  # multiplications of a product that oneDNN is given: it take
 _chosen = 'blas'
 
 
-def use_matmul(name: str, device: str) -> str:
+def use_matmul(name: str, device: str, dtype: torch.dtype) -> str:
     """Chooses what multiplies fp32 matrices in this process from now on, and returns it: 'blas' or 'onednn'.
 
-    name: one of these, or 'auto', the faster one here. It is timed, in 20 ms, by the first of several processes, as
-    both round differently. Timing hangs in a process forked from one that used OpenMP's threads, as all that needs
-    these does: so train.py times only when asked to. On a GPU nothing is chosen: name. UserError for another name, or
-    where PyTorch has no oneDNN.
+    name: one of these, or 'auto', the faster one here. It is timed, in 10 ms, by the first of several processes, as
+    both round differently. On a GPU, or for products in another dtype, nothing is chosen: name. UserError for another
+    name, or where PyTorch has no oneDNN.
     """
     global _chosen
     if name not in ('auto', 'blas', 'onednn'):
         raise UserError(f"matmul is {name!r}: expected 'auto', 'blas' or 'onednn'")
-    if device != 'cpu':
+    if device != 'cpu' or dtype != torch.float32:
         return name
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.library, 'get_kernel')
     if name == 'auto':
-        name = first_of_all('onednn' if has_onednn and is_faster(_by_onednn, _by_blas, torch.ones(512, 512), 0.75)
-                            else 'blas')
+        name = first_of_all('onednn' if has_onednn and _onednn_is_faster() else 'blas')
     if name == 'onednn':
         if not has_onednn:
             raise UserError('matmul is onednn, which this PyTorch does not have: use --matmul=auto')
@@ -76,6 +75,19 @@ def _is_whole(x) -> bool:
     """Whether x is a matrix whose rows, or columns, lie whole one after the other, as oneDNN needs."""
     (m, n), (rows, columns) = x.shape, x.stride()
     return columns == 1 and rows >= n or rows == 1 and columns >= m
+
+
+def _onednn_is_faster() -> bool:
+    """On one thread, in its own processor time, which other programs leave alone.
+
+    OpenMP's other threads would be waited for in vain in a process forked from one that used them.
+    """
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return is_faster(_by_onednn, _by_blas, torch.ones(256, 256), share=0.75, seconds=0.01, clock=time.thread_time)
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def _by_blas(x):

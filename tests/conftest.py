@@ -70,7 +70,7 @@ def one_thread():
 def no_timing(monkeypatch):
     """Packed weights and BLAS are always used, in this process: nothing depends on what is measured."""
     monkeypatch.setattr('common.decoding.is_faster', lambda f, g, x: False)
-    monkeypatch.setattr('common.matmul.is_faster', lambda f, g, x, share: False)
+    monkeypatch.setattr('common.matmul.is_faster', lambda f, g, x, **_: False)
     monkeypatch.setattr('common.matmul._chosen', 'blas')
 
 

@@ -29,7 +29,7 @@ def onednn(monkeypatch):
     """oneDNN for products of any size; a list of the shapes that it was given."""
     given = []
     monkeypatch.setattr(matmul, 'SMALLEST', 1)
-    use_matmul('onednn', 'cpu')
+    use_matmul('onednn', 'cpu', torch.float32)
     linear = torch.ops.mkldnn._linear_pointwise
 
     def counted(a, b, *rest):
@@ -77,27 +77,27 @@ def test_what_onednn_is_not_given(onednn, monkeypatch):
     monkeypatch.setattr(matmul, 'SMALLEST', 8 ** 3 + 1)
     assert (a @ a == 8).all() and len(onednn) == n_given
     monkeypatch.setattr(matmul, 'SMALLEST', 1)
-    use_matmul('blas', 'cpu')
+    use_matmul('blas', 'cpu', torch.float32)
     assert (a @ a == 8).all() and len(onednn) == n_given
 
 
 @needs_onednn
 @pytest.mark.parametrize('faster', [True, False])
 def test_auto_is_the_faster_one_and_the_first_process_says_which(monkeypatch, faster):
-    monkeypatch.setattr(matmul, 'is_faster', lambda f, g, x, share: faster)
-    assert use_matmul('auto', 'cpu') == ('onednn' if faster else 'blas')
+    monkeypatch.setattr(matmul, 'is_faster', lambda f, g, x, **_: faster)
+    assert use_matmul('auto', 'cpu', torch.float32) == ('onednn' if faster else 'blas')
     monkeypatch.setattr(matmul, 'first_of_all', lambda mine: 'blas')
-    assert use_matmul('auto', 'cpu') == 'blas'
+    assert use_matmul('auto', 'cpu', torch.float32) == 'blas'
 
 
 def test_settings_that_cannot_be(monkeypatch):
-    assert use_matmul('auto', 'cuda') == 'auto'
+    assert use_matmul('auto', 'cuda', torch.float32) == use_matmul('auto', 'cpu', torch.bfloat16) == 'auto'
     with pytest.raises(UserError, match="matmul is 'mkl': expected 'auto', 'blas' or 'onednn'"):
-        use_matmul('mkl', 'cpu')
+        use_matmul('mkl', 'cpu', torch.float32)
     monkeypatch.setattr(torch.backends.mkldnn, 'is_available', lambda: False)
-    assert use_matmul('auto', 'cpu') == 'blas'
+    assert use_matmul('auto', 'cpu', torch.float32) == 'blas'
     with pytest.raises(UserError, match='matmul is onednn, which this PyTorch does not have: use --matmul=auto'):
-        use_matmul('onednn', 'cpu')
+        use_matmul('onednn', 'cpu', torch.float32)
 
 
 @needs_onednn

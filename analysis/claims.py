@@ -320,7 +320,7 @@ CLAIMS = [
           'A longer horizon adds parameters to MTP',
           'mtp_2', 'higher', 'mtp', 'parameters', 'exact'),
     Claim('nextlat_star', 'nextlat', '4, planning',
-          'NextLat finds more whole paths of path-star graphs than GPT',
+          'NextLat finds more whole paths of path-star graphs than GPT (tokens in place of KL, an ablation)',
           'star_nextlat', 'higher', 'star_ntp', 'whole paths', 'sign', 0.02),
     Claim('nextlat_a5', 'nextlat', '5, recurrent networks',
           'p_psi alone follows words three times as long as in training, GPT does not',

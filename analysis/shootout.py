@@ -1,12 +1,12 @@
 """Every architecture side by side: loss at equal tokens, training FLOPs and wall time; speed and state of decoding.
 
-    python -m analysis.shootout --data=python_docs --n_embd=64 --head_size=16 --budget=6e12 --out_dir=out/shootout_64
-    python -m analysis.shootout --data=python_docs --budget=1.5e13 --out_dir=out/shootout_128
-    python -m analysis.shootout --data=FOLDER --n_layer=8 --n_embd=512 --head_size=64 --block_size=1024 \
-        --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
+    python -m analysis.shootout --data=python_docs --n_embd=64 --head_size=16 --budget=4e12 --out_dir=out/shootout_64
+    python -m analysis.shootout --data=python_docs --out_dir=out/shootout_128
+    python -m analysis.shootout --data=FOLDER --config=config/standard_s.py --n_layer=8 --n_embd=512 --head_size=64 \
+        --block_size=1024 --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores, hours each; the last is for a GPU. An interrupted one goes on by the same
-command: what is done is not done again.
+The first two are for two cores, hours each (--list says how many); the last is for a GPU, where FOLDER may be shards of
+FineWeb-Edu. An interrupted one goes on by the same command: what is done is not done again.
 
 The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
 parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
@@ -34,6 +34,7 @@ import torch
 
 from analysis import report
 from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
+from analysis.loss_curves import short_number
 from analysis.outcomes import final_loss, n_parameters, settings_of, speed, training_flops
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, train_seeds
@@ -51,6 +52,7 @@ from train import model_config
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # of the parameters, over Standard's
 PREFILL = 1024  # tokens of a context that are read at a time
+FLOPS = 4e10  # a second, of a core in small models, for the estimate of --list
 ROUNDS = 5  # timings of decoding, after one to warm up
 
 
@@ -60,7 +62,8 @@ class Settings:
     config: str = 'config/quickstart.py'  # settings of all runs, but for those below and what is a model's own
     data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
     models: str = 'all'  # names of `methods` with commas between, standard among them
-    budget: float | str = '1.5e13'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
+    list: bool = False  # print the models and what they cost, and stop
+    budget: float | str = '8e12'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
     n_layer: int = 4  # Standard's depth
     n_embd: int = 128  # its width
     head_size: int = 32  # its attention heads'
@@ -172,12 +175,37 @@ def arguments(s: Settings, method: Method, values: dict, tokens: int) -> list[st
     return [s.config, *(f'--{name}={value}' for name, value in own.items())]
 
 
-def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
-    """Trains all that is not done yet: {(name, budget): runs, one a seed}."""
+def shapes(s: Settings, data) -> dict[str, tuple[Method, dict, object]]:
+    """{name: (method, Config values, its model without storage)}, all with Standard's number of parameters."""
     chosen = methods(s)
     target = count(blank('standard', chosen['standard'].values, data))
     values = {name: sized(method, data, target) for name, method in chosen.items()}
-    flops = {name: blank(chosen[name].model, values[name], data).flops_per_token(s.block_size) for name in chosen}
+    return {name: (method, values[name], blank(method.model, values[name], data)) for name, method in chosen.items()}
+
+
+def listing(s: Settings, data) -> str:
+    """What --list prints."""
+    lines, n_runs, n_flops = [], 0, 0.0
+    models = {name: (model, model.flops_per_token(s.block_size)) for name, (_, _, model) in shapes(s, data).items()}
+    n_tokens = whole_steps(s, s.budget / models['standard'][1])
+    for name, (model, per_token) in models.items():
+        # two more learning rates at least; Standard's three budgets are one, and wall time is taken to go with FLOPs
+        of_budgets = [(s.seeds + 2, n_tokens)]
+        if name != 'standard':
+            of_budgets.append((2 * s.seeds, whole_steps(s, s.budget / per_token)))
+        lines.append(f'{name}: {count(model):,} parameters, {per_token / 1e6:.3g} MFLOP a token; '
+                     + ', '.join(f'{runs} runs of {short_number(n)} tokens' for runs, n in of_budgets))
+        n_runs += sum(runs for runs, _ in of_budgets)
+        n_flops += sum(runs * n * per_token for runs, n in of_budgets)
+    return '\n'.join([*lines, f'at least {n_runs} runs of training: {n_flops:.2g} FLOPs, about '
+                      f'{n_flops / FLOPS / 3600:.1f} core-hours on a CPU'])
+
+
+def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
+    """Trains all that is not done yet: {(name, budget): runs, one a seed}."""
+    chosen, values, flops = {}, {}, {}
+    for name, (chosen[name], values[name], model) in shapes(s, data).items():
+        flops[name] = model.flops_per_token(s.block_size)
     n_tokens = whole_steps(s, s.budget / flops['standard'])
     out.mkdir(parents=True, exist_ok=True)
 
@@ -383,6 +411,9 @@ def main(argv: list[str] | None = None) -> None:
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.shootout --data=FOLDER --out_dir=NEW')
         out, data = Path(s.out_dir), open_data(s.data)
+        if s.list:
+            print(listing(s, data))
+            return
         labels = {name: method.label for name, method in methods(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)

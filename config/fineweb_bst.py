@@ -9,5 +9,6 @@ block_size = 1024
 batch_size = 512
 max_tokens = 100_000_000_000
 learning_rate = 4e-4
+min_lr = 4e-5  # inferred, as there
 warmup_tokens = 1_000_000_000  # and the last 10B decay
 eval_interval = 1000

@@ -70,6 +70,7 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     assert tokens['sps', 'wall time'] == pytest.approx(tokens['standard', 'tokens'] / 4, abs=step)
     assert setting(('sps', 'wall time'), 'learning_rate') == '0.0018'
     assert trained[runs['sps', 'wall time'][1]][-1] == '--seed=2'
+    assert f'at least {len(trained) + 2 * 2} runs of training' in shootout.listing(s, DATA)  # and rates on both sides
 
 
 def test_the_table_is_that_of_its_runs(tmp_path):

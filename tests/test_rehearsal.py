@@ -177,6 +177,18 @@ def test_a_breakage_is_a_fault_in_training_decoding_and_a_captured_graph(breakag
 
 
 @pytest.mark.long
+@pytest.mark.parametrize('variant', ['sps', 'context_ready', 'nextlat, documents, tied', 'bst', 'gpn', 'gdn'])
+def test_a_wait_in_any_model_is_a_fault_in_training_decoding_and_a_captured_graph(variant, gpu):
+    model = make(variant)
+    model.embed.register_forward_hook(lambda module, inputs, output: BREAKAGES['item'][0](output))
+    for run in (lambda: train_and_evaluate(gpu, model), lambda: read_runs(gpu, model.eval()),
+                lambda: generate(model, PROMPTS, 4)):
+        run()
+        assert any('a value that the host reads' in fault for fault in gpu.faults), gpu.faults
+        gpu.faults.clear()
+
+
+@pytest.mark.long
 def test_a_graph_break_is_more_graphs(gpu):
     model = make('standard')
     break_forward(model, BREAKAGES['item'][0])

@@ -44,10 +44,10 @@ the other's.
 A GPU runs the Triton kernels, a CPU PyTorch's operators in tiles. In the environment, ATTENTION=reference makes every
 pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
 
-A new pattern begins as an edit of `visible` or `two_stream_visible`; ATTENTION=reference trains by these alone. The
-fast forms have it again, as ranges of keys: `attention` and `_tiles` in PyTorch; `_key_walk`, `_mask`,
-`_key_gradient_kernel` and `_decode_kernel` in Triton. For decoding, `KVCache` keeps in its ring what the windows reach,
-and `Place._filled` reads no more of the memory than that.
+A new pattern is an edit of `visible` or `two_stream_visible`: before training and decoding the fast forms are compared
+with these (common/kernel_check.py), and where they differ the definition runs. They have it again, as ranges of keys:
+`attention` and `_tiles` in PyTorch; `_key_walk`, `_mask`, `_key_gradient_kernel` and `_decode_kernel` in Triton. For
+decoding, `KVCache` keeps in its ring what the windows reach, and `Place._filled` reads no more of the memory than that.
 
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
 h // (H / HK).
@@ -77,7 +77,9 @@ except ImportError:  # no Triton for this platform: the PyTorch forms remain
 
 REFERENCE = os.environ.get('ATTENTION') == 'reference'  # every pattern as its definition
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
-refused = set()  # of 'attention', 'decoding', 'loss': what common/kernel_check.py found wrong, PyTorch does instead
+# Of 'attention', 'decoding', 'loss', 'norm', 'rotation': what common/kernel_check.py found to differ from its
+# definition. PyTorch's operators do these instead.
+refused = set()
 # Up to this T, attention in tiles keeps its probabilities for the backward: faster (bench/attention_cpu.py), but T^2
 # memory.
 DENSE_T = 1024
@@ -1026,7 +1028,8 @@ def rms_norm(x, weight, eps):
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return _RMSNorm.apply(x, weight, eps, dtype) if torch.is_grad_enabled() else _rms_norm(x, weight, eps, dtype)[0]
+    custom = torch.is_grad_enabled() and 'norm' not in refused
+    return _RMSNorm.apply(x, weight, eps, dtype) if custom else _rms_norm(x, weight, eps, dtype)[0]
 
 
 def _rms_norm(x, weight, eps, dtype):
@@ -1096,15 +1099,15 @@ def rotate(x, cos, sin):
 
     x (..., T, H, D) of any dtype; cos, sin from `rope_table`, (T, 1, D/2) or whatever broadcasts to (..., T, H, D/2).
     """
-    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
+    custom = torch.is_grad_enabled() and 'rotation' not in refused
+    return _Rotate.apply(x, cos, sin) if custom else _rotate(x, cos, sin)
 
 
 def _rotate(x, cos, sin):
     a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
-    y = torch.empty_like(x)
-    y_a, y_b = y.chunk(2, -1)
-    y_a.copy_((a * cos).addcmul_(b, sin, value=-1))
-    y_b.copy_((b * cos).addcmul_(a, sin))
+    y, half = torch.empty_like(x), x.shape[-1] // 2
+    y[..., :half].copy_((a * cos).addcmul_(b, sin, value=-1))
+    y[..., half:].copy_((b * cos).addcmul_(a, sin))
     return y
 
 

@@ -540,11 +540,25 @@ class Model(nn.Module):
         """Whether a short run of `extend` takes a pass per token, so that verifying a draft saves no time."""
         return self.config.K > 1
 
+    @property
+    def exact_len(self):
+        """Tokens of a window on which the loss is that of streaming, None for all.
+
+        K unrolls make K - 1 exact, one each after the first, which has no correction (Lemma 1).
+        """
+        return None if self.config.bptt or self.config.K == 1 else self.config.K - 1
+
     @torch.no_grad()
     def final_hidden(self, idx):
         """What the head multiplies, as streaming gives it, without gradient. idx (B, T) -> (B, T, C)."""
-        cache = self.new_cache(*idx.shape, device=idx.device)
-        return self.head_input(self._read(idx, cache, cache.begin(idx)))
+        if self.exact_len is None:
+            return self.head_input(self.states(idx))
+        if self.config.prefill == 'sequential':
+            return self.head_input(self.loop(idx))
+        e, is_doc_start, rotate, attend = self._prepare(idx)
+        counts = torch.ones_like(is_doc_start)
+        z, _ = self._fixed_point(e, torch.zeros_like(e[:, :1]), is_doc_start, counts, rotate, attend)
+        return self.head_input(z)
 
     @torch.no_grad()
     def logits(self, idx):

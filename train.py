@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from common import checkpoint, parallel, runs
-from common.decoding import generate, has_right_extend
+from common.decoding import generate, has_right_extend, tell_of_another_loss
 from common.files import UserError, first_line, friendly_errors
 from common.machine import (
     caught_signals,
@@ -742,6 +742,8 @@ def run(s, c, data, record, machine, argv):
     model = make_model(s, c, data, device, source, weights)
     runs.check_kernels(model, machine.dtype)
     scan = choose_scan(model, machine)
+    if machine.rank == 0:
+        tell_of_another_loss(model)
     if is_sharded:
         parallel.shard_model(model, device, s.shard)
     if not s.eval_only:

@@ -4,8 +4,10 @@ Read `generate` first, then `Decoder`, which it drives. A model decodes by its `
 neither, or whose `extend` gives other logits than `logits` after an edit of one of them, decodes by its `logits`,
 through `Recomputing`.
 """
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.nn as nn
@@ -267,21 +269,64 @@ def extend_error(model) -> float:
     def centred(logits):
         logits = logits[..., :config.n_ids].float()
         return logits - logits.mean(-1, keepdim=True)
+    with evaluating(model), torch.autocast(device.type, enabled=False):
+        wanted = centred(model.logits(idx))
+        cache = model.new_cache(1, T, max_run=4)
+        for run in idx.split([*cuts, T - sum(cuts)], 1):
+            if run.shape[1] <= cache.max_run:
+                model.extend((run + 1) % config.n_ids, cache)
+                cache.rollback(run.shape[1])
+            found.append(model.extend(run, cache, all_positions=True))
+    return ((centred(torch.cat(found, 1)) - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+
+
+def tell_of_another_loss(model) -> None:
+    """Says so, in one line, where a model trains by another loss than that of its `logits`, by which it decodes."""
+    error = loss_error(model)
+    if error > 0.001:
+        say_once(f'{type(model).__module__}: the loss that it trains by differs from that of its logits, by '
+                 f"{error:.1g} of their size: texts and tasks would be another model's. What is edited in logits, "
+                 'after the head, belongs in forward too')
+
+
+@torch.no_grad()
+def loss_error(model) -> float:
+    """How far apart `forward` and `logits` of a model with fp32 weights are, over the rms of `logits`.
+
+    By how much the nats of some targets exceed those of others, as that does not depend on whether ids that pad the
+    vocabulary count. On random ids, a horizon and 20, or `model.exact_len` where that is less, with the end
+    of a document.
+    """
+    config, device = model.config, next(model.parameters()).device
+    if device.type == 'meta':  # there are no numbers
+        return 0.0
+    T = 20 + getattr(config, 'horizon', 0)
+    generator, T = torch.Generator().manual_seed(0), min(T, getattr(model, 'exact_len', None) or T)
+    idx, *targets = torch.randint(config.n_ids, (3, 1, T), generator=generator)
+    if config.eos_id is not None:
+        if T > 2:
+            idx[:, T // 2] = config.eos_id
+        targets = [ids.masked_fill(idx == config.eos_id, -1) for ids in targets]
+    idx, targets = idx.to(device), [ids.to(device) for ids in targets]
+    cuda = [device] if device.type == 'cuda' else []  # whose generator stays as it is, too
+    with evaluating(model), torch.autocast(device.type, enabled=False), torch.random.fork_rng(cuda):
+        nats = [model(idx, ids)['nll'] for ids in targets]
+        logits = model.logits(idx)[..., :config.n_ids].float().log_softmax(-1)
+    wanted = [F.cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=-1) for ids in targets]
+    size = (logits - logits.mean(-1, keepdim=True)).square().mean().sqrt().clamp(min=0.01)
+    return ((nats[0] - nats[1] - wanted[0] + wanted[1]).abs() / size).item()
+
+
+@contextlib.contextmanager
+def evaluating(model) -> Iterator[None]:
+    """The model in eval mode, then each module as it was."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.autocast(device.type, enabled=False):
-            wanted = centred(model.logits(idx))
-            cache = model.new_cache(1, T, max_run=4)
-            for run in idx.split([*cuts, T - sum(cuts)], 1):
-                if run.shape[1] <= cache.max_run:
-                    model.extend((run + 1) % config.n_ids, cache)
-                    cache.rollback(run.shape[1])
-                found.append(model.extend(run, cache, all_positions=True))
+        yield
     finally:
         for module, is_training in modes.items():
             module.training = is_training
-    return ((centred(torch.cat(found, 1)) - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
 
 
 @functools.cache

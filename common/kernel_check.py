@@ -1,8 +1,9 @@
-"""The kernels of attn_kernels.py, compared with their references on the device where they are to run.
+"""The fast forms of attn_kernels.py, compared with what defines them before their first use.
 
-Compilers have got kernels wrong on new GPUs, and training went on in silence. So before their first use on a device
-each is compared with its reference in float64, on that device; what is wrong there, PyTorch's own operators do instead.
-KERNEL_CHECK=0 in the environment leaves the check out.
+`check_operators`: those in PyTorch's operators. Where one place alone is edited, as `visible`, the definition trains.
+`check_kernels`: then the Triton kernels, on the device where they are to run. Compilers have got kernels wrong on new
+GPUs, and training went on in silence; what is wrong there, PyTorch's own operators do instead.
+KERNEL_CHECK=0 in the environment leaves the checks out.
 """
 import functools
 import math
@@ -11,7 +12,6 @@ import sys
 import time
 
 import torch
-import torch.nn.functional as F
 
 import attn_kernels as K
 
@@ -24,15 +24,18 @@ KERNEL_TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 0.
 
 @functools.cache
 def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
-    """Compares the fused loss, attention and decoding with their references: what is found wrong is not used.
+    """Compares the kernels of loss, attention and decoding with their references: what is found wrong is not used.
 
     device: torch.device; dtype: of queries, keys and values; head_size: None for a model without attention; group:
     query heads for each key head; two_streams: attention of two streams, else of one. Call it before torch.compile.
 
     A line on stderr says what was found, or what is refused, what runs instead and what to report. Returns
     {'loss', 'attention' or 'decoding': why it is refused}; None where no kernel runs, or with KERNEL_CHECK=0. It is
-    done once in a process. With several processes all must come here, and what one refuses none uses.
+    done once in a process, after `check_operators`. With several processes all must come here, and what one refuses
+    none uses.
     """
+    if KERNEL_CHECK and not K.REFERENCE and not K.KERNELS_ON_CPU:  # where these run in place of the operators
+        check_operators(has_attention=head_size is not None)
     has_kernels = K.triton is not None and (device.type == 'cuda' or K.KERNELS_ON_CPU) and dtype != torch.float64
     if not KERNEL_CHECK or K.REFERENCE or not has_kernels:
         return None
@@ -51,13 +54,12 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
         largest = max(largest, found[where])
         if found[where] > KERNEL_TOLERANCE[dtype]:
             failed[name] = f'differs from its reference by {found[where]:.1%} of a row in {where}'
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed:
+    if _is_distributed():
         of_all = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(of_all, failed)
         failed = {name: why for of_one in of_all for name, why in of_one.items()}
     K.refused.update(failed)
-    if not distributed or torch.distributed.get_rank() == 0:
+    if not _is_distributed() or torch.distributed.get_rank() == 0:
         _say_what_was_found(failed, checks, largest, time.perf_counter() - start, *case)
     return failed
 
@@ -77,6 +79,37 @@ def _say_what_was_found(failed, checks, largest, seconds, device, dtype, head_si
               file=sys.stderr, flush=True)
 
 
+@functools.cache
+def check_operators(has_attention=True):
+    """Compares PyTorch's forms of attention, loss, norm and rotation with what defines them, forward and backward.
+
+    On the CPU, in fp32, in a tenth of a second. The definition of attention is `attention_reference`, with `visible`;
+    of the loss the one with all logits in memory; of the gradients of norm and rotation, which are written by hand,
+    autograd's of the forward. What differs, as after an edit of one place alone, is not used from then on, and a line
+    on stderr says so. Returns {name: why}.
+    """
+    checks = {'loss': _loss_differences, 'norm': _norm_differences, 'rotation': _rotation_differences}
+    if has_attention:
+        checks['attention'] = _tile_differences
+    failed = {}
+    for name, differences in checks.items():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast('cpu', enabled=False):
+            found = differences(torch.device('cpu'), torch.float32)
+        where = max(found, key=found.get)
+        if found[where] > KERNEL_TOLERANCE[torch.float32]:
+            failed[name] = f'differs from its definition by {found[where]:.1%} of a row in {where}'
+    K.refused.update(failed.keys() - {'attention'})
+    K.REFERENCE = 'attention' in failed
+    for name, why in failed.items() if not _is_distributed() or torch.distributed.get_rank() == 0 else ():
+        print(f'attn_kernels: the fast form of {name} {why}. The definition runs instead, slower. After an edit of it '
+              'that is as it should be; to be fast again, the fast form needs the same', file=sys.stderr, flush=True)
+    return failed
+
+
+def _is_distributed():
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _row_difference(got, want):
     """The largest difference of a row (the last axis), relative to the row, or to a typical one where that is more."""
     size = torch.linalg.vector_norm(want, dim=-1)
@@ -93,7 +126,8 @@ def _differences_with_gradients(fast, reference, inputs, names):
         out = function(*leaves)
         weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64)
         cotangent = (40 * weights).sin().view(out.shape).to(inputs[0].dtype).to(dtype)
-        results.append([out, *torch.autograd.grad(out, leaves, cotangent)])
+        # a sum, as the cotangent as an argument of its own would import a second's worth of PyTorch
+        results.append([out, *torch.autograd.grad((out * cotangent).sum(), leaves)])
     return {name: _row_difference(got.detach(), want.detach()) for name, got, want in zip(names, *results)}
 
 
@@ -109,8 +143,50 @@ def _loss_differences(device, dtype, *_):
         return K._fused_losses(hidden.unsqueeze(0), weight, targets, None, None, True, 256 * 1000)[0].reshape(1)
 
     def reference(hidden, weight):
-        return F.cross_entropy(hidden @ weight.T, targets, ignore_index=-1).reshape(1)
+        return K.linear_cross_entropy_reference(hidden, weight, targets).reshape(1)
     return _differences_with_gradients(fast, reference, [hidden, weight], names)
+
+
+def _norm_differences(device, dtype):
+    """Of `rms_norm` and its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((9, 24), (24,)))
+    return _differences_with_gradients(lambda x, weight: K.rms_norm(x, weight, 1e-3),
+                                       lambda x, weight: K._rms_norm(x, weight, 1e-3, x.dtype)[0], [x, weight],
+                                       ('the output', 'the gradient of x', 'the gradient of the weight'))
+
+
+def _rotation_differences(device, dtype):
+    """Of `rotate` and its gradient."""
+    x = torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    table = K.rope_table(torch.arange(9, device=device), 8, 100.0)
+    return _differences_with_gradients(lambda x: K.rotate(x, *table), lambda x: K._rotate(x, *table), [x],
+                                       ('the output', 'the gradient'))
+
+
+def _tile_differences(device, dtype):
+    """Of attention of one stream and of two, and of its gradients: a whole window; documents and a window."""
+    T = 2 * K.QUERY_ROWS + 40  # longer, and tiles skip keys
+    x = torch.randn(1, 2, T, 6, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    q, k, v = x.split([2, 2, 2], -2)
+    idx = torch.zeros(1, T, dtype=torch.int64, device=device)
+    idx[:, [T // 8, T // 2]] = 1
+
+    def differences(pattern, doc_start, window):
+        def of_one(attend):
+            return lambda q, k, v: attend(q[:, 0], k[:, 0], v[:, 0], doc_start, window)
+
+        def of_two(attend):
+            return lambda q, k, v: attend(q, k, v, [None, window], doc_start)
+        found = {}
+        for streams, fast, reference in (
+                ('one stream', of_one(K.attention), of_one(K.attention_reference)),
+                ('two streams', of_two(K.two_stream_attention), of_two(K.two_stream_attention_reference))):
+            names = [f'{name}, {streams}, {pattern}' for name in ('the output', 'dq', 'dk', 'dv')]
+            found |= _differences_with_gradients(fast, reference, [q, k, v], names)
+        return found
+    return (differences('all of the past', None, None)
+            | differences('documents and a window', K.document_starts(idx, 1), 20))
 
 
 def _check_case(device, dtype, head_size, group, two_streams):

@@ -1,10 +1,12 @@
 """Every fast form in attn_kernels.py against its reference in float64: values and gradients."""
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import run_apart
 from test_models import make, some_tokens
 
 import attn_kernels as K
+from common import kernel_check
 
 
 def documents(kind, B, T):
@@ -117,6 +119,79 @@ def test_an_edit_of_the_reference_is_decoded_too(variant, monkeypatch):
     want, cache = model.logits(idx)[..., :60], model.new_cache(2, 9)
     got = [model.extend(idx[:, a:b], cache, all_positions=True) for a, b in ((0, 5), (5, 8), (8, 9))]
     assert (torch.cat(got, 1)[..., :60] - want).abs().max() < 1e-5 < (want - unedited).abs().max()
+
+
+def even(visible):
+    """An edit of the pattern: only keys at even distances."""
+    def edited(query_pos, key_pos, doc_start=None, window=None):
+        return visible(query_pos, key_pos, doc_start, window) & (
+            (query_pos.unsqueeze(-1) - key_pos.unsqueeze(-2)) % 2 == 0)
+    return edited
+
+
+def ahead(visible):
+    """One that widens it: the next key too. The tiles and the fused kernel leave it out."""
+    return lambda query_pos, *rest: visible(query_pos + 1, *rest)
+
+
+def mean_size(rms_norm):
+    """An edit of the norm, whose gradient by hand is then wrong."""
+    def edited(x, weight, eps, dtype):
+        size = x.abs().mean(-1, keepdim=True) + eps
+        return x / size * weight, 1 / size
+    return edited
+
+
+def squared(rotate):
+    return lambda x, cos, sin: rotate(x.square(), cos, sin)
+
+
+def smoothed(loss):
+    return lambda hidden, weight, targets, row_weights=None: F.cross_entropy(
+        hidden @ weight.T, targets, ignore_index=-1, label_smoothing=0.5)
+
+
+@pytest.fixture
+def fast_forms(monkeypatch):
+    """`attn_kernels` as at its import, before and after the test: nothing is refused."""
+    monkeypatch.setattr(K, 'use_triton', lambda q: False)
+    monkeypatch.setattr(K, 'KERNELS_ON_CPU', False)
+    monkeypatch.setattr(K, 'REFERENCE', False)
+    monkeypatch.setattr(K, 'refused', set())
+    kernel_check.check_operators.cache_clear()
+    yield
+    kernel_check.check_operators.cache_clear()
+
+
+@pytest.mark.parametrize(('name', 'edit', 'form'), [
+    ('visible', even, 'attention'), ('visible', ahead, 'attention'), ('_rms_norm', mean_size, 'norm'),
+    ('_rotate', squared, 'rotation'), ('linear_cross_entropy_reference', smoothed, 'loss')])
+def test_an_edit_of_a_definition_alone_trains(name, edit, form, fast_forms, monkeypatch, capsys):
+    model, idx = make('standard'), some_tokens(2, 300)
+
+    def trained():
+        parameters = [p for _, p in sorted(model.named_parameters())]
+        loss = model(idx[:, :-1], idx[:, 1:])['loss']
+        return loss, torch.autograd.grad(loss, parameters)
+    assert kernel_check.check_operators() == {} and not K.refused and not K.REFERENCE
+    unedited, _ = trained()
+    kernel_check.check_operators.cache_clear()
+    monkeypatch.setattr(K, name, edit(getattr(K, name)))
+    assert set(kernel_check.check_operators()) == {form}
+    assert f'attn_kernels: the fast form of {form} differs' in capsys.readouterr().err
+    loss, gradients = trained()
+    assert abs(loss - unedited) > 1e-3
+    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                 for i, p in enumerate(gradients)]
+    slope = sum((g.double() * d).sum() for g, d in zip(gradients, direction))
+    model.double()
+    step, losses = 1e-7, []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for (_, p), d in zip(sorted(model.named_parameters()), direction):
+                p.add_(d, alpha=sign * step)
+        losses.append(model(idx[:, :-1], idx[:, 1:])['loss'].item())
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope.item(), rel=1e-3)  # gradients are the edit's
 
 
 @pytest.mark.parametrize('T', [40, 300])  # one mask, and one a tile

@@ -5,6 +5,7 @@ import pytest
 import torch
 from test_models import VARIANTS, make, some_tokens
 
+import model_context_ready
 import model_standard
 from attn_kernels import attention, document_starts, rope_table, rotate
 from common import decoding
@@ -48,6 +49,39 @@ def test_an_edit_of_whole_windows_alone_is_decoded_and_scored_as_edited(model, c
     assert nats == pytest.approx(logits.gather(1, torch.tensor(continuation)[:, None]).sum().item(), abs=1e-4)
     err = capsys.readouterr().err
     assert err.count('extend, by which it decodes, differs from logits by') == 1, err
+
+
+@pytest.mark.parametrize('variant', ['standard, documents', 'sps', 'context_ready', 'nextlat', 'bst', 'gpn', 'gdn'])
+def test_an_edit_of_the_logits_alone_is_said_to_be_no_part_of_the_loss(variant, capsys, monkeypatch):
+    model = make(variant).train()
+    decoding.say_once.cache_clear()
+    before = torch.random.get_rng_state()
+    decoding.tell_of_another_loss(model)
+    assert capsys.readouterr().err == '' and model.training and (torch.random.get_rng_state() == before).all()
+    logits = model.logits
+    monkeypatch.setattr(model, 'logits', lambda idx: 2 * torch.tanh(logits(idx)))
+    decoding.tell_of_another_loss(model)
+    assert 'the loss that it trains by differs from that of its logits, by' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_no_model_is_taken_for_one_of_another_loss(variant):
+    assert decoding.loss_error(make(variant)) < 1e-5
+
+
+@pytest.mark.parametrize('variant', ['roformer', 'context_ready, documents, window', 'context_ready, bptt'])
+def test_an_edit_of_context_readys_windows_reaches_its_logits_and_is_decoded(variant, capsys, monkeypatch):
+    model, idx = make(variant), some_tokens(1, 20, 1)
+    decoding.say_once.cache_clear()
+    plain, table = model.logits(idx), model_context_ready.rope_table
+    # positions of whole windows alone: the cache makes its own table
+    monkeypatch.setattr(model_context_ready, 'rope_table', lambda position, D, theta, scaling: table(
+        3 * position, D, theta, scaling))
+    model.scan_report = {'scan': 'loop', 'device': 'cpu', 'unused': []}
+    edited = model.logits(idx)
+    assert (edited - plain)[..., :59].abs().max() > 1e-3
+    new, = generate(model, idx.tolist(), 1, temperature=0)
+    assert new == [edited[0, -1].argmax()] and 'differs from logits' in capsys.readouterr().err
 
 
 def test_an_extend_that_fails_is_said_and_done_without(model, capsys, monkeypatch):

@@ -225,25 +225,25 @@ class _TiledAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, tiles):
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (x.transpose(2, 3).contiguous() for x in (q * q.shape[-1] ** -0.5, k, v))
-            out, kept = torch.empty_like(q), []  # (B, streams, H, T, D)
+            out, saved = torch.empty_like(q), []  # (B, streams, H, T, D)
             for tile in tiles:
                 q_tile, k_tile, v_tile = _rows_of_tile(q, k, v, tile)
                 p = _probabilities(q_tile, k_tile, tile)
                 out[:, :, :, tile[0]] = (p @ v_tile).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
                 if any(ctx.needs_input_grad) and q.shape[3] <= DENSE_T:
-                    kept.append(p)
-        ctx.save_for_backward(q, k, v, *kept)
+                    saved.append(p)
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.tiles = tiles
         return out.transpose(2, 3)
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *saved = ctx.saved_tensors
         grad = grad.transpose(2, 3)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for i, tile in enumerate(ctx.tiles):
             q_tile, k_tile, v_tile = _rows_of_tile(q, k, v, tile)
-            p = kept[i] if kept else _probabilities(q_tile, k_tile, tile)
+            p = saved[i] if saved else _probabilities(q_tile, k_tile, tile)
             rows, keys, _ = tile
             grad_tile = grad[:, :, :, rows].transpose(1, 2).flatten(2, 3)
             dp = grad_tile @ v_tile.transpose(-2, -1)

@@ -540,7 +540,8 @@ def print_table(columns: dict[str, dict[str, float]]) -> None:
     width = max(map(len, rows), default=0)
     print(' ' * width, *(f'{name[-20:]:>20}' for name in columns))
     for row in rows:
-        print(f'{row:{width}}', *(f'{values.get(row, math.nan):20,.4f}' for values in columns.values()))
+        print(f'{row:{width}}', *(f'{values[row]:20,.4f}' if row in values else f'{"-":>20}'
+                                  for values in columns.values()))
 
 
 def chosen(s: Settings) -> tuple[list[str], list[str]]:

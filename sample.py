@@ -26,13 +26,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-os.environ.setdefault('GOMP_SPINCOUNT', '5000')  # before torch: threads that wait soon leave the core to others
-
 from common.decoding import check_sampling, decodable, generate, roomy_cache
 from common.files import UserError, friendly_errors
 from common.int8 import check_weights_setting, prepare_weights
 from common.machine import pick_device, pick_dtype
-from common.runs import load_run, same_vocabulary
+from common.runs import load_run, read_run, same_vocabulary
 from common.settings import check_ranges, load_settings
 from common.speculative import longest_draft, read_length, speculative_generate, weight_bytes
 from data.tokenizers import load_tokenizer
@@ -120,8 +118,9 @@ def fit(ids: list[int], n_new: int, truncate: bool, block_size: int) -> list[int
         raise UserError(f'max_new_tokens = {n_new} leaves no room for a prompt in the context of {block_size} tokens: '
                         'lower it')
     if len(ids) > room and not truncate:
+        lower = 'lower max_new_tokens, or ' if len(ids) <= block_size else ''
         raise UserError(f'a prompt of {len(ids)} tokens and {n_new} new ones do not fit the context of '
-                        f'{block_size}: lower max_new_tokens, or use --truncate to keep the end of the prompt')
+                        f'{block_size}: {lower}use --truncate to keep the end of the prompt')
     return ids[-room:]
 
 
@@ -236,6 +235,7 @@ def main(argv: list[str] | None = None) -> None:
         if not positional:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
         run, *given = positional
+        read_run(run)  # a sentence, where it is none, before prompts are read
         is_typed = not given and not s.file and sys.stdin.isatty()
         texts = None if is_typed else read_prompts(s, given)
         device = pick_device(s.device)

@@ -31,8 +31,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault('GOMP_SPINCOUNT', '5000')  # before torch: threads that wait soon leave the core to others
-
 import torch
 import torch.distributed as dist
 

@@ -372,7 +372,10 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     """Holds the lock of a run folder for its one writer. One that it made, and in which nothing was written, goes."""
     folder = Path(folder)
     was_there = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f'the run folder {folder} cannot be made ({error.strerror}): give another --out_dir')
     with locked(folder):
         try:
             if is_new:

@@ -8,7 +8,9 @@ def quiet_start() -> None:
     """Ctrl-C ends the imports without a traceback, and standard files that the shell closed (`>&-`) are there again.
 
     What a terminal cannot show is shown as its code. `friendly_errors` of files.py takes over after the imports.
+    PyTorch's threads that wait soon leave the core to others: OpenMP reads this as it is loaded.
     """
+    os.environ.setdefault('GOMP_SPINCOUNT', '5000')
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number, name, mode in ((0, 'stdin', 'r'), (1, 'stdout', 'w'), (2, 'stderr', 'w')):

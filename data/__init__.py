@@ -3,6 +3,7 @@
 A file of this folder is built-in data if it has `build(folder)`, which writes shards (shards.py), or a dataclass
 `Task`, whose rows are made when they are read (tasks.py).
 """
+import difflib
 import hashlib
 import importlib
 import json
@@ -38,8 +39,10 @@ def open_data(name) -> Data | Generated:
         raise UserError(f'{folder} is a part of data alone: make a data folder of all its parts with python '
                         'prepare_fineweb.py --merge PARTS --out_dir=DATA')
     if not build and not (folder / 'meta.json').is_file():
-        raise UserError(f'no data at {folder}: expected a folder with meta.json or with .txt files, '
-                        f'or built-in data ({", ".join(builtin_data())})')
+        near = difflib.get_close_matches(str(name), builtin_data(), 1)
+        meant = f' (did you mean {near[0]!r}?)' if near else ''
+        raise UserError(f'no data at {folder}{meant}: expected a .txt file, a folder with meta.json or with .txt '
+                        f'files, or built-in data ({", ".join(builtin_data())})')
     if build and not folder.exists():
         print(f'building {folder} ...', flush=True)
         try:

@@ -212,8 +212,10 @@ def test_damaged_data_is_a_sentence(copy):
     meta = copy / 'meta.json'
     meta.write_text(meta.read_text()[:50])
     expect(f'{copy}/meta.json is damaged', lambda: Data(copy))
-    expect('no data at nowhere: expected a folder with meta.json or with .txt files, or built-in data (a5, countdown, '
-           'manhattan, path_star, pointer_chasing, python_docs, recall)', lambda: data.open_data('nowhere'))
+    expect('no data at python_dogs (did you mean', lambda: data.open_data('python_dogs'))
+    expect('no data at nowhere: expected a .txt file, a folder with meta.json or with .txt files, or built-in data '
+           '(a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)',
+           lambda: data.open_data('nowhere'))
 
 
 def flip_bit(path, rng):

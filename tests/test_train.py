@@ -245,6 +245,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     (['--block_size=100000'], ['too few for windows of block_size = 100000']),
     (['--dtype=float8'], ["dtype is 'float8'"]),
     (['--data=/nowhere'], ['no data at /nowhere']),
+    (['--out_dir=/dev/null/run'], ['the run folder /dev/null/run cannot be made (Not a directory)']),
     (['--resume'], ['is not a run folder']),
     (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
     (['--window=-1'], ['window = -1: expected 0 or more']),

@@ -136,6 +136,17 @@ def keep_freed_memory() -> None:
 
 
 @torch.no_grad()
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch on one thread: a process forked from one that used OpenMP's others would wait for these in vain."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
+
+
 def is_faster(f, g, x, share: float = 0.9, seconds: float = 0.002, clock=time.perf_counter) -> bool:
     """Whether f(x) takes less than this share of the time of g(x), by `clock`.
 

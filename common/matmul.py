@@ -10,7 +10,7 @@ import warnings
 import torch
 
 from common.files import UserError
-from common.machine import is_faster
+from common.machine import is_faster, one_thread
 from common.parallel import first_of_all
 
 SMALLEST = 2 ** 20  # multiplications of a product that oneDNN is given: it takes 10 us to start
@@ -78,16 +78,9 @@ def _is_whole(x) -> bool:
 
 
 def _onednn_is_faster() -> bool:
-    """On one thread, in its own processor time, which other programs leave alone.
-
-    OpenMP's other threads would be waited for in vain in a process forked from one that used them.
-    """
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    """On one thread, in its own processor time, which other programs leave alone."""
+    with one_thread():
         return is_faster(_by_onednn, _by_blas, torch.ones(256, 256), share=0.75, seconds=0.01, clock=time.thread_time)
-    finally:
-        torch.set_num_threads(n_threads)
 
 
 def _by_blas(x):

@@ -24,7 +24,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.benchmarks': {'common.files'},
     'common.memory': {'attn_kernels'},
     'common.muon': set(),
-    'common.kernel_check': {'attn_kernels'},
+    'common.kernel_check': {'attn_kernels', 'common.machine'},
     'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans.delta_rule'},

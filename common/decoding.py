@@ -282,7 +282,14 @@ def extend_error(model) -> float:
 
 def tell_of_another_loss(model) -> None:
     """Says so, in one line, where a model trains by another loss than that of its `logits`, by which it decodes."""
-    error = loss_error(model)
+    try:
+        error = loss_error(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as fault:  # of logits; what forward raises ends training
+        say_once(f'{type(model).__module__}: its loss cannot be compared with its logits ({type(fault).__name__}: '
+                 f'{first_line(fault)})')
+        return
     if error > 0.001:
         say_once(f'{type(model).__module__}: the loss that it trains by differs from that of its logits, by '
                  f"{error:.1g} of their size: texts and tasks would be another model's. What is edited in logits, "

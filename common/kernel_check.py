@@ -49,7 +49,7 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 found = differences(*case)
         except Exception as error:  # of Triton's compiler, for one
-            failed[name] = f'fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})'
+            failed[name] = f'fails ({_first_line(error)})'
             continue
         where = max(found, key=found.get)
         largest = max(largest, found[where])
@@ -60,8 +60,7 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
         torch.distributed.all_gather_object(of_all, failed)
         failed = {name: why for of_one in of_all for name, why in of_one.items()}
     K.refused.update(failed)
-    if not _is_distributed() or torch.distributed.get_rank() == 0:
-        _say_what_was_found(failed, checks, largest, time.perf_counter() - start, *case)
+    _say_what_was_found(failed, checks, largest, time.perf_counter() - start, *case)
     return failed
 
 
@@ -70,14 +69,13 @@ def _say_what_was_found(failed, checks, largest, seconds, device, dtype, head_si
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else "Triton's interpreter"
     case = str(dtype)[6:] if head_size is None else f'{str(dtype)[6:]}, heads of {head_size}'
     if not failed:
-        print(f'kernels: {", ".join(checks)} equal their references on {where} ({case}), differences up to '
-              f'{largest:.1g} of a row; checked in {seconds:.1f} s', file=sys.stderr, flush=True)
+        _say(f'kernels: {", ".join(checks)} equal their references on {where} ({case}), differences up to '
+             f'{largest:.1g} of a row; checked in {seconds:.1f} s')
     for name, why in failed.items():
         arch = ' sm_{}{}'.format(*torch.cuda.get_device_capability(device)) if device.type == 'cuda' else ''
-        print(f"kernels: {name} {why} on {where}. PyTorch's own operators run instead, slower. Please report this "
-              f'line: {case}, {group} query heads for a key head, {1 + two_streams} streams,{arch} PyTorch '
-              f'{torch.__version__}, Triton {K.triton.__version__}. KERNEL_CHECK=0 in the environment skips the check',
-              file=sys.stderr, flush=True)
+        _say(f"kernels: {name} {why} on {where}. PyTorch's own operators run instead, slower. Please report this "
+             f'line: {case}, {group} query heads for a key head, {1 + two_streams} streams,{arch} PyTorch '
+             f'{torch.__version__}, Triton {K.triton.__version__}. KERNEL_CHECK=0 in the environment skips the check')
 
 
 @functools.cache
@@ -94,21 +92,34 @@ def check_operators(has_attention=True):
         checks['attention'] = _tile_differences
     failed = {}
     for name, differences in checks.items():
-        with one_thread(), torch.inference_mode(False), torch.enable_grad(), torch.autocast('cpu', enabled=False):
-            found = differences(torch.device('cpu'), torch.float32)
+        try:
+            with one_thread(), torch.inference_mode(False), torch.enable_grad(), torch.autocast('cpu', enabled=False):
+                found = differences(torch.device('cpu'), torch.float32)
+        except Exception as error:  # an edit that the comparison cannot follow, as another signature
+            _say(f'attn_kernels: {name} cannot be compared with its definition ({_first_line(error)})')
+            continue
         where = max(found, key=found.get)
         if found[where] > KERNEL_TOLERANCE[torch.float32]:
             failed[name] = f'differs from its definition by {found[where]:.1%} of a row in {where}'
+            _say(f'attn_kernels: the fast form of {name} {failed[name]}. The definition runs instead, slower. After an '
+                 'edit of it that is as it should be; to be fast again, the fast form needs the same')
     K.refused.update(failed.keys() - {'attention'})
-    K.REFERENCE = 'attention' in failed
-    for name, why in failed.items() if not _is_distributed() or torch.distributed.get_rank() == 0 else ():
-        print(f'attn_kernels: the fast form of {name} {why}. The definition runs instead, slower. After an edit of it '
-              'that is as it should be; to be fast again, the fast form needs the same', file=sys.stderr, flush=True)
+    K.REFERENCE = K.REFERENCE or 'attention' in failed
     return failed
 
 
 def _is_distributed():
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _say(line):
+    """A line on stderr, of the first process."""
+    if not _is_distributed() or torch.distributed.get_rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _first_line(error):
+    return f'{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}'
 
 
 def _row_difference(got, want):

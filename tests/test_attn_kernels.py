@@ -194,6 +194,12 @@ def test_an_edit_of_a_definition_alone_trains(name, edit, form, fast_forms, monk
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope.item(), rel=1e-3)  # gradients are the edit's
 
 
+def test_an_edit_that_the_comparison_cannot_follow_is_said_and_runs(fast_forms, monkeypatch, capsys):
+    monkeypatch.delattr(K, '_rms_norm')
+    assert kernel_check.check_operators(has_attention=False) == {} and not K.refused
+    assert 'norm cannot be compared with its definition (NameError: ' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('T', [40, 300])  # one mask, and one a tile
 def test_layers_that_share_documents_share_masks(T, monkeypatch):
     made, visible = [], K.visible

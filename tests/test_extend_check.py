@@ -62,6 +62,9 @@ def test_an_edit_of_the_logits_alone_is_said_to_be_no_part_of_the_loss(variant, 
     monkeypatch.setattr(model, 'logits', lambda idx: 2 * torch.tanh(logits(idx)))
     decoding.tell_of_another_loss(model)
     assert 'the loss that it trains by differs from that of its logits, by' in capsys.readouterr().err
+    monkeypatch.setattr(model, 'logits', lambda: None)
+    decoding.tell_of_another_loss(model)
+    assert 'its loss cannot be compared with its logits (TypeError: ' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('variant', VARIANTS)

@@ -278,13 +278,12 @@ def test_verdicts_are_computed_again_from_the_file(judged):
 
 
 def test_committed_verdicts_are_those_of_their_numbers():
-    for path in (ROOT / 'bench/results').glob('claims*.csv'):
-        with path.open(newline='') as file:
-            rows = list(csv.DictReader(file))
-        for row, found in zip(rows, claims.judged_again(path), strict=True):
-            for key in ('difference', 'low', 'high', 'p'):
-                number = float(row[key]) if row[key] else None
-                assert found[key] == pytest.approx(number), (path.name, row['name'], key)
+    folder = ROOT / 'bench/results/claims'
+    rows = claims.read_claims(folder / 'claims.csv')
+    for row, found in zip(rows, claims.judged_again(folder / 'claims.csv'), strict=True):
+        for key in ('difference', 'low', 'high', 'p'):
+            assert found[key] == pytest.approx(float(row[key]) if row[key] else None), (row['name'], key)
+    assert (folder / 'claims.md').read_text() == claims.markdown(*claims.joined([folder]))
 
 
 def test_what_is_measured_is_not_measured_again(judged, monkeypatch):

@@ -64,6 +64,6 @@ def test_every_benchmark_has_files_of_its_own():
 
 def test_no_two_files_of_results_have_one_content():
     named = {}
-    for path in RESULTS.iterdir():
+    for path in RESULTS.rglob('*.*'):
         named.setdefault(path.read_bytes(), []).append(path.name)
     assert [names for names in named.values() if len(names) > 1] == []

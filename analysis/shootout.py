@@ -203,9 +203,10 @@ def listing(s: Settings, data) -> str:
 
 def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
     """Trains all that is not done yet: {(name, budget): runs, one a seed}."""
-    chosen, values, flops = {}, {}, {}
-    for name, (chosen[name], values[name], model) in shapes(s, data).items():
-        flops[name] = model.flops_per_token(s.block_size)
+    found = shapes(s, data)
+    chosen = {name: method for name, (method, _, _) in found.items()}
+    values = {name: own for name, (_, own, _) in found.items()}
+    flops = {name: model.flops_per_token(s.block_size) for name, (_, _, model) in found.items()}
     n_tokens = whole_steps(s, s.budget / flops['standard'])
     out.mkdir(parents=True, exist_ok=True)
 

@@ -301,15 +301,15 @@ def loss_error(model) -> float:
     """How far apart `forward` and `logits` of a model with fp32 weights are, over the rms of `logits`.
 
     By how much the nats of some targets exceed those of others, as that does not depend on whether ids that pad the
-    vocabulary count. On random ids, a horizon and 20, or `model.exact_len` where that is less, with the end
-    of a document.
+    vocabulary count. On random ids, a horizon and 20, or `model.exact_len` where that is less, with the end of a
+    document.
     """
     config, device = model.config, next(model.parameters()).device
     if device.type == 'meta':  # there are no numbers
         return 0.0
     T = 20 + getattr(config, 'horizon', 0)
-    generator, T = torch.Generator().manual_seed(0), min(T, getattr(model, 'exact_len', None) or T)
-    idx, *targets = torch.randint(config.n_ids, (3, 1, T), generator=generator)
+    T = min(T, getattr(model, 'exact_len', None) or T)
+    idx, *targets = torch.randint(config.n_ids, (3, 1, T), generator=torch.Generator().manual_seed(0))
     if config.eos_id is not None:
         if T > 2:
             idx[:, T // 2] = config.eos_id

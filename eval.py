@@ -24,7 +24,7 @@ these are too.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
-    quiet_start()
+    quiet_start(decodes=True)
 
 import contextlib
 import csv
@@ -452,7 +452,7 @@ def load_model(folder, s: Settings, weights: str | None) -> tuple:
     if device == 'cuda' and world() > 1:
         device = f'cuda:{torchrun_ranks()[2]}'
     model, record = load_run(folder, device, dtype, s.scan)
-    return prepare_weights(model, weights), record
+    return prepare_weights(model, weights, folder), record
 
 
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:

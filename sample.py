@@ -16,7 +16,7 @@ the same distribution. A model without `extend` is read anew for every token, by
 """
 if __name__ == '__main__':
     from common.start import quiet_start
-    quiet_start()
+    quiet_start(decodes=True)
 
 import codecs
 import os
@@ -132,7 +132,7 @@ def load_draft(folder, record: dict, device: str, dtype: str, weights: str | Non
     if not same_vocabulary(of_draft['data'], record['data']):
         drafts, own = (f'{data["tokenizer"]!r} with {data["n_ids"]} ids' for data in (of_draft['data'], record['data']))
         raise UserError(f'the draft run {folder} has tokenizer {drafts}, the run {own}: they must have one tokenizer')
-    return prepare_weights(draft, weights)
+    return prepare_weights(draft, weights, folder)
 
 
 def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         model, record = load_run(run, device, pick_dtype(s.dtype, device), s.scan)
         tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
         drafting, full_bytes = speculation(s, model, record, device), weight_bytes(model.modules())
-        prepare_weights(model, s.weights)
+        prepare_weights(model, s.weights, run)
         if s.weights is not None:
             print(f'int8 weights: a token reads {weight_bytes(model.modules()) / 2**20:.1f} MiB, '
                   f'{full_bytes / 2**20:.1f} MiB before', file=sys.stderr)

@@ -7,6 +7,7 @@
     python -m bench.context_ready   backpropagation through time, and few wide layers, beside the plain forms
     python -m bench.attention       the Triton attention kernels on a GPU beside PyTorch's
     python -m bench.attention_cpu   the forms of attention on CPU
+    python -m bench.spin            how long PyTorch's threads wait awake, alone and beside a busy program
     python -m bench.gpn             GPN's bounds on an H100; its scan beside the plain loop; with --jax, beside JAX
     python -m bench.prepare FILE    prepare_fineweb.py beside a plain loop of tiktoken
     python -m bench.evaluation      eval.py beside lm-eval's own model
@@ -34,6 +35,7 @@ from pathlib import Path
 import torch
 
 from common import runs
+from common.machine import cpu_facts
 
 RESULTS = Path(__file__).parent / 'results'
 FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaults)
@@ -113,10 +115,7 @@ def device_name() -> str:
     """The GPU, or the CPU and its threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    cpuinfo = Path('/proc/cpuinfo')
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(':')[1].strip() for line in lines if line.startswith('model name')]
-    return f'{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads'
+    return f'{cpu_facts().get("model name", platform.processor())}, {torch.get_num_threads()} threads'
 
 
 def where_and_when() -> dict:

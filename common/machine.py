@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -161,6 +162,14 @@ def is_faster(f, g, x, share: float = 0.9, seconds: float = 0.002, clock=time.pe
             least[side] = min(least[side], clock() - start)
         rounds += 1
     return least[f] < share * least[g]
+
+
+def cpu_facts() -> dict[str, str]:
+    """{'model name', 'flags'} of the first processor, as the system tells them; empty where it does not."""
+    cpuinfo = Path('/proc/cpuinfo')
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    facts = [line.partition(':')[::2] for line in lines if line.startswith(('model name', 'flags'))]
+    return {name.strip(): value.strip() for name, value in reversed(facts)}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

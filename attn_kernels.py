@@ -83,6 +83,9 @@ refused = set()
 # Up to this T, attention in tiles keeps its probabilities for the backward: faster (bench/attention_cpu.py), but T^2
 # memory.
 DENSE_T = 1024
+# Of two forms on a CPU, in bf16: tiles, and plain products over the slots of a cache, where PyTorch's fused attention
+# would do too. common/cpu_forms.py sets these to what is faster on the machine at hand.
+tiles_in_bf16 = products_over_slots = True
 QUERY_ROWS = 128  # of a tile on CPU, those of both streams: few enough to skip most of the upper triangle
 
 
@@ -142,8 +145,8 @@ def attention(q, k, v, doc_start=None, window=None):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _kernel_attention(q, k, v, doc_start, [window, None], 0).squeeze(1)
     k, v = (each_head(x, q.shape[2]) for x in (k, v))
-    dense = q.dtype == torch.bfloat16 and T <= DENSE_T  # else the fused kernel is faster, unless tiles skip something
-    if q.device.type == 'cpu' and (dense or not plain and T > 2 * QUERY_ROWS):
+    dense = tiles_in_bf16 and q.dtype == torch.bfloat16 and T <= DENSE_T
+    if q.device.type == 'cpu' and (dense or not plain and T > 2 * QUERY_ROWS):  # else tiles skip nothing
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _tiled_attention_on_cpu(q, k, v, [window], doc_start, 'input').squeeze(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
@@ -277,7 +280,7 @@ def slot_attention(q, k, v, mask):
     # the queries of all heads that read a key head are rows of one product
     q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = (mask if group == 1 else mask.repeat(1, group, 1)).unsqueeze(1)
-    if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and q.shape[2] <= 64:
+    if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and q.shape[2] <= 64 and products_over_slots:
         # k q^T reads the keys in order, q k^T does not
         scores = (k @ (q * q.shape[-1] ** -0.5).transpose(-2, -1)).transpose(-2, -1)
         out = torch.where(mask, scores, float('-inf')).softmax(-1) @ v

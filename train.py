@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from common import checkpoint, parallel, runs
+from common.cpu_forms import use_attention
 from common.decoding import generate, has_right_extend, tell_of_another_loss
 from common.files import UserError, first_line, friendly_errors
 from common.machine import (
@@ -109,6 +110,7 @@ class Settings:
     device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
     dtype: str = 'auto'  # of the products: bfloat16 or float32, weights are fp32; auto: bfloat16 where it is faster
     matmul: str = 'auto'  # fp32 products on a CPU: blas (PyTorch's own), onednn, or auto, the faster one here
+    attention: str = 'auto'  # in bf16 on a CPU: tiles, fused (PyTorch's own), or auto, the faster one here
     compile: bool | None = None  # torch.compile; None: on GPUs (bench.train_step nanogpt: on a CPU it gains 1% to 18%)
     parallel: str = 'ddp'  # several processes: ddp, each holds the whole model; fsdp, each a part of every weight
     shard: int | None = None  # with fsdp: processes that share one copy of the weights; None: all
@@ -129,7 +131,8 @@ class Settings:
 MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
     'resume', 'overwrite', 'eval_only', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
-    'wandb_project', 'device', 'matmul', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
+    'wandb_project', 'device', 'matmul', 'attention', 'compile', 'parallel', 'shard', 'threads', 'make_data',
+    'assumed_ids',
     'data',  # where it lies: what it holds is compared by its checksum
     'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
@@ -721,6 +724,7 @@ def run(s, c, data, record, machine, argv):
     device, world = machine.device, machine.world
     machine.dtype = pick_dtype(s.dtype, device.type, is_large)
     s.matmul = use_matmul(s.matmul, device.type, machine.dtype)
+    s.attention = use_attention(s.attention, device.type, machine.dtype, s.block_size)
     is_compiled = s.compile if s.compile is not None else device.type == 'cuda'
     is_sharded = s.parallel == 'fsdp' and world > 1 and not s.eval_only
     by_onednn = ' by oneDNN' if s.matmul == 'onednn' and machine.dtype == torch.float32 else ''

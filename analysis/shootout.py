@@ -39,7 +39,8 @@ from analysis.outcomes import final_loss, n_parameters, settings_of, speed, trai
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
-from common.decoding import Decoder, decodable, generate, pack_weights, roomy_cache
+from common.cpu_forms import pack_weights
+from common.decoding import Decoder, decodable, generate, roomy_cache
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device, pick_dtype
 from common.runs import blank_model, blank_run, load_run, read_log

@@ -15,7 +15,8 @@ is bound by memory.
 import torch
 
 from bench import alternate, apart, options, resident, write_results
-from common.decoding import generate, pack_weights, roomy_cache
+from common.cpu_forms import pack_weights
+from common.decoding import generate, roomy_cache
 from common.machine import pick_dtype
 from model_context_ready import Config, Model, fast
 from train import Settings, start_processes

@@ -11,7 +11,7 @@ import torch
 
 import model_standard
 from bench import alternate, options, write_results
-from common.decoding import pack_weights
+from common.cpu_forms import pack_weights
 from common.llama import to_llama
 from common.scoring import Scorer
 

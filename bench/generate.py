@@ -16,7 +16,8 @@ import torch
 
 import model_standard
 from bench import FAMILY, alternate, alternate_times, make_model, options, over_standard, write_results
-from common.decoding import generate, pack_weights
+from common.cpu_forms import pack_weights
+from common.decoding import generate
 from common.int8 import prepare_weights
 from common.llama import to_llama
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from bench import FAMILY, alternate, apart, make_model, over_standard, resident, write_results
-from common.decoding import generate, pack_weights, roomy_cache
+from common.cpu_forms import pack_weights
+from common.decoding import generate, roomy_cache
 from common.files import ROOT, UserError, friendly_errors
 from common.settings import check_ranges, load_settings, read_config_file
 

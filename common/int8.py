@@ -26,10 +26,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attn_kernels import constexpr, jit, tl, triton
-from common.decoding import has_right_extend, pack_weights
+from common.cpu_forms import Choices, choose_cache, pack_weights
+from common.decoding import has_right_extend
 from common.files import UserError
 
 X_ZERO = 128  # x8 is passed as x8 + 128, of 8 bits without a sign
+ROUND, LARGEST = torch.tensor(X_ZERO + 0.5), torch.tensor(127.0)  # tensors: operators are faster with them
 MAX_ROWS = 64  # of x that the kernel multiplies: more are bound by arithmetic, which the GPU's library is faster at
 
 
@@ -39,9 +41,19 @@ def check_weights_setting(weights: str | None) -> None:
         raise UserError(f'weights is {weights!r}: expected int8, or leave it out for the weights as they were trained')
 
 
-def prepare_weights(model: nn.Module, weights: str | None) -> nn.Module:
-    """Makes a model ready to decode, in place: with weights of 8 bits for 'int8', else with its own, packed."""
-    return pack_weights(model) if weights is None else quantize(model)
+def prepare_weights(model: nn.Module, weights: str | None, folder=None) -> nn.Module:
+    """Makes a model ready to decode, in place: with weights of 8 bits for 'int8', else with its own, packed.
+
+    folder: of its run, which keeps what is faster on this machine. With several processes all must come here.
+    """
+    choices = Choices(folder)
+    if weights is None:
+        pack_weights(model, choices)
+    else:
+        choose_cache(model, choices)
+        quantize(model)
+    choices.keep()
+    return model
 
 
 def quantize(model: nn.Module) -> nn.Module:
@@ -61,7 +73,7 @@ def quantize(model: nn.Module) -> nn.Module:
             weight, scale = int8_rows(module.weight.detach())
             if weight.device.type == 'cpu' and has_cpu_product():
                 weight = torch.ops.onednn.qlinear_prepack(weight, None)
-                module.forward = functools.partial(_cpu_linear, weight, scale, _zeros(scale), module.bias)
+                module.forward = functools.partial(_cpu_linear, weight, scale / LARGEST, _zeros(scale), module.bias)
             elif weight.device.type == 'cuda' and has_gpu_product(weight.device):
                 module.forward = functools.partial(_gpu_linear, weight, scale, module.bias)
             else:
@@ -79,17 +91,17 @@ def int8_rows(weight) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _cpu_linear(weight, w_scale, w_zeros, bias, x):
     """x (..., K) -> (..., N), with a packed weight; w_zeros: what stands for 0 in each of its rows, 0."""
-    rows = x.reshape(-1, x.shape[-1]).float()
-    x_scale = rows.abs().amax(-1, keepdim=True) / 127  # 0 for a vector of zeros: so is its product, whatever its x8
-    x8 = (rows / x_scale).add_(X_ZERO + 0.5).to(torch.uint8)  # which cuts off: the half rounds
-    y = _cpu_product(x8, weight, w_scale, w_zeros).mul_(x_scale)
+    rows = x.float()
+    largest = rows.abs().amax(-1, keepdim=True)  # 0 for a vector of zeros: so is its product, whatever its x8
+    x8 = torch.addcmul(ROUND, rows, LARGEST / largest).to(torch.uint8)  # which cuts off: the half in ROUND rounds
+    y = _cpu_product(x8, weight, w_scale, w_zeros).mul_(largest)
     if bias is not None:
         y += bias
-    return y.to(x.dtype).view(*x.shape[:-1], len(w_scale))
+    return y.to(x.dtype)
 
 
 def _cpu_product(x8, weight, w_scale, w_zeros):
-    """(x8 - 128) W^T times the scales of W's rows. x8 (M, K) uint8, weight packed -> (M, N) fp32."""
+    """(x8 - 128) W^T times the scales of W's rows. x8 (..., K) uint8, weight packed -> (..., N) fp32."""
     return torch.ops.onednn.qlinear_pointwise(x8, 1.0, X_ZERO, weight, w_scale, w_zeros, None, 1.0, 0, torch.float32,
                                               'none', [], '')
 

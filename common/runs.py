@@ -58,7 +58,8 @@ REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is r
 OF_EVALUATION = ('eval.jsonl', 'speculative.csv', 'speculative.png')  # what eval.py writes to a run folder
 LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
                   *(f'.{name}.writing' for name in ('config.json', *TOKENIZER_FILES))}
-UNSTATED = {'eval_seed': None}  # what older code did without a setting for it, where the default is another now
+# what older code did without a setting for it, where the default is another now
+UNSTATED = {'eval_seed': None, 'matmul': 'blas', 'attention': 'tiles'}
 
 
 # ---- models ----
@@ -398,7 +399,7 @@ def remove_run(folder) -> None:
         return
     for checkpoint in (*checkpoints(folder), *(folder / 'ckpt').glob('.writing_*')):
         shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png', *OF_EVALUATION, *tokenizer_files(folder / REPLACED)):
+    for name in ('log.jsonl', 'loss.png', 'decoding.json', *OF_EVALUATION, *tokenizer_files(folder / REPLACED)):
         if not (folder / name).is_dir():
             (folder / name).unlink(missing_ok=True)
     for name in ('ckpt', 'gpt2_vocabulary'):

@@ -69,7 +69,9 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch):
     """Packed weights and BLAS are always used, in this process: nothing depends on what is measured."""
-    monkeypatch.setattr('common.decoding.is_faster', lambda f, g, x: False)
+    monkeypatch.setattr('common.cpu_forms.is_faster', lambda f, g, x, **_: False)
+    monkeypatch.setattr('attn_kernels.tiles_in_bf16', True)
+    monkeypatch.setattr('attn_kernels.products_over_slots', True)
     monkeypatch.setattr('common.matmul.is_faster', lambda f, g, x, **_: False)
     monkeypatch.setattr('common.matmul._chosen', 'blas')
 

@@ -5,7 +5,7 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'matmul', 'runs', 'llama', 'decoding', 'speculative', 'scoring',
-          'benchmarks', 'memory', 'muon', 'kernel_check', 'parallel', 'int8', 'checkpoint'}
+          'benchmarks', 'memory', 'muon', 'kernel_check', 'parallel', 'int8', 'checkpoint', 'cpu_forms'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
@@ -17,8 +17,9 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.runs': {'common.files', 'common.settings', 'common.checkpoint', 'common.kernel_check', 'data'},
     'common.llama': {'common.files', 'common.runs', 'common.checkpoint', 'data'},
     'common.matmul': {'common.files', 'common.machine', 'common.parallel'},
-    'common.decoding': {'common.files', 'common.machine', 'common.parallel'},
-    'common.int8': {'common.files', 'common.decoding', 'attn_kernels'},
+    'common.decoding': {'common.files'},
+    'common.cpu_forms': {'common.files', 'common.machine', 'common.parallel', 'common.decoding', 'attn_kernels'},
+    'common.int8': {'common.files', 'common.decoding', 'common.cpu_forms', 'attn_kernels'},
     'common.speculative': {'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},

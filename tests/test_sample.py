@@ -9,12 +9,15 @@ import pytest
 import torch
 from conftest import ROOT, assert_sentence, run, train_tiny
 
+import attn_kernels
 import model_sps
 import model_standard
 import sample
-from common import decoding
-from common.decoding import generate, is_faster, pack_weights, token_probs
+from common import cpu_forms, start
+from common.cpu_forms import KEPT, Choices, choose_cache, pack_weights, use_attention
+from common.decoding import generate, roomy_cache, token_probs
 from common.files import UserError
+from common.machine import is_faster
 from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 
@@ -46,7 +49,7 @@ has_packing = hasattr(torch.ops.mkldnn, '_reorder_linear_weight') and torch.back
 
 @pytest.mark.parametrize('few', [0, 4, 100])
 def test_packed_weights_generate_the_same(device, monkeypatch, few):
-    monkeypatch.setattr(decoding, 'is_faster', lambda plain, packed, x: len(x) < few)
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x: len(x) < few)
     model = make(device)
     want = generate(model, PROMPTS, 20, temperature=0)
     packed = pack_weights(copy.deepcopy(model))
@@ -57,7 +60,7 @@ def test_packed_weights_generate_the_same(device, monkeypatch, few):
 
 @pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
 def test_packed_weights_serve_the_counts_of_vectors_for_which_they_are_not_slower(monkeypatch):
-    monkeypatch.setattr(decoding, 'is_faster', lambda plain, packed, x: len(x) < 4)
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x: len(x) < 4)
     head = pack_weights(make()).head
     head.weight.data.zero_()  # of the plain weight alone
     uses_packed = [bool(head(torch.ones(*shape, 32)).any()) for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (2, 9))]
@@ -66,16 +69,17 @@ def test_packed_weights_serve_the_counts_of_vectors_for_which_they_are_not_slowe
 
 @pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
 def test_the_first_process_chooses_where_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(decoding, 'first_of_all', lambda counts: dict.fromkeys(counts))  # it found plain ones faster
+    plain_is_faster = lambda found: found if isinstance(found, dict) else True
+    monkeypatch.setattr(cpu_forms, 'first_of_all', plain_is_faster)
     assert 'forward' not in pack_weights(make()).head.__dict__
 
 
 TWO_PROCESSES = '''
 import os, torch, torch.distributed as dist
-from common import decoding
+from common import cpu_forms, start
 dist.init_process_group('gloo')
-decoding.is_faster = lambda plain, packed, x: dist.get_rank() == 1
-layer = decoding.pack_weights(torch.nn.Sequential(torch.nn.Linear(8, 8)))[0]
+cpu_forms.is_faster = lambda plain, packed, x: dist.get_rank() == 1
+layer = cpu_forms.pack_weights(torch.nn.Sequential(torch.nn.Linear(8, 8)))[0]
 os.write(1, f'packed {"forward" in layer.__dict__}\\n'.encode())  # in one write, so that lines stay whole
 dist.destroy_process_group()
 '''
@@ -99,6 +103,80 @@ def test_what_is_chosen_is_faster_by_more_than_a_tenth_in_its_quietest_round():
     for quietest, expected in ((0.8, True), (0.95, False), (1.2, False)):
         seconds.update(f=[5.0, quietest, 5.0], g=[1.0, 1.0, 1.0])
         assert is_faster(side('f'), side('g'), None, clock=lambda: now[0]) == expected
+
+
+class Answers(Choices):
+    """Choices that answer each question as `answer` does, and note it."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer, self.asked = answer, []
+
+    def is_faster(self, question, f, g, x):
+        f(x), g(x)  # both run
+        self.asked.append(question)
+        return self.answer(question)
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_the_cache_of_a_bf16_model_is_kept_and_read_as_is_faster(fused):
+    model = make().bfloat16()
+    choices = Answers(lambda question: 'fused' in question and fused or question.startswith('1 ') and not fused)
+    choose_cache(model, choices)
+    assert len(choices.asked) == 3 and attn_kernels.products_over_slots == (not fused)
+    assert model.cache_in_fp32 == {1: not fused, 16: False}
+    for rows, dtype in (1, torch.bfloat16 if fused else torch.float32), (16, torch.bfloat16):
+        assert roomy_cache(model, [[1]] * rows, 4).k.dtype == dtype
+    unasked = Answers(None)
+    choose_cache(make(), unasked)  # fp32
+    assert not unasked.asked
+
+
+@pytest.mark.parametrize('rows', [1, 3])
+def test_both_forms_of_reading_a_bf16_cache_are_the_attention(monkeypatch, rows):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(rows, 2, 4, 16), *torch.randn(2, rows, 2, 9, 16)
+    seen = torch.rand(rows, 2, 9) < 0.7
+    seen[..., 0] = True
+    want = attn_kernels._dense_attention(q, k.transpose(1, 2), v.transpose(1, 2), seen)
+    for by_products in True, False:
+        monkeypatch.setattr(attn_kernels, 'products_over_slots', by_products)
+        got = attn_kernels.slot_attention(*(x.bfloat16() for x in (q, k, v)), seen)
+        assert got.dtype == torch.bfloat16 and (got - want).abs().max() < 0.03
+
+
+def test_what_was_faster_is_kept_with_the_run_and_not_measured_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x: True)
+    first = Choices(tmp_path)
+    assert first.is_faster('plain before packed', None, None, None)
+    first.keep()
+    monkeypatch.setattr(cpu_forms, 'is_faster', None)  # it is not called
+    again = Choices(tmp_path)
+    assert again.is_faster('plain before packed', None, None, None)
+    before = (tmp_path / KEPT).read_bytes()
+    again.keep()
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x: False)
+    monkeypatch.setattr(cpu_forms, 'this_machine', lambda: 'another one')
+    assert not Choices(tmp_path).is_faster('plain before packed', None, None, None)
+    assert (tmp_path / KEPT).read_bytes() == before
+    (tmp_path / KEPT).write_text('{')
+    with pytest.raises(UserError, match='measured again'):
+        Choices(tmp_path)
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_attention_of_training_in_bf16_is_what_is_faster(monkeypatch, fused):
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: (f(x), g(x), fused)[-1])
+    assert use_attention('auto', 'cpu', torch.bfloat16, 32) == ('fused' if fused else 'tiles')
+    tiled = []
+    monkeypatch.setattr(attn_kernels, '_tiled_attention_on_cpu', lambda q, *_: tiled.append(1) or q)
+    x = torch.ones(1, 32, 2, 16, dtype=torch.bfloat16)
+    attn_kernels.attention(x, x, x)
+    assert bool(tiled) == (not fused)
+    for unchosen in ('cpu', torch.float32, 32), ('cuda', torch.bfloat16, 32), ('cpu', torch.bfloat16, 4096):
+        assert use_attention('auto', *unchosen) == 'auto'
+    with pytest.raises(UserError, match="expected 'auto', 'tiles' or 'fused'"):
+        use_attention('flash', 'cpu', torch.bfloat16, 32)
 
 
 def test_draws_follow_the_distribution(device):
@@ -195,6 +273,21 @@ def test_output_in_an_encoding_without_the_character_has_its_code(monkeypatch):
         signal.signal(signal.SIGINT, before)
     print('aé日', end='', flush=True)
     assert out.buffer.getvalue() == rb'a\xe9\u65e5'
+
+
+@pytest.mark.parametrize('running, decodes, spins', [
+    ('1', True, '15000'), ('321', True, '15000'), ('322', True, '1000'), ('1', False, '5000'), ('x', True, '15000')])
+def test_threads_that_wait_spin_for_long_only_where_no_others_run(monkeypatch, running, decodes, spins):
+    looks, before = iter(running), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(start, 'open', lambda path: io.StringIO(f'0.9 0.5 0.1 {next(looks)}/83 3258'), raising=False)
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, 'stderr', io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.delenv('GOMP_SPINCOUNT')
+    try:
+        quiet_start(decodes)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert os.environ['GOMP_SPINCOUNT'] == spins
 
 
 # ---- the command line ----

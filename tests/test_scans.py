@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import attn_kernels
 import model_gpn as G
 from attn_kernels import choose_scan, import_scan
-from common.decoding import pack_weights
+from common.cpu_forms import pack_weights
 
 scan, delta_rule = import_scan('gpn'), import_scan('delta_rule')
 if scan is None:

@@ -329,6 +329,27 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
     return rows
 
 
+def loss_table(rows: list[dict], budget: str) -> str:
+    """The rows of a budget, in markdown."""
+    return markdown_table([{
+        'model': r['model'], 'parameters': f'{r["parameters"]:,}', 'at inference': f'{r["at_inference"]:,}',
+        'lr': f'{r["lr"]:.2g}', 'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}',
+        'minutes': f'{r["seconds"] / 60:.1f}', 'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']),
+        'minus Standard': '' if r['minus_standard'] is None else f'{r["minus_standard"]:+.4f}',
+        '95% of that': between(r['its_low'], r['its_high'], '+'),
+    } for r in rows if r['equal'] == budget])
+
+
+def decoding_table(rows: list[dict], lengths: list[int]) -> str:
+    """Speed and state after so many tokens of each model, in markdown."""
+    columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
+        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in lengths}
+    return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
+                            'drafting': '' if r['speed_up'] is None else f'{r["speed_up"]:.2f}',
+                            'accepted': '' if r['accepted'] is None else f'{r["accepted"]:.2f}'}
+                           for r in rows if r['equal'] == 'tokens'])
+
+
 def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
     """RESULTS.md."""
     standard = rows[0]
@@ -341,24 +362,13 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
              f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
              'three budgets.']
     for budget in BUDGETS:
-        lines += ['', f'## Equal {budget}', '', markdown_table([{
-            'model': r['model'], 'parameters': f'{r["parameters"]:,}', 'at inference': f'{r["at_inference"]:,}',
-            'lr': f'{r["lr"]:.2g}', 'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}',
-            'minutes': f'{r["seconds"] / 60:.1f}', 'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']),
-            'minus Standard': '' if r['minus_standard'] is None else f'{r["minus_standard"]:+.4f}',
-            '95% of that': between(r['its_low'], r['its_high'], '+'),
-        } for r in rows if r['equal'] == budget])]
-    columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
-        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in s.lengths}
+        lines += ['', f'## Equal {budget}', '', loss_table(rows, budget)]
     lines += ['', '## Decoding', '',
               'One text at a time, after so many random tokens of context. The models were trained on windows of '
               f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
               'the cache that decoding allocates for so many tokens, in the dtype of the weights. Drafting: times as '
               'fast as plain greedy decoding of validation text, and drafted tokens accepted a round.', '',
-              markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
-                               'drafting': '' if r['speed_up'] is None else f'{r["speed_up"]:.2f}',
-                               'accepted': '' if r['accepted'] is None else f'{r["accepted"]:.2f}'}
-                              for r in rows if r['equal'] == 'tokens']),
+              decoding_table(rows, s.lengths),
               '', '![loss over training FLOPs, decoding time and state](shootout.png)', '', '## What this cannot say',
               '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the best one, at '
               'equal tokens; batch, weight decay and schedule are the same for all, initial weights as each model '

@@ -33,7 +33,7 @@ TRIES = 100  # draws of places until a row counts as too short
 
 @dataclass
 class Task:
-    pairs: int = 8  # pairs of a key and a value in a row, each asked for once
+    pairs: int | None = None  # pairs of a key and a value in a row, each asked for once; None: 8, or all keys of fewer
     distances: str = '8-16-32-64'  # tokens from pair to query: those that every row asks at
     length: int = 128  # inputs of a row, T
     keys: int = 16  # keys that those of a row are drawn from
@@ -45,6 +45,7 @@ class Task:
     symbol_options = 'keys', 'values', 'fillers'  # rows of any length and distances have the same symbols
 
     def __post_init__(self):
+        self.pairs = min(8, self.keys) if self.pairs is None else self.pairs
         check_ranges(self, pairs=(1, 10_000), length=(NEAREST + 1, 1_000_000), keys=(1, 1_000_000),
                      values=(1, 1_000_000), fillers=(1, 1_000_000), val_rows=(1, 10 ** 7))
         parts = self.distances.split('-')

@@ -149,6 +149,12 @@ def test_every_query_asks_for_its_pair_at_a_chosen_distance(options, n_rows):
         assert places == set(range(8, d.T))  # a query may stand wherever its distance leaves room
 
 
+def test_fewer_keys_than_pairs_by_default_make_fewer_pairs():
+    d = open_data('recall:keys=5')
+    assert d.task.pairs == 5 and open_data('recall').task.pairs == 8
+    assert load_tokenizer(d.tokenizer).n_ids == d.n_ids
+
+
 # ---- rows ----
 
 @pytest.mark.parametrize('name', [CHASE, STAR])

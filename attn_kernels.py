@@ -145,7 +145,7 @@ def attention(q, k, v, doc_start=None, window=None):
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _kernel_attention(q, k, v, doc_start, [window, None], 0).squeeze(1)
     k, v = (each_head(x, q.shape[2]) for x in (k, v))
-    dense = tiles_in_bf16 and q.dtype == torch.bfloat16 and T <= DENSE_T
+    dense = q.dtype == torch.bfloat16 and T <= DENSE_T and (tiles_in_bf16 or not plain)
     if q.device.type == 'cpu' and (dense or not plain and T > 2 * QUERY_ROWS):  # else tiles skip nothing
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         return _tiled_attention_on_cpu(q, k, v, [window], doc_start, 'input').squeeze(1)

@@ -23,8 +23,10 @@ out): the first token of a document is then scored by an untrained position. The
 these are too.
 """
 if __name__ == '__main__':
+    import sys
+
     from common.start import quiet_start
-    quiet_start(decodes=True)
+    quiet_start(decodes='--speculative' in sys.argv)
 
 import contextlib
 import csv

@@ -6,6 +6,8 @@ it, what was found for decoding (`Choices`): a run goes on, and a seed draws, as
 common/matmul.py.
 """
 import functools
+import json
+import platform
 import time
 import zlib
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 
 import attn_kernels as K
 from common.decoding import MANY_ROWS
-from common.files import UserError, checked_json, read_json, write_json
+from common.files import UserError, write_json
 from common.machine import cpu_facts, is_faster, one_thread
 from common.parallel import first_of_all, rank
 
@@ -48,16 +50,11 @@ def _fused_is_faster(T: int) -> bool:
     def training(in_tiles):
         def step(x):
             K.tiles_in_bf16 = in_tiles
-            with torch.enable_grad():
-                K.attention(x, x, x).sum().backward()
+            K.attention(x, x, x).sum().backward()
         return step
     x = torch.ones(1, T, 4, 64, dtype=torch.bfloat16, requires_grad=True)
-    before = K.tiles_in_bf16
-    try:
-        with one_thread():
-            return is_faster(training(False), training(True), x, clock=time.thread_time)
-    finally:
-        K.tiles_in_bf16 = before
+    with one_thread():
+        return is_faster(training(False), training(True), x, clock=time.thread_time)
 
 
 # ---- decoding ----
@@ -66,17 +63,16 @@ class Choices:
     """What was faster on this machine. A run folder keeps it: timed again, it might come out otherwise."""
 
     def __init__(self, folder=None):
-        """folder: of a run; None keeps nothing. UserError for a damaged file. With several processes all come here."""
+        """folder: of a run; None keeps nothing. With several processes all come here; the first one counts."""
         self.path = None if folder is None else Path(folder) / KEPT
-        kept = read_json(self.path, 'remove it: it is measured again') if self.path and self.path.exists() else {}
-        self.of_machines = first_of_all(kept)
-        self.known = self.of_machines.setdefault(this_machine(), {})
+        self.of_machines, machine = first_of_all((_read_notes(self.path), this_machine()))
+        self.known = self.of_machines.setdefault(machine, {})
         self.is_new = False
 
     def is_faster(self, question: str, f, g, x) -> bool:
         """`machine.is_faster`, asked once. With several processes all ask, and the first one's answer holds."""
         if question not in self.known:
-            self.known[question] = first_of_all(is_faster(f, g, x))
+            self.known[question] = first_of_all(is_faster(f, g, x, seconds=0.01))
             self.is_new = True
         return self.known[question]
 
@@ -84,17 +80,26 @@ class Choices:
         """Writes what is new to the run folder, if that can be written to."""
         if self.path and self.is_new and rank() == 0:
             try:
-                write_json(self.path, checked_json(self.of_machines))
+                write_json(self.path, self.of_machines)
             except OSError:
-                pass  # others' folder: measured again at the next start
+                pass  # others' folder: timed again at the next start
+
+
+def _read_notes(path: Path | None) -> dict[str, dict[str, bool]]:
+    """{machine: {question: answer}}; nothing where the file is not there or no such notes: all is timed again then."""
+    try:
+        notes = json.loads(path.read_bytes()) if path else {}
+        is_right = all(type(answer) is bool for known in notes.values() for answer in known.values())
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return notes if is_right else {}
 
 
 def this_machine() -> str:
     """The processor with what it can do, the threads, and PyTorch."""
     facts = cpu_facts()
-    flags = zlib.crc32(facts.get('flags', '').encode())
-    return (f'{facts.get("model name", "a CPU")} {flags:08x}, {torch.get_num_threads()} threads, '
-            f'torch {torch.__version__}')
+    return (f'{facts.pop("model name", platform.processor() or platform.machine())} '
+            f'{zlib.crc32(str(facts).encode()):08x}, {torch.get_num_threads()} threads, torch {torch.__version__}')
 
 
 def pack_weights(model: nn.Module, choices: Choices | None = None) -> nn.Module:
@@ -150,29 +155,30 @@ def packed_from(plain, packed, weight, choices: Choices) -> int | None:
 def choose_cache(model: nn.Module, choices: Choices) -> None:
     """How a bf16 model's cache is kept and read on a CPU; nothing for others.
 
-    Whether one in bf16 is read by PyTorch's fused attention or by plain products, and whether one in fp32 is faster,
-    for one row and for MANY_ROWS.
+    Whether one in bf16 is read by PyTorch's fused attention or by plain products, for all models alike; and whether one
+    in fp32 is faster, for one row and for MANY_ROWS.
     """
     c, weight = getattr(model, 'config', None), next(model.parameters())
-    if weight.device.type != 'cpu' or weight.dtype != torch.bfloat16 or not hasattr(c, 'head_size'):
+    heads, size = getattr(c, 'n_head', None), getattr(c, 'head_size', None)
+    if weight.device.type != 'cpu' or weight.dtype != torch.bfloat16 or not (heads and size):
         return
 
-    def reading(dtype, by_products):
+    def reading(rows, heads, key_heads, size, dtype, by_products):
+        """The queries (rows, 1, heads, size) read a cache of this dtype."""
+        k, v = torch.ones(2, rows, key_heads, SLOTS, size, dtype=dtype)
+        seen = torch.ones(rows, 1, SLOTS, dtype=torch.bool)
+
         def read(q):
             K.products_over_slots = by_products
-            K.slot_attention(q, *kept[dtype], seen)
-        return read
+            K.slot_attention(q, k, v, seen)
+        return read, torch.ones(rows, 1, heads, size, dtype=torch.bfloat16)
 
-    model.cache_in_fp32 = {}
-    shape = f'rows of {c.n_head} heads of {c.head_size}'
-    for rows in MANY_ROWS, 1:
-        q, seen = torch.ones(rows, 1, c.n_head, c.head_size, dtype=torch.bfloat16), torch.ones(rows, 1, SLOTS) > 0
-        kept = {dtype: torch.ones(2, rows, c.n_head, SLOTS, c.head_size, dtype=dtype)
-                for dtype in (torch.bfloat16, torch.float32)}
-        if rows == MANY_ROWS:
-            by_products = not choices.is_faster(f'{rows} {shape} over a bf16 cache: fused before products',
-                                                reading(torch.bfloat16, False), reading(torch.bfloat16, True), q)
-        model.cache_in_fp32[rows] = choices.is_faster(f'{rows} {shape}: a cache in fp32 before bf16',
-                                                      reading(torch.float32, False),
-                                                      reading(torch.bfloat16, by_products), q)
+    (fused, q), (products, _) = (reading(1, 8, 8, 64, torch.bfloat16, by_products) for by_products in (False, True))
+    by_products = not choices.is_faster('a bf16 cache: fused attention before products', fused, products, q)
+    key_heads, model.cache_in_fp32 = getattr(c, 'n_kv_head', None) or heads, {}
+    for rows in 1, MANY_ROWS:
+        (in_fp32, q), (in_bf16, _) = (reading(rows, heads, key_heads, size, dtype, by_products)
+                                      for dtype in (torch.float32, torch.bfloat16))
+        question = f'{rows} rows of {heads} heads of {size}, {key_heads} of keys: a cache in fp32 before bf16'
+        model.cache_in_fp32[rows] = choices.is_faster(question, in_fp32, in_bf16, q)
     K.products_over_slots = by_products

@@ -165,10 +165,11 @@ def is_faster(f, g, x, share: float = 0.9, seconds: float = 0.002, clock=time.pe
 
 
 def cpu_facts() -> dict[str, str]:
-    """{'model name', 'flags'} of the first processor, as the system tells them; empty where it does not."""
+    """{'model name', 'flags'} of a processor, or what an ARM has for these, as Linux tells them; else empty."""
     cpuinfo = Path('/proc/cpuinfo')
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    facts = [line.partition(':')[::2] for line in lines if line.startswith(('model name', 'flags'))]
+    told = 'model name', 'flags', 'CPU part', 'Features'
+    facts = [line.partition(':')[::2] for line in lines if line.startswith(told)]
     return {name.strip(): value.strip() for name, value in reversed(facts)}
 
 

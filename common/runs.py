@@ -8,6 +8,7 @@ A run folder holds
                             then, where training went on, one with 'scan' where it began or went on; each ends with a
                             checksum
     loss.png                the loss curve
+    decoding.json           what was found faster on a CPU for decoding (common/cpu_forms.py)
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
 
 Read `load_run` first: what every script does with a trained run. Then the folder's records.

@@ -5,10 +5,12 @@ import pytest
 import torch
 from conftest import TINY
 
+import attn_kernels
 import train
-from common import matmul
+from common import cpu_forms, matmul
 from common.files import UserError
 from common.matmul import use_matmul
+from common.runs import read_run
 
 has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.library, 'get_kernel')
 needs_onednn = pytest.mark.skipif(not has_onednn, reason='this PyTorch has no oneDNN, or no way to give it products')
@@ -110,3 +112,26 @@ def test_a_run_records_it_and_goes_on_with_it(onednn, tiny_data, tmp_path, capsy
     before, onednn[:] = len(onednn), []
     train.main([f'--out_dir={out}', '--eval_only'])
     assert before and onednn
+
+
+def test_a_run_records_its_attention_and_goes_on_with_it(tiny_data, tmp_path, monkeypatch):
+    out = tmp_path / 'run'
+    args = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', '--dtype=bfloat16', '--batch_size=4', '--max_tokens=640']
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: True)
+    train.main(args)
+    assert json.loads((out / 'config.json').read_text())['settings']['attention'] == 'fused'
+    attn_kernels.tiles_in_bf16 = True
+    monkeypatch.setattr(cpu_forms, 'is_faster', None)
+    train.main([f'--out_dir={out}', '--eval_only'])
+    assert not attn_kernels.tiles_in_bf16
+
+
+def test_runs_of_older_code_go_on_as_they_were(tiny_data, tmp_path):
+    out = tmp_path / 'run'
+    train.main([*TINY, f'--data={tiny_data}', f'--out_dir={out}', '--batch_size=4', '--max_tokens=640'])
+    record = json.loads((out / 'config.json').read_text())
+    for name in 'crc32', 'matmul', 'attention':
+        (record if name == 'crc32' else record['settings']).pop(name)
+    (out / 'config.json').write_text(json.dumps(record))
+    settings = read_run(out)['settings']
+    assert (settings['matmul'], settings['attention']) == ('blas', 'tiles')

@@ -22,9 +22,10 @@ from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 
 
-def make(device='cpu', eos_id=None, module=model_standard):
+def make(device='cpu', eos_id=None, module=model_standard, **own):
     torch.manual_seed(0)
-    model = module.Model(module.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=eos_id))
+    values = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=eos_id)
+    model = module.Model(module.Config(**values, **own))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model.to(device).eval()
@@ -49,7 +50,7 @@ has_packing = hasattr(torch.ops.mkldnn, '_reorder_linear_weight') and torch.back
 
 @pytest.mark.parametrize('few', [0, 4, 100])
 def test_packed_weights_generate_the_same(device, monkeypatch, few):
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x: len(x) < few)
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x, **_: len(x) < few)
     model = make(device)
     want = generate(model, PROMPTS, 20, temperature=0)
     packed = pack_weights(copy.deepcopy(model))
@@ -60,7 +61,7 @@ def test_packed_weights_generate_the_same(device, monkeypatch, few):
 
 @pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
 def test_packed_weights_serve_the_counts_of_vectors_for_which_they_are_not_slower(monkeypatch):
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x: len(x) < 4)
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x, **_: len(x) < 4)
     head = pack_weights(make()).head
     head.weight.data.zero_()  # of the plain weight alone
     uses_packed = [bool(head(torch.ones(*shape, 32)).any()) for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (2, 9))]
@@ -69,16 +70,16 @@ def test_packed_weights_serve_the_counts_of_vectors_for_which_they_are_not_slowe
 
 @pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
 def test_the_first_process_chooses_where_weights_are_packed(monkeypatch):
-    plain_is_faster = lambda found: found if isinstance(found, dict) else True
+    plain_is_faster = lambda found: found if isinstance(found, tuple) else True
     monkeypatch.setattr(cpu_forms, 'first_of_all', plain_is_faster)
     assert 'forward' not in pack_weights(make()).head.__dict__
 
 
 TWO_PROCESSES = '''
 import os, torch, torch.distributed as dist
-from common import cpu_forms, start
+from common import cpu_forms
 dist.init_process_group('gloo')
-cpu_forms.is_faster = lambda plain, packed, x: dist.get_rank() == 1
+cpu_forms.is_faster = lambda plain, packed, x, **_: dist.get_rank() == 1
 layer = cpu_forms.pack_weights(torch.nn.Sequential(torch.nn.Linear(8, 8)))[0]
 os.write(1, f'packed {"forward" in layer.__dict__}\\n'.encode())  # in one write, so that lines stay whole
 dist.destroy_process_group()
@@ -113,23 +114,33 @@ class Answers(Choices):
         self.answer, self.asked = answer, []
 
     def is_faster(self, question, f, g, x):
-        f(x), g(x)  # both run
+        f(x), g(x)
         self.asked.append(question)
         return self.answer(question)
 
 
 @pytest.mark.parametrize('fused', [False, True])
-def test_the_cache_of_a_bf16_model_is_kept_and_read_as_is_faster(fused):
-    model = make().bfloat16()
-    choices = Answers(lambda question: 'fused' in question and fused or question.startswith('1 ') and not fused)
-    choose_cache(model, choices)
+def test_the_cache_of_a_bf16_model_is_kept_and_read_as_is_faster(monkeypatch, fused):
+    read = []
+    model = make(n_kv_head=1).bfloat16()
+    choices = Answers(lambda question: fused if 'fused' in question else question.startswith('1 ') and not fused)
+    with monkeypatch.context() as patched:
+        patched.setattr(attn_kernels, 'slot_attention', lambda q, k, v, seen: read.append(
+            (attn_kernels.products_over_slots, k.dtype, *k.shape[:2])))
+        choose_cache(model, choices)
     assert len(choices.asked) == 3 and attn_kernels.products_over_slots == (not fused)
     assert model.cache_in_fp32 == {1: not fused, 16: False}
-    for rows, dtype in (1, torch.bfloat16 if fused else torch.float32), (16, torch.bfloat16):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert [pair[:2] for pair in read[:2]] == [(False, bf16), (True, bf16)]
+    assert [(dtype, rows, heads) for _, dtype, rows, heads in read[2:]] == [
+        (fp32, 1, 1), (bf16, 1, 1), (fp32, 16, 1), (bf16, 16, 1)]
+    assert all(by_products == (not fused) for by_products, *_ in read[2:])
+    for rows, dtype in (1, bf16 if fused else fp32), (16, bf16):
         assert roomy_cache(model, [[1]] * rows, 4).k.dtype == dtype
-    unasked = Answers(None)
-    choose_cache(make(), unasked)  # fp32
-    assert not unasked.asked
+    for other in make(), torch.nn.Linear(2, 2).bfloat16():  # fp32, and no attention
+        unasked = Answers(None)
+        choose_cache(other, unasked)
+        assert not unasked.asked
 
 
 @pytest.mark.parametrize('rows', [1, 3])
@@ -146,7 +157,7 @@ def test_both_forms_of_reading_a_bf16_cache_are_the_attention(monkeypatch, rows)
 
 
 def test_what_was_faster_is_kept_with_the_run_and_not_measured_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x: True)
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: True)
     first = Choices(tmp_path)
     assert first.is_faster('plain before packed', None, None, None)
     first.keep()
@@ -154,25 +165,37 @@ def test_what_was_faster_is_kept_with_the_run_and_not_measured_again(monkeypatch
     again = Choices(tmp_path)
     assert again.is_faster('plain before packed', None, None, None)
     before = (tmp_path / KEPT).read_bytes()
-    again.keep()
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x: False)
+    (tmp_path / KEPT).unlink()
+    again.keep()  # nothing is new
+    assert not (tmp_path / KEPT).exists()
+    (tmp_path / KEPT).write_bytes(before)
+    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: False)
     monkeypatch.setattr(cpu_forms, 'this_machine', lambda: 'another one')
     assert not Choices(tmp_path).is_faster('plain before packed', None, None, None)
-    assert (tmp_path / KEPT).read_bytes() == before
-    (tmp_path / KEPT).write_text('{')
-    with pytest.raises(UserError, match='measured again'):
-        Choices(tmp_path)
+    for damaged in '{', '[]', 'null', '{"a CPU": 3}', '{"a CPU": {"plain before packed": "false"}}':
+        (tmp_path / KEPT).write_text(damaged)
+        assert not Choices(tmp_path).of_machines.get('a CPU')
 
 
 @pytest.mark.parametrize('fused', [False, True])
 def test_attention_of_training_in_bf16_is_what_is_faster(monkeypatch, fused):
+    timed, attention = [], attn_kernels.attention
+
+    def noted(*qkv):
+        timed.append(attn_kernels.tiles_in_bf16)
+        return attention(*qkv)
     monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: (f(x), g(x), fused)[-1])
-    assert use_attention('auto', 'cpu', torch.bfloat16, 32) == ('fused' if fused else 'tiles')
+    with monkeypatch.context() as patched:
+        patched.setattr(attn_kernels, 'attention', noted)
+        assert use_attention('auto', 'cpu', torch.bfloat16, 32) == ('fused' if fused else 'tiles')
+    assert timed == [False, True]
     tiled = []
     monkeypatch.setattr(attn_kernels, '_tiled_attention_on_cpu', lambda q, *_: tiled.append(1) or q)
     x = torch.ones(1, 32, 2, 16, dtype=torch.bfloat16)
     attn_kernels.attention(x, x, x)
     assert bool(tiled) == (not fused)
+    attn_kernels.attention(x, x, x, torch.zeros(1, 32, dtype=torch.int64))  # documents: tiles have keys to skip
+    assert len(tiled) == 2 - fused
     for unchosen in ('cpu', torch.float32, 32), ('cuda', torch.bfloat16, 32), ('cpu', torch.bfloat16, 4096):
         assert use_attention('auto', *unchosen) == 'auto'
     with pytest.raises(UserError, match="expected 'auto', 'tiles' or 'fused'"):
@@ -308,6 +331,7 @@ def test_command_line(trained, tmp_path):
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
+    assert not has_packing or (trained / KEPT).exists()
     again = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
     assert again.stdout == one.stdout
 

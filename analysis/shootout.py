@@ -310,7 +310,7 @@ def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, 
 def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decoded: dict[str, dict]) -> list[dict]:
     """A row of each model and budget: labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
 
-    Times, FLOPs and parameters are of the first seed.
+    FLOPs, parameters and times are of the first seed, a time by its median speed: a run may have been stopped.
     """
     losses = {key: [final_loss(run) for run in folders] for key, folders in runs.items()}
     rows = []
@@ -320,7 +320,7 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
         low, high = interval(values)
         row = {'name': name, 'model': labels[name], 'equal': budget, 'parameters': n_parameters(run),
                'at_inference': n_at_inference(run), 'lr': settings.learning_rate, 'tokens': settings.max_tokens,
-               'flops': training_flops(run), 'seconds': read_log(run)[-1]['seconds'], 'seeds': len(values),
+               'flops': training_flops(run), 'seconds': settings.max_tokens / speed(run), 'seeds': len(values),
                'loss': statistics.mean(values), 'low': low, 'high': high, 'minus_standard': None, 'its_low': None,
                'its_high': None, 'losses': ' '.join(map(repr, values))}
         if name != 'standard':
@@ -409,7 +409,10 @@ def plot(rows: list[dict], length: int, path) -> None:
         number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=what)
         axes.grid(alpha=0.3)
-    all_axes[0].set(ylabel='validation loss, nats per token')
+    lowest, highest = (f(r['loss'] for r in rows) for f in (min, max))
+    margin = 0.1 * (highest - lowest)
+    # an interval of three seeds, one of which failed, is wider than all the rest: what is outside is cut off
+    all_axes[0].set(ylabel='validation loss, nats per token', ylim=(lowest - margin, highest + margin))
     all_axes[0].set_title('equal tokens, FLOPs and time', fontsize='medium')
     for axes in all_axes[1:]:
         axes.set_title('at equal training FLOPs', fontsize='medium')

@@ -2,6 +2,7 @@
 import csv
 import json
 import statistics
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,6 +286,11 @@ def test_committed_verdicts_are_those_of_their_numbers():
         for key in ('difference', 'low', 'high', 'p'):
             assert found[key] == pytest.approx(float(row[key]) if row[key] else None), (row['name'], key)
     assert (folder / 'claims.md').read_text() == claims.markdown(*claims.joined([folder]))
+    page = (ROOT / 'RESULTS.md').read_text()
+    for paper in {row['paper'] for row in rows}:
+        counts = Counter(row['verdict'] for row in rows if row['paper'] == paper)
+        in_order = 'seen', 'not seen at this size', 'contradicted', 'not run'
+        assert f' | {" | ".join(str(counts[verdict]) for verdict in in_order)} |\n' in page, paper
 
 
 def test_what_is_measured_is_not_measured_again(judged, monkeypatch):

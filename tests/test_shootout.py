@@ -4,11 +4,11 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
-from conftest import assert_sentence, run
+from conftest import ROOT, assert_sentence, run
 from test_sweep import write_run
 
 from analysis import shootout, sweep
-from analysis.seeds import difference
+from analysis.seeds import difference, interval
 from analysis.shootout import Settings
 from common.files import UserError
 from common.runs import make_config
@@ -97,6 +97,35 @@ def test_the_table_is_that_of_its_runs(tmp_path):
         assert part in text, part
     shootout.plot(rows, 16384, tmp_path / 'shootout.png')
     assert (tmp_path / 'shootout.png').stat().st_size > 20_000
+
+
+def test_committed_results_are_those_of_their_numbers():
+    """RESULTS.md has the tables that bench/results/shootout_64.csv makes, and that has what its losses make."""
+    with open(ROOT / 'bench/results/shootout_64.csv', newline='') as file:
+        rows = [{key: number(value) if key != 'losses' else value for key, value in row.items()}
+                for row in csv.DictReader(file)]
+    losses = {(row['name'], row['equal']): [*map(float, row['losses'].split())] for row in rows}
+    for row in rows:
+        own = losses[row['name'], row['equal']]
+        assert len(own) == row['seeds'] == 3 and row['loss'] == pytest.approx(statistics.mean(own))
+        assert (row['low'], row['high']) == pytest.approx(interval(own))
+        if row['name'] != 'standard':
+            found = difference(own, losses['standard', row['equal']])
+            assert (row['minus_standard'], row['its_low'], row['its_high']) == pytest.approx(found)
+    page = (ROOT / 'RESULTS.md').read_text()
+    for table in (*(shootout.loss_table(rows, budget) for budget in shootout.BUDGETS),
+                  shootout.decoding_table(rows, [1024, 16384])):
+        assert table in page
+
+
+def number(text):
+    """A csv's cell as it was written: a whole number, another, None or text."""
+    for kind in int, float:
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text or None
 
 
 def test_the_front_has_what_no_other_beats_in_both():

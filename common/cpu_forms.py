@@ -10,6 +10,7 @@ import json
 import platform
 import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -79,10 +80,8 @@ class Choices:
     def keep(self) -> None:
         """Writes what is new to the run folder, if that can be written to."""
         if self.path and self.is_new and rank() == 0:
-            try:
+            with suppress(OSError):  # others' folder: timed again at the next start
                 write_json(self.path, self.of_machines)
-            except OSError:
-                pass  # others' folder: timed again at the next start
 
 
 def _read_notes(path: Path | None) -> dict[str, dict[str, bool]]:

@@ -17,6 +17,7 @@ from common import cpu_forms, start
 from common.cpu_forms import KEPT, Choices, choose_cache, pack_weights, use_attention
 from common.decoding import generate, roomy_cache, token_probs
 from common.files import UserError
+from common.int8 import prepare_weights
 from common.machine import is_faster
 from common.start import quiet_start
 from data.tokenizers import load_tokenizer
@@ -175,6 +176,22 @@ def test_what_was_faster_is_kept_with_the_run_and_not_measured_again(monkeypatch
     for damaged in '{', '[]', 'null', '{"a CPU": 3}', '{"a CPU": {"plain before packed": "false"}}':
         (tmp_path / KEPT).write_text(damaged)
         assert not Choices(tmp_path).of_machines.get('a CPU')
+
+
+def test_what_cannot_be_kept_is_no_error(tmp_path):
+    choices = Choices(tmp_path / 'missing')  # not to be written to
+    assert not choices.is_faster('plain before packed', None, None, None)
+    choices.keep()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_process_chooses_the_attention_of_training(monkeypatch):
+    monkeypatch.setattr(cpu_forms, 'first_of_all', lambda found: {'tiles': 'fused'}[found])
+    assert use_attention('auto', 'cpu', torch.bfloat16, 32) == 'fused' and not attn_kernels.tiles_in_bf16
+
+
+def test_a_model_in_8_bits_has_its_cache_chosen_too():
+    assert prepare_weights(make().bfloat16(), 'int8').cache_in_fp32 == {1: False, 16: False}
 
 
 @pytest.mark.parametrize('fused', [False, True])

@@ -470,6 +470,8 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
     if s.optimizer == 'muon':
         of_muon = hidden_matrices(model)
         hidden = [p for p in params if p in of_muon]
+        if not hidden:
+            raise UserError('optimizer = muon is for linear layers but heads, and this model has none: take adamw')
         params = [p for p in params if p not in of_muon]
     groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': s.weight_decay},
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
@@ -477,7 +479,7 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
     if s.optimizer == 'adamw':
         return adamw
     muon = torch.optim.Muon(hidden, lr=s.learning_rate, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')
-    return MuonAndAdamW(muon, adamw)
+    return MuonAndAdamW(muon, adamw, pick_dtype('auto', hidden[0].device.type))
 
 
 def compile_model(model: torch.nn.Module):

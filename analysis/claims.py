@@ -101,8 +101,8 @@ class Run:
 SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
-STAR = 'config/path_star_small.py --n_layer=6 --n_embd=96 --token_loss=ce --lambda_kl=1 --grad_clip=100'
-STAR_TOKENS = 6000 * 128 * 31  # steps, rows, tokens of a row
+STAR = 'config/path_star_small.py --eval_interval=100'  # to see when it is learned
+STAR_TOKENS = 4000 * 128 * 31  # steps, rows, tokens of a row
 A5 = 'config/a5_small.py'
 A5_TOKENS = 20_000_000
 CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
@@ -164,8 +164,9 @@ def arguments(s: Settings, run: Run) -> list[str]:
     """All arguments of train.py but for learning rate, seed and folder."""
     tokens = tokens_of(s, run)
     # one dtype for all: `auto` would give large models another than small ones
-    return [*run.arguments.split(), f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
-            f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0']
+    config, *own = run.arguments.split()
+    return [config, f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
+            f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0', *own]
 
 
 # ---- the claims ----
@@ -320,7 +321,7 @@ CLAIMS = [
           'A longer horizon adds parameters to MTP',
           'mtp_2', 'higher', 'mtp', 'parameters', 'exact'),
     Claim('nextlat_star', 'nextlat', '4, planning',
-          'NextLat finds more whole paths of path-star graphs than GPT (tokens in place of KL, an ablation)',
+          'NextLat finds more whole paths of path-star graphs than GPT (tokens in place of KL, Muon)',
           'star_nextlat', 'higher', 'star_ntp', 'whole paths', 'sign', 0.02),
     Claim('nextlat_a5', 'nextlat', '5, recurrent networks',
           'p_psi alone follows words three times as long as in training, GPT does not',

@@ -102,7 +102,7 @@ SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
 STAR = 'config/path_star_small.py --eval_interval=100'  # to see when it is learned
-STAR_TOKENS = 4000 * 128 * 31  # steps, rows, tokens of a row
+STAR_TOKENS = 4500 * 128 * 31  # steps, rows, tokens of a row
 A5 = 'config/a5_small.py'
 A5_TOKENS = 20_000_000
 CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'

@@ -1,6 +1,6 @@
 # Path-star graphs G(2, 5) with 20 nodes at a size for two cores: NextLat; the baseline is --objective=ntp. Unlike the
-# paper's, p_psi learns further tokens from the text and not from the model's own predictions, and the optimizer is Muon:
-# at this size both are needed, docs/nextlat.md has what else was tried.
+# paper's, p_psi learns further tokens from the text and not from the model's own predictions, and the optimizer is
+# Muon: docs/nextlat.md has what else was tried.
 from config.path_star_g2_10 import *
 
 data = 'path_star:degree=2,length=5,nodes=20,val_rows=1000'
@@ -13,7 +13,7 @@ n_embd = 96
 n_dynamics = 128
 batch_size = 128
 micro_batch_size = 128
-max_tokens = 4000 * 128 * 31
+max_tokens = 4500 * 128 * 31
 learning_rate = 1e-3
 optimizer = 'muon'
 warmup_tokens = max_tokens // 20

@@ -471,7 +471,7 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
         of_muon = hidden_matrices(model)
         hidden = [p for p in params if p in of_muon]
         if not hidden:
-            raise UserError('optimizer = muon is for linear layers but heads, and this model has none: take adamw')
+            raise UserError('optimizer = muon trains linear layers but heads, and this model has none: take adamw')
         params = [p for p in params if p not in of_muon]
     groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': s.weight_decay},
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]

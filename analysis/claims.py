@@ -101,7 +101,7 @@ class Run:
 SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
-STAR = 'config/path_star_small.py --eval_interval=100'  # to see when it is learned
+STAR = 'config/path_star_small.py --warmup_tokens=600_000 --eval_interval=100'  # as the config has it
 STAR_TOKENS = 4500 * 128 * 31  # steps, rows, tokens of a row
 A5 = 'config/a5_small.py'
 A5_TOKENS = 20_000_000
@@ -163,8 +163,8 @@ def tokens_of(s: Settings, run: Run) -> int:
 def arguments(s: Settings, run: Run) -> list[str]:
     """All arguments of train.py but for learning rate, seed and folder."""
     tokens = tokens_of(s, run)
+    config, *own = run.arguments.split()  # its own come last, so they hold
     # one dtype for all: `auto` would give large models another than small ones
-    config, *own = run.arguments.split()
     return [config, f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
             f'--eval_tokens={EVAL_TOKENS}', '--eval_interval=1_000_000', '--sample_tokens=0', *own]
 

@@ -1,4 +1,6 @@
 """Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer."""
+from contextlib import nullcontext
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -20,7 +22,7 @@ class MuonAndAdamW:
 
     def step(self) -> None:
         if self.found_inf is None or not self.found_inf:
-            with _BFloat16As(self.dtype):
+            with nullcontext() if self.dtype == torch.bfloat16 else _BFloat16As(self.dtype):
                 self.muon.step()
             self.adamw.step()
 

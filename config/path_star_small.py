@@ -16,6 +16,6 @@ micro_batch_size = 128
 max_tokens = 4500 * 128 * 31
 learning_rate = 1e-3
 optimizer = 'muon'
-warmup_tokens = max_tokens // 20
+warmup_tokens = 600_000
 eval_interval = 100
 init_std = 0.06  # small models start faster

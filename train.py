@@ -706,7 +706,13 @@ def main(argv: list[str] | None = None) -> None:
         check_settings(s, data, processes_meant(s, machine.world))
         c = model_config(s, given_model, data, record)
         if is_new(s):
-            runs.check_out_dir(s.out_dir, s.overwrite)
+            try:
+                runs.check_out_dir(s.out_dir, s.overwrite)
+            except UserError as e:
+                if not s.dry_run:
+                    raise
+                if is_first:
+                    print(f'training would stop here: {e}', file=sys.stderr)
         claim = contextlib.nullcontext()
         if is_first and not (s.eval_only or s.dry_run):
             claim = runs.claimed(s.out_dir, is_new(s), s.overwrite)

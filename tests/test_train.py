@@ -219,6 +219,9 @@ def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
 def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_path):
     before = {p: p.stat().st_mtime_ns for p in undisturbed.rglob('*')}
     assert_sentence(train_tiny(tiny_data, undisturbed), 'holds a run already', '--resume', '--overwrite')
+    dry = train_tiny(tiny_data, undisturbed, '--dry_run')
+    assert dry.returncode == 0 and 'MFLOP' in dry.stdout
+    assert dry.stderr.startswith('training would stop here') and 'holds a run already' in dry.stderr
     assert_sentence(train_tiny(tiny_data, undisturbed, '--resume', '--seed=3'), 'has seed = 1337, but 3 is asked for')
     assert {p: p.stat().st_mtime_ns for p in undisturbed.rglob('*')} == before
     (tmp_path / 'mine').mkdir()

@@ -102,7 +102,7 @@ SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
 STAR = 'config/path_star_small.py --warmup_tokens=600_000 --eval_interval=100'  # as the config has it
-STAR_TOKENS = 4500 * 128 * 31  # steps, rows, tokens of a row
+STAR_TOKENS = 2500 * 128 * 31  # steps, rows, tokens of a row
 A5 = 'config/a5_small.py'
 A5_TOKENS = 20_000_000
 CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
@@ -141,8 +141,8 @@ RUNS = {
     'mtp_2': Run(f'{NEXTLAT} --objective=mtp --horizon=2', 1.3e-3),
     'jtp': Run(f'{NEXTLAT} --objective=jtp', 1.3e-3),
     'bst': Run(f'{SPS} --model=bst --init_std=0.03 --pair_share=0.02', 1.3e-3),
-    'star_ntp': Run(f'{STAR} --objective=ntp', 1e-3, tokens=STAR_TOKENS),
-    'star_nextlat': Run(STAR, 1e-3, tokens=STAR_TOKENS),
+    'star_ntp': Run(f'{STAR} --objective=ntp', 4e-3, tokens=STAR_TOKENS),
+    'star_nextlat': Run(STAR, 4e-3, tokens=STAR_TOKENS),
     'a5_ntp': Run(f'{A5} --objective=ntp', 1e-3, tokens=A5_TOKENS),
     'a5_nextlat': Run(A5, 1e-3, tokens=A5_TOKENS),
     'manhattan_ntp': Run('config/manhattan_small.py --objective=ntp', 2e-3, 3),
@@ -321,7 +321,7 @@ CLAIMS = [
           'A longer horizon adds parameters to MTP',
           'mtp_2', 'higher', 'mtp', 'parameters', 'exact'),
     Claim('nextlat_star', 'nextlat', '4, planning',
-          'NextLat finds more whole paths of path-star graphs than GPT (tokens in place of KL, Muon)',
+          'NextLat finds more whole paths of path-star graphs than GPT (both with Muon)',
           'star_nextlat', 'higher', 'star_ntp', 'whole paths', 'sign', 0.02),
     Claim('nextlat_a5', 'nextlat', '5, recurrent networks',
           'p_psi alone follows words three times as long as in training, GPT does not',

@@ -16,6 +16,7 @@ from analysis import claims, sweep
 from analysis.claims import CLAIMS, CONTRADICTED, NOT_RUN, NOT_SEEN, RUNS, SEEN, STATISTICS, Claim, Settings, judge
 from analysis.seeds import difference, equivalence_test
 from common.files import UserError
+from train import read_settings
 
 LOW, HIGH, WIDE = [1.0, 1.01, 0.99], [1.2, 1.21, 1.18], [0.8, 1.3, 1.1]
 
@@ -291,6 +292,13 @@ def test_committed_verdicts_are_those_of_their_numbers():
         counts = Counter(row['verdict'] for row in rows if row['paper'] == paper)
         in_order = 'seen', 'not seen at this size', 'contradicted', 'not run'
         assert f' | {" | ".join(str(counts[verdict]) for verdict in in_order)} |\n' in page, paper
+
+
+def test_path_star_is_trained_as_its_config_has_it():
+    run = RUNS['star_nextlat']
+    trained, in_config = (read_settings(args)[0] for args in (
+        [*claims.arguments(Settings(), run), f'--learning_rate={run.rate}'], ['config/path_star_small.py']))
+    assert trained == replace(in_config, dtype='float32', eval_tokens=claims.EVAL_TOKENS)
 
 
 def test_what_is_measured_is_not_measured_again(judged, monkeypatch):

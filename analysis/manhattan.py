@@ -244,11 +244,12 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
         raise UserError(f'{run} was trained on {data.folder}, not on walks: expected a run on data manhattan')
     if not task.held_out_pairs:
         raise UserError(f'{data.folder} has no held-out pairs of places: give --data with a larger city')
-    pairs, rng = task.held_out_pairs, np.random.default_rng(0)
+    pairs = task.held_out_pairs
+    for_ways, for_walks, for_prefixes = np.random.default_rng(0).spawn(3)  # so all models get the same
     ways = [way for i in range(0, len(pairs), s.batch_size)
-            for way in ways_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, rng)]
+            for way in ways_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_ways)]
     valid = [task.is_valid(start, goal, way) for (start, goal), way in zip(pairs, ways)]
-    walks = sampled_walks(model, task, s.n_walks, s.batch_size, rng)
+    walks = sampled_walks(model, task, s.n_walks, s.batch_size, for_walks)
     true = {(node, turn): after for node, exits in enumerate(task.exits) for turn, after in exits}
     positions = layout(task)
     near = [[int(b) for b in (np.linalg.norm(positions - place, axis=1) <= s.distance).nonzero()[0]]
@@ -257,7 +258,7 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     existing = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) == b]
     invented = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) != b]
     row = {'run': run, 'detours': float(np.mean(valid)),
-           'compression': compression(model, task, s.n_prefixes, s.batch_size, rng),
+           'compression': compression(model, task, s.n_prefixes, s.batch_size, for_prefixes),
            'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
            'existing': len(existing), 'invented': len(invented), 'not_taken': len(true) - len(existing),
            'walks': len(walks), 'walks_without_a_place': n_failed, 'pairs': len(pairs)}

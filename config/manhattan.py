@@ -3,7 +3,7 @@
 model = 'nextlat'
 data = 'manhattan:edges=data/built/manhattan/edges.json'
 make_data = f'a file of a city, as docs/data.md describes it, gives {data}'
-assumed_ids = 4588  # Manhattan's: 4,579 places, 8 directions, the end
+assumed_ids = 4588  # 4,579 places, as in the file of Vafa et al. (the paper says 4,580), 8 directions, the end
 horizon = 8
 lambda_kl = 0.1
 block_size = 256

@@ -487,3 +487,6 @@ def test_the_map_of_a_run_is_measured_and_drawn(tmp_path):
     drawn = run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20', '--n_prefixes=3')
     assert drawn.returncode == 0 and 'effective rank' in drawn.stdout, drawn.stderr
     assert (tmp_path / 'map.png').exists() and (tmp_path / 'map.csv').read_text().startswith('run,detours,')
+    few, many = (manhattan.measure(str(out), manhattan.Settings(n_walks=200, n_prefixes=3, detours=share))[0]
+                 for share in (0.1, 0.9))
+    assert {**few, 'detours': None} == {**many, 'detours': None}  # the other walks are the same, whatever ways drew

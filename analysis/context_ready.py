@@ -80,7 +80,7 @@ def contraction(moves):
     def ratios(after, before, size):
         return (after / before)[before > 1e-4 * size].numpy()  # what is exact, but for rounding, has no ratio
     pooled, tokens = ratios(*moves.norm(dim=1)), ratios(*moves)
-    if not len(tokens):
+    if not (len(pooled) and len(tokens)):
         return dict.fromkeys(ESTIMATES, '')
     values = [pooled.max(), tokens.max(), *np.quantile(tokens, (0.5, 0.9, 0.99))]
     return {name: round(float(value), 3) for name, value in zip(ESTIMATES, values)}

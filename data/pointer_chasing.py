@@ -7,7 +7,8 @@ The task of "Context-Ready Transformer", section 5.6 and appendix B.
 
 The base table gives M keys a value each; each of the H index tables above gives M new keys a key of the table below, by
 a random bijection. After each table come its queries, whose answers are values, whatever the level: a query at level l
-takes l look-ups from table to table, then one in the base table. Everything is written as triplets,
+takes l look-ups from table to table, then one in the base table; or one, and the answer to a query of the level below,
+which is part of the input and may lie within the window. Everything is written as triplets,
 
     table    v3 = A        what a key stands for is left of it, where causal attention finds it
     query    Q A v3        the target of A is v3; no other position counts

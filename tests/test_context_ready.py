@@ -768,7 +768,9 @@ def test_the_contraction_estimates_are_those_of_the_formula():
     percentiles = statistics.quantiles(single, n=100, method='inclusive')
     want = [max(pooled), max(single), statistics.median(single), percentiles[89], percentiles[98]]
     assert [*found.values()] == pytest.approx(want, abs=6e-4) and len(set(found.values())) == 5
-    assert set(analysis.context_ready.contraction(torch.zeros(3, 2, 4)).values()) == {''}
+    one_small_token = torch.tensor([[[1e-3], [0]], [[1e-3], [0]], [[1e-3], [1e3]]])  # among all, none moves
+    for none in torch.zeros(3, 2, 4), one_small_token:
+        assert set(analysis.context_ready.contraction(none).values()) == {''}
 
 
 # ---- through train.py ----

@@ -1,5 +1,5 @@
-# Countdown at a size for two cores: NextLat; the baseline is --objective=ntp. Integers above 999
-# have no token, which makes the head a tenth of the paper's.
+# Countdown at a size for two cores: NextLat; the baseline is --objective=ntp. Integers above 999 have no token, which
+# makes the head a tenth of the paper's. Muon, where the paper has AdamW: docs/nextlat.md says what it gains.
 from config.countdown import *
 
 data = 'countdown:largest=999,train_rows=100_000,val_rows=500'
@@ -10,6 +10,7 @@ n_dynamics = 128
 batch_size = 128
 micro_batch_size = 128
 max_tokens = 4000 * 128 * 27
-learning_rate = 1e-3
+optimizer = 'muon'
+learning_rate = 4e-3
 warmup_tokens = 400_000
 eval_interval = 500

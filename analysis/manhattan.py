@@ -26,6 +26,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -224,14 +225,17 @@ def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
 def plot(maps: dict, path) -> None:
     """maps {run: (positions, streets that exist, invented ones)}, streets as pairs of nodes: a panel each."""
     from matplotlib.collections import LineCollection
-    figure, all_axes = new_figure(1, len(maps), figsize=(5 * len(maps), 5.5), squeeze=False)
-    for axes, (run, (positions, true, invented)) in zip(all_axes[0], maps.items()):
+    columns = min(3, len(maps))
+    rows = -(-len(maps) // columns)
+    figure, all_axes = new_figure(rows, columns, figsize=(5 * columns, 5.5 * rows), squeeze=False)
+    for axes in all_axes.flat:
+        axes.set_axis_off()
+    for axes, (run, (positions, true, invented)) in zip(all_axes.flat, maps.items()):
         for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
             axes.add_collection(LineCollection([positions[[a, b]] for a, b in streets], **style))
         axes.autoscale()
         axes.set_aspect('equal')
-        axes.set_axis_off()
-        axes.set_title(f'{run}\n{len(true)} streets, {len(invented)} invented', fontsize='medium')
+        axes.set_title(f'{Path(run).name}\n{len(true)} streets, {len(invented)} invented', fontsize='medium')
     save_figure(figure, path)
 
 

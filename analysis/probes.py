@@ -141,7 +141,9 @@ def plot(rows: list[dict], path) -> None:
         points = [row for row in rows if row['label'] == label]
         axes.plot([row['offset'] for row in points], [row['difference'] for row in points], marker='o', markersize=3,
                   label=label, **style)
+    axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
     axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {labels[0]}')
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save_figure(figure, path)

@@ -40,7 +40,8 @@ from data.tokenizers import load_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')]
 
 FUZZ = int(os.environ.get('FUZZ', 0))  # inputs, over all scripts; 0: few, and the same each time
-SECONDS = 20  # after which a script hangs
+SECONDS = 20  # of the processor, after which a script hangs
+WAIT = 120  # seconds after which it does so without the processor, on a machine that others keep busy too
 MEMORY = 4 * 2 ** 30  # bytes that a script may take beyond those of the imports
 FILE_BYTES = 2 ** 26  # of a file that it writes
 STEPS = 3  # after which training gets a SIGTERM: one that is asked to read 1e18 tokens is no hang
@@ -320,7 +321,8 @@ def stand_alone(standard_files, encoding: str) -> None:
     for limit, value in ((resource.RLIMIT_AS, now + MEMORY), (resource.RLIMIT_FSIZE, FILE_BYTES),
                          (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
-    signal.alarm(SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))  # SIGXCPU, and SIGKILL where that is caught
+    signal.alarm(WAIT)
     torch.cuda.is_available = lambda: False
     socket.getaddrinfo = no_network
     os.environ['HF_HUB_OFFLINE'] = '1'

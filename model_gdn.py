@@ -2,7 +2,7 @@
 
 A Transformer whose attention is exchanged for a matrix memory of fixed size. Each token lets the memory decay, reads
 what its key still finds there, and writes the difference from its value: the gated delta rule. Queries, keys and values
-first pass a short causal convolution. This is the third baseline of the GPN paper (arXiv 2605.10643).
+first pass a short causal convolution. This is the second baseline of the GPN paper (arXiv 2605.10643).
 
 Read `Model.step`, which is the memory's equation, then `Block.forward`, and `Model.loop`, which repeats the step over a
 window. They train, evaluate and decode by themselves. scans/gdn.py has the same function in matrix products over chunks
@@ -120,7 +120,7 @@ class Block(nn.Module):
         dt = torch.empty(H).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus gives dt
         self.read_gate = nn.Linear(C, H * D, bias=False)
-        self.read_norm = RMSNorm(D, c.norm_eps)
+        self.out_norm = RMSNorm(D, c.norm_eps)
         self.read_out = nn.Linear(H * D, C, bias=False)
         self.ffn_norm = RMSNorm(C, c.norm_eps)
         self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)
@@ -141,7 +141,7 @@ class Block(nn.Module):
         q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
         beta = torch.sigmoid(heads(self.beta(x)).squeeze(-1))  # (B, n, H)
         log_decay = -self.log_rate.exp() * F.softplus(heads(self.decay(x)).squeeze(-1) + self.dt_bias)
-        memory_read = self.read_norm(remember(self.layer, q, k, v, log_decay, beta))  # the norm is of each head
+        memory_read = self.out_norm(remember(self.layer, q, k, v, log_decay, beta))  # the norm is of each head
         gated = memory_read.flatten(2).to(x.dtype) * F.silu(self.read_gate(x))
         h = h + self.read_out(gated)
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)

@@ -7,9 +7,9 @@ state, the value this one.
 
 Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over a
 window. They train, evaluate and decode by themselves. RMSNorms before each matrix, where eq. 4, 8, 9 and 11 show none,
-and the bias of the decay are the official code's. scans/gpn.py has the same function in a faster form, and
-`Model.choose_scan` takes it where both are shown to agree: after an edit of an equation they do not, and the equations
-run. `extend` and `Cache` are decoding.
+and biases of gates, queries, keys and decay are the official code's. scans/gpn.py has the same function in a faster
+form, and `Model.choose_scan` takes it where both are shown to agree: after an edit of an equation they do not, and the
+equations run. `extend` and `Cache` are decoding.
 
     B  batch      T  positions      C  width of the state, n_embd (d in the paper)    E  width of the embedding, d_emb
     L  layers     F  feed-forward width, n_ffn       H  memory heads                  V  vocabulary rows, padded
@@ -43,12 +43,12 @@ class Config:
     bptt_len: int | None = None  # the gradient goes back through so many steps at most, cut at multiples; None: all
     segment_len: int = 32  # steps that the backward recomputes at once: fewer or more only change memory and time
     scan: str = 'auto'  # loop: the equations as they read; fast: scans/gpn.py; auto: fast where both are shown to agree
-    decoder_bias: bool = False  # a learned bias of the decoded vector (section 7.2)
+    decoder_bias: bool = False  # a learned bias of the decoded vector (section 7.2; its place: official code)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial embedding and memory output; others: `init_linear`
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
-    eos_id: int | None = None  # the id that ends a document: state and memory start anew; None: never, as in the paper
+    eos_id: int | None = None  # the id that ends a document: state and memory start anew; None: never (official code)
 
     def __post_init__(self):
         for name in ('n_layer', 'n_embd', 'd_emb', 'd_k', 'd_v', 'segment_len', 'n_ids', 'norm_eps', 'init_std'):
@@ -146,7 +146,7 @@ class Layer(nn.Module):
         if c.n_head:
             self.read_norm, self.query = RMSNorm(C, c.norm_eps), nn.Linear(C, c.n_head * c.d_k)
             self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)
-            self.answer_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
+            self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)
 
     def forward(self, x, memory):
@@ -157,7 +157,7 @@ class Layer(nn.Module):
             return y
         n = self.read_norm(x)
         q = l2_normalize(F.relu(self.query(n).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
-        memory_read = self.answer_norm(read(memory, q).flatten(1))  # the norm is over all heads
+        memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads
         return y + self.read_out(F.silu(self.read_gate(n)) * memory_read)  # eq. 11
 
 
@@ -305,7 +305,7 @@ class Model(nn.Module):
         return self.head_input(self.states(idx))
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
+        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token, eq. 3.
 
         With documents on, positions whose input is eos do not count: what follows them is another document.
         """

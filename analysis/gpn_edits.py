@@ -20,7 +20,7 @@ class GateAtOne(Model):
         return s + u
 
 
-class NoGrounding(Model):
+class PredictionNotCarried(Model):
     """A recurrent net as others: the grounded state is carried on, and what was predicted from it is decoded only."""
 
     def step(self, u, s, g, memory):

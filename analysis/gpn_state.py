@@ -34,7 +34,7 @@ from common.settings import check_ranges, load_settings
 from data.tokenizers import load_tokenizer
 from model_gpn import start_documents
 
-STATES = 16_384  # those of the paper's section 7.1: 8 x 2,048
+STATES = 16_384  # the 16k of the paper's section 7.1, as 8 batches of 2,048
 
 
 @dataclass

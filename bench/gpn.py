@@ -285,7 +285,7 @@ def jax_step(model, tokens, official):
                 gate, up = jnp.split(linear(rms(s, name + 'ffn_norm'), name + 'gate_up'), 2, -1)
                 n = rms(s, name + 'read_norm')
                 read = jnp.einsum('bhkd,bhk->bhd', M, unit(linear(n, name + 'query'))).reshape(len(s), -1)
-                gated_read = silu(linear(n, name + 'read_gate')) * rms(read, name + 'answer_norm')
+                gated_read = silu(linear(n, name + 'read_gate')) * rms(read, name + 'out_norm')
                 s = (sigmoid(linear(rms(s, name + 'gate_norm'), name + 'gate')) * s
                      + linear(silu(gate) * up, name + 'ffn_out') + linear(gated_read, name + 'read_out'))
             return (s, g, M), nll(s, inputs[1]) if official else s

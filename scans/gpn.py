@@ -95,7 +95,7 @@ def fold(model):
             w_in.append(folded(layer.query, layer.read_norm))
             b_in.append(layer.query.bias)
             gate = torch.cat([gate, folded(layer.read_gate, layer.read_norm)])
-            read_weight = layer.answer_norm.weight * len(layer.answer_norm.weight) ** 0.5
+            read_weight = layer.out_norm.weight * len(layer.out_norm.weight) ** 0.5
             w_out = torch.cat([w_out, layer.read_out.weight * read_weight], 1)
         if write is not None and i == 0:
             w_in += [folded(linear, write.norm) for linear in (write.key, write.value, write.beta, write.decay)]

@@ -212,7 +212,7 @@ def by_the_paper(model, idx):
                 key, value = unit(k[m * K:(m + 1) * K]), v[m * D:(m + 1) * D]
                 S[m] = alpha[m] * S[m]
                 S[m] = S[m] + beta[m] * torch.outer(value - S[m] @ key, key)
-                read.append(rms(S[m] @ unit(q[m * K:(m + 1) * K]) / K ** 0.5, n + 'read_norm'))
+                read.append(rms(S[m] @ unit(q[m * K:(m + 1) * K]) / K ** 0.5, n + 'out_norm'))
             h[t] = h[t] + linear(torch.cat(read) * gate, n + 'read_out')
             gate, up = linear(rms(h[t], n + 'ffn_norm'), n + 'gate_up').split(c.n_ffn)
             h[t] = h[t] + linear(F.silu(gate) * up, n + 'ffn_out')

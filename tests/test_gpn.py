@@ -125,7 +125,7 @@ def by_the_paper(model, idx):
             if c.n_head:
                 query = linear(rms(s, n + 'read_norm'), n + 'query')
                 read = torch.cat([memory[h] @ unit(query[h * c.d_k:(h + 1) * c.d_k].relu()) for h in heads])
-                gated = F.silu(linear(rms(s, n + 'read_norm'), n + 'read_gate')) * rms(read, n + 'answer_norm')
+                gated = F.silu(linear(rms(s, n + 'read_norm'), n + 'read_gate')) * rms(read, n + 'out_norm')
                 new = new + linear(gated, n + 'read_out')  # eq. 11
             s = new
         states.append(s)

@@ -8,7 +8,7 @@ from test_gpn import make
 from common import runs
 from model_gpn import RMSNorm
 
-EDITS = 'GateAtOne', 'NoGrounding', 'KeyFromThisState', 'NoWriteGate', 'NoDecay'
+EDITS = 'GateAtOne', 'PredictionNotCarried', 'KeyFromThisState', 'NoWriteGate', 'NoDecay'
 
 
 def edited(name, **values):
@@ -29,7 +29,7 @@ def one_step(m, edit, u, s, g, memory):
 
     def through(linear, rms: RMSNorm, x):
         return linear(norm(x) * rms.weight)
-    last, carried = g, g if edit == 'NoGrounding' else s
+    last, carried = g, g if edit == 'PredictionNotCarried' else s
     gate = torch.ones(()) if edit == 'GateAtOne' else torch.sigmoid(through(m.ground_gate, m.ground_norm, carried))
     g = gate * carried + u
     w, layer, memory_read = m.write, m.layers[0], []
@@ -42,7 +42,7 @@ def one_step(m, edit, u, s, g, memory):
         memory[h] = gamma.exp() * memory[h] + beta * torch.outer(unit(k), v - memory[h].T @ unit(k))
         memory_read.append(memory[h].T @ unit(q))
     gate, up = through(layer.gate_up, layer.ffn_norm, g).chunk(2)
-    answer = norm(torch.cat(memory_read)) * layer.answer_norm.weight
+    answer = norm(torch.cat(memory_read)) * layer.out_norm.weight
     s = torch.sigmoid(through(layer.gate, layer.gate_norm, g)) * g + layer.ffn_out(F.silu(gate) * up)
     return s + layer.read_out(F.silu(through(layer.read_gate, layer.read_norm, g)) * answer), g, memory
 
@@ -72,7 +72,7 @@ def test_the_fast_form_notices_each_edit_and_decoding_follows_it(name, capsys):
 
 
 def test_a_name_that_no_subclass_has_is_a_sentence(tmp_path):
-    for name, sentence in (('gpn.NoSuch', 'unknown model \'gpn.NoSuch\': analysis/gpn_edits.py has GateAtOne, No'),
+    for name, sentence in (('gpn.NoSuch', 'unknown model \'gpn.NoSuch\': analysis/gpn_edits.py has GateAtOne, P'),
                            ('gpn.Write', 'unknown model'), ('gpn.Model', 'unknown model'),
                            ('../gpn.NoDecay', 'unknown model'), ('standard.NoDecay', "unknown model 'standard.NoDe")):
         assert_sentence(run('train.py', f'--model={name}', f'--out_dir={tmp_path}/out'), sentence)

@@ -154,16 +154,16 @@ def main(argv=None):
         out = output_path(s.out, runs, 'restricted_state')
         write_csv(f'{out}.csv', rows)
         plot(rows, f'{out}.png')
-        means = {}
+        means, lasts = {}, {}
         for label in dict.fromkeys(row['label'] for row in rows):
             line = [row for row in rows if row['label'] == label]
-            means[label] = mean = sum(row['extra_nll'] for row in line) / len(line)
-            print(f'{label}: {mean:+.4f} nats per token on the mean of positions {line[0]["position"]} to '
-                  f'{line[-1]["position"]}, {line[-1]["smoothed"]:+.4f} at the last, of {line[0]["documents"]:,} '
-                  'documents')
-        first, *others = means
-        for label in filter(means.get, others):  # one that loses nothing has no ratio
-            print(f'{first} loses {means[first] / means[label]:.2f} times as much as {label}')
+            means[label], lasts[label] = sum(row['extra_nll'] for row in line) / len(line), line[-1]['smoothed']
+            print(f'{label}: {means[label]:+.4f} nats per token on the mean of positions {line[0]["position"]} to '
+                  f'{line[-1]["position"]}, {lasts[label]:+.4f} at the last, of {line[0]["documents"]:,} documents')
+        for where, nats in (('on the mean', means), ('at the last', lasts)):
+            first, *others = nats
+            for label in filter(nats.get, others):  # one that loses nothing has no ratio
+                print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
         print(f'written to {out}.png and {out}.csv')
 
 

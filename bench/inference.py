@@ -4,10 +4,11 @@
     python -m bench.inference --scales=xs,s --methods=sps,sps_window_0 --batch=4 --prompt=256 --new=128
     python -m bench.inference --toy
 
-Weights are random and in bf16; on a GPU each method decodes as a CUDA graph. Speed: one process per scale, the methods
-in turn, once to warm up, then the median of `rounds`. Memory: a process for each method, over what it held before there
-was a model. 'held' is what the paper calls its peak: weights and cache, measured after decoding. 'peak' is the true
-one, the most that was held at any moment. Both through decoding.generate.
+Weights are random and in bf16 (the paper's: fp32, beside a bf16 cache, so cache weighs less there); on a GPU each
+method decodes as a CUDA graph. Speed: one process per scale, the methods in turn, once to warm up, then the median of
+`rounds`. Memory: a process for each method, over what it held before there was a model. 'held' is what the paper calls
+its peak: weights and cache, measured after decoding. 'peak' is the true one, the most that was held at any moment. Both
+through decoding.generate.
 """
 import sys
 from collections.abc import Iterator

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, assert_sentence, run
 from scipy import stats
 from test_sweep import write_run
@@ -141,10 +142,21 @@ def test_bytes_of_state_a_token_are_keys_and_values_where_the_state_grows(tmp_pa
     assert of(gpn)['bytes of state a token'] == 0
 
 
+def test_later_gradients_are_geometric_means_of_the_first_and_of_the_last_stream(monkeypatch):
+    ratios = torch.tensor([[9, 1, 4, 16], [9, 1, 2, 4]])  # of x and rho over k = 0 to 3
+    for streams in (ratios, ratios[:1]):
+        monkeypatch.setattr(claims.gradient_flow, 'fitted', lambda s, runs: s)
+        monkeypatch.setattr(claims.gradient_flow, 'measure', lambda run, s: (streams.double(), 0))
+        found = claims.later_gradient('run')
+        assert found['later gradient at x'] == pytest.approx(4)
+        assert found['later gradient where it predicts'] == pytest.approx(2 if len(streams) == 2 else 4)
+
+
 def test_training_that_changes_nothing_does_not_split_memory_heads(tmp_path, monkeypatch):
     rest = [('geometry', 'dead dimensions', '', 0), ('geometry', 'mean magnitude', '', 1),
             ('geometry', 'magnitude', '', 1), ('mean direction', 'cosine between batches', '', 1),
-            ('cosine', 'centred', 128, 0), ('mean direction', 'rank correlation with the unigram', '', 0)]
+            *(('cosine', 'centred', k, 0) for k in (16, 128)),
+            ('mean direction', 'rank correlation with the unigram', '', 0)]
 
     def measure(model, batches, unigram, show):  # lifetimes that depend on all weights
         lives = 1, 2 + sum(p.detach().double().sum().item() for p in model.parameters()) % 1

@@ -99,7 +99,7 @@ def read(memory, x):
 
 
 class Write(nn.Module):
-    """Writes the transition from the last grounded state to this one: the gated delta rule, eq. 8 to 10."""
+    """MemWrite: the transition from the last grounded state to this one, by the gated delta rule, eq. 8 to 10."""
 
     def __init__(self, config):
         super().__init__()
@@ -152,13 +152,13 @@ class Layer(nn.Module):
     def forward(self, x, memory):
         """x (B, C), the grounded state or the layer before, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
-        y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(gate) * up)
+        y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(gate) * up)  # Gate_p, FFN
         if self.n_head == 0:
             return y
         n = self.read_norm(x)
         q = l2_normalize(F.relu(self.query(n).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
         memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads
-        return y + self.read_out(F.silu(self.read_gate(n)) * memory_read)  # eq. 11
+        return y + self.read_out(F.silu(self.read_gate(n)) * memory_read)  # MemRead, eq. 11
 
 
 class Model(nn.Module):
@@ -196,7 +196,7 @@ class Model(nn.Module):
 
     def ground(self, u, s):
         """The state predicted before, s (B, C), and what a token adds to it, u (B, C) -> g (B, C); eq. 4."""
-        return torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u
+        return torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u  # Gate_f
 
     def predict(self, last, g, memory):
         """Grounded states of the last token and of this one (B, C), M before it -> s (B, C), M; eq. 5, 7 to 11."""

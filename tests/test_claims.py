@@ -144,10 +144,10 @@ def test_bytes_of_state_a_token_are_keys_and_values_where_the_state_grows(tmp_pa
 
 def test_later_gradients_are_geometric_means_of_the_first_and_of_the_last_stream(monkeypatch):
     ratios = torch.tensor([[9, 1, 4, 16], [9, 1, 2, 4]])  # of x and rho over k = 0 to 3
+    monkeypatch.setattr(claims.gradient_flow, 'fitted', lambda s, runs: s)
+    monkeypatch.setattr(claims.gradient_flow, 'measure', lambda run, s: (run.double(), 0))
     for streams in (ratios, ratios[:1]):
-        monkeypatch.setattr(claims.gradient_flow, 'fitted', lambda s, runs: s)
-        monkeypatch.setattr(claims.gradient_flow, 'measure', lambda run, s: (streams.double(), 0))
-        found = claims.later_gradient('run')
+        found = claims.later_gradient(streams)
         assert found['later gradient at x'] == pytest.approx(4)
         assert found['later gradient where it predicts'] == pytest.approx(2 if len(streams) == 2 else 4)
 

@@ -1,6 +1,6 @@
 """What all models share: attention, decoding over a cache, rotary positions, norms and losses.
 
-Each has a plain reference that defines it, and the form that is fast. In this order:
+Each has a plain form that defines it, `..._reference`, `_rms_norm` and `_rotate`, and one that is fast. In this order:
 
     patterns        document_starts, visible, attention, two_stream_attention, slot_attention
     Triton          the attention kernels, forward and backward, and the kernel that decodes
@@ -1019,11 +1019,6 @@ def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_star
                       windows, STREAMS[queries][0], ring_stream, reads)
 
 
-def rms_norm_reference(x, weight, eps):
-    """`rms_norm` as its definition."""
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-
-
 def rms_norm(x, weight, eps):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32 at least, then in the dtype of x.
 
@@ -1036,6 +1031,7 @@ def rms_norm(x, weight, eps):
 
 
 def _rms_norm(x, weight, eps, dtype):
+    """The definition of `rms_norm`, and the 1 / sqrt that its gradient needs."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     r = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     # torch.compile of PyTorch 2.11 loses the gradient of a result that is from an in-place operator or a no-op `to`.
@@ -1091,12 +1087,6 @@ def parse_rope_scaling(text):
     return factor, low, high, tokens
 
 
-def rotate_reference(x, cos, sin):
-    """`rotate` as its definition."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
 def rotate(x, cos, sin):
     """Rotary position embedding: turns each pair (x_j, x_{j + D/2}) by its angle, the layout of Hugging Face Llama.
 
@@ -1107,6 +1097,7 @@ def rotate(x, cos, sin):
 
 
 def _rotate(x, cos, sin):
+    """The definition of `rotate`."""
     a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
     y, half = torch.empty_like(x), x.shape[-1] // 2
     y[..., :half].copy_((a * cos).addcmul_(b, sin, value=-1))

@@ -82,7 +82,7 @@ def _say_what_was_found(failed, checks, largest, seconds, device, dtype, head_si
 def check_operators(has_attention=True):
     """Compares PyTorch's forms of attention, loss, norm and rotation with what defines them, forward and backward.
 
-    On the CPU, in fp32, in 50 ms. The definition of attention is `attention_reference`, with `visible`; of the loss the
+    On the CPU, in fp32, in 60 ms. The definition of attention is `attention_reference`, with `visible`; of the loss the
     one with all logits in memory; of the gradients of norm and rotation, which are written by hand, autograd's of the
     forward. What differs, as after an edit of one place alone, is not used from then on, and a line on stderr says so.
     Returns {name: why}.
@@ -144,19 +144,36 @@ def _differences_with_gradients(fast, reference, inputs, names):
 
 
 def _loss_differences(device, dtype, *_):
-    """Of `linear_cross_entropy` in several parts, some rows without a target, and of its gradients."""
+    """Of `linear_cross_entropy`, by rows' weights too, and `linear_cross_entropy_kl`, and of their gradients.
+
+    In several parts, some rows without a target.
+    """
     generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(600, 64, device=device, generator=generator).to(dtype)
-    weight = (torch.randn(1000, 64, device=device, generator=generator) / 8).to(dtype)
-    targets = torch.randint(-1, 1000, (600,), device=device, generator=generator)
-    names = 'the loss', 'the gradient of the hidden states', 'the gradient of the head'
+    states = torch.randn(3, 300, 64, device=device, generator=generator).to(dtype)
+    weight = (torch.randn(400, 64, device=device, generator=generator) / 8).to(dtype)
+    targets = torch.randint(-1, 400, (300,), device=device, generator=generator)
+    row_weights, counts = torch.rand(300, device=device, generator=generator), targets.expand(2, -1) % 3 > 0
 
-    def fast(hidden, weight):
-        return K._fused_losses(hidden.unsqueeze(0), weight, targets, None, None, True, 256 * 1000)[0].reshape(1)
+    def differences(kind, states, reference, row_weights=None, counts=None, head_frozen=True):
+        def fast(states, weight):
+            found = K._fused_losses(states, weight, targets, row_weights, counts, head_frozen, 256 * 400)
+            return torch.stack(found)[:1 if counts is None else 2, None]
+        names = 'the loss', 'the gradient of the hidden states', 'the gradient of the head'
+        names = [f'{name}{kind}' for name in names]
+        return _differences_with_gradients(fast, lambda *inputs: reference(*inputs)[:, None], [states, weight], names)
 
-    def reference(hidden, weight):
-        return K.linear_cross_entropy_reference(hidden, weight, targets).reshape(1)
-    return _differences_with_gradients(fast, reference, [hidden, weight], names)
+    def cross_entropy(row_weights=None):
+        return lambda states, weight: K.linear_cross_entropy_reference(states[0], weight, targets, row_weights)[None]
+
+    def with_kl(head_frozen):
+        return lambda states, weight: torch.stack(
+            K.linear_cross_entropy_kl_reference(states, weight, targets, counts, head_frozen))
+    found = differences('', states[:1], cross_entropy())
+    found |= differences(", by rows' weights", states[:1], cross_entropy(row_weights), row_weights)
+    for head_frozen in (True, False):
+        kind = f' with KL, head {"frozen" if head_frozen else "trained"}'
+        found |= differences(kind, states, with_kl(head_frozen), None, counts, head_frozen)
+    return found
 
 
 def _norm_differences(device, dtype):

@@ -181,3 +181,14 @@ def loss_in_the_graph(monkeypatch):
     """The loss is its definition, which a compiler takes into the graph; on a CPU it leaves the fused one outside."""
     import attn_kernels
     monkeypatch.setattr(attn_kernels, 'refused', {'loss'})
+
+
+# ---- oracles of attn_kernels that several files take ----
+
+def plain_rms_norm(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def plain_rotation(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_apart
+from conftest import plain_rms_norm, plain_rotation, run_apart
 from test_models import make, some_tokens
 
 import attn_kernels as K
@@ -194,6 +194,33 @@ def test_an_edit_of_a_definition_alone_trains(name, edit, form, fast_forms, monk
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope.item(), rel=1e-3)  # gradients are the edit's
 
 
+def reversed_kl(loss):
+    """An edit of NextLat's KL alone: KL(q || p), which p does not learn from either."""
+    def edited(states, weight, targets, counts, head_frozen=True):
+        nll, _ = loss(states, weight, targets, counts, head_frozen)
+        p = (states[0] @ weight.T).detach().log_softmax(-1)
+        q = (states[1:] @ weight.detach().T).log_softmax(-1)
+        return nll, ((q.exp() * (q - p)).sum(-1) * counts).sum() / counts.sum()
+    return edited
+
+
+def doubled_by_rows(loss):
+    """An edit of the loss by rows' weights alone, which MTP and JTP take."""
+    return lambda hidden, weight, targets, row_weights=None: loss(hidden, weight, targets, row_weights) * (
+        1 if row_weights is None else 2)
+
+
+@pytest.mark.parametrize(('name', 'edit', 'variant', 'part'), [
+    ('linear_cross_entropy_kl_reference', reversed_kl, 'nextlat', 'kl'),
+    ('linear_cross_entropy_reference', doubled_by_rows, 'mtp, documents', 'further_tokens')])
+def test_an_edit_of_a_further_loss_alone_trains(name, edit, variant, part, fast_forms, monkeypatch):
+    model, idx = make(variant), some_tokens(2, 30)
+    unedited = model(idx[:, :-1], idx[:, 1:])[part]
+    monkeypatch.setattr(K, name, edit(getattr(K, name)))
+    assert set(kernel_check.check_operators(has_attention=False)) == {'loss'}
+    assert abs(model(idx[:, :-1], idx[:, 1:])[part] - unedited) > 1e-4
+
+
 def test_an_edit_that_the_comparison_cannot_follow_is_said_and_runs(fast_forms, monkeypatch, capsys):
     monkeypatch.delattr(K, '_rms_norm')
     assert kernel_check.check_operators(has_attention=False) == {} and not K.refused
@@ -244,10 +271,10 @@ def test_a_cache_gives_the_rows_of_attention(window, n_kv_head, device):
 def test_rms_norm_and_rotate_equal_their_references(device):
     torch.manual_seed(0)
     x, weight = torch.randn(2, 7, 4, 16, device=device), torch.randn(16, device=device)
-    want = gradients(lambda x, w: K.rms_norm_reference(x, w, 1e-5), x.double(), weight.double())
+    want = gradients(lambda x, w: plain_rms_norm(x, w, 1e-5), x.double(), weight.double())
     assert_close(gradients(lambda x, w: K.rms_norm(x, w, 1e-5), x, weight), want, 1e-5)
     rope = K.rope_table(torch.arange(7, device=device), 16, 10000.0)
-    want = gradients(lambda x: K.rotate_reference(x, *(t.double() for t in rope)), x.double())
+    want = gradients(lambda x: plain_rotation(x, *(t.double() for t in rope)), x.double())
     assert_close(gradients(lambda x: K.rotate(x, *rope), x), want, 1e-5)
 
 

@@ -51,6 +51,14 @@ def test_an_edit_of_whole_windows_alone_is_decoded_and_scored_as_edited(model, c
     assert err.count('extend, by which it decodes, differs from logits by') == 1, err
 
 
+def test_an_edit_by_which_x_reads_rho_is_noticed_where_a_prefill_runs_x_alone():
+    model = make('sps, window 0')
+    assert extend_error(model) < 1e-5
+    for block in model.blocks:  # a mean over the streams
+        block.attn_norm.register_forward_pre_hook(lambda _, args: (args[0] + 0.5 * args[0].mean(1, keepdim=True),))
+    assert extend_error(model) > 0.01
+
+
 @pytest.mark.parametrize('variant', ['standard, documents', 'sps', 'context_ready', 'nextlat', 'bst', 'gpn', 'gdn'])
 def test_an_edit_of_the_logits_alone_is_said_to_be_no_part_of_the_loss(variant, capsys, monkeypatch):
     model = make(variant).train()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_sentence, run, train_tiny
+from conftest import assert_sentence, plain_rotation, run, train_tiny
 from scipy.signal import savgol_filter
 from test_models import small_model
 from test_sps import interleaved_logits, make, sees
@@ -20,7 +20,7 @@ import model_standard
 from analysis import gradient_flow, restricted_state
 from analysis.documents import long_documents
 from analysis.figures import smoothed
-from attn_kernels import rope_table, rotate_reference
+from attn_kernels import rope_table
 from common.files import UserError
 from data import open_data, write_data
 from data.tokenizers import load_tokenizer
@@ -99,7 +99,7 @@ def losses_with_copies(model, ids):
         q, k, v = (each.unflatten(-1, (-1, D)) for each in (q, k, v))
         if block.q_norm is not None:
             q, k = norm(block.q_norm, q), norm(block.k_norm, k)
-        q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
+        q, k = plain_rotation(q, cos, sin), plain_rotation(k, cos, sin)
         k, v = (each.repeat_interleave(H // HK, 2).flatten(0, 1) for each in (k, v))
         scores = torch.einsum('qhd,khd->hqk', q.flatten(0, 1), k) / math.sqrt(D)
         p = scores.masked_fill(~seen, -1e30).softmax(-1)

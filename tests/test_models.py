@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import plain_rms_norm
 
-import attn_kernels
 import model_standard
 import train
 from common import runs, settings
@@ -284,7 +284,7 @@ def test_short_runs_never_wait_for_a_device(variant, monkeypatch):
     name, values = VARIANTS[variant]
     module = runs.model_file(name)
     # autocast does not know the meta device
-    monkeypatch.setattr(module, 'rms_norm', attn_kernels.rms_norm_reference, raising=False)
+    monkeypatch.setattr(module, 'rms_norm', plain_rms_norm, raising=False)
     with torch.device('meta'):
         model = small_model(name, values).eval()
         cache = model.new_cache(2, 90, max_run=4)

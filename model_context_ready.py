@@ -13,8 +13,7 @@ layers and LayerNorms have biases, but for the head: the paper does not say. Wit
 of model_standard.py, so that any pretrained Llama can be converted.
 
     B  batch        T  positions        C  width, n_embd        V  vocabulary rows, padded        n  positions of a run
-    H  heads        K  unrolls          D  blocks, n_layer; in the shape of a head, its size
-    HK key and value heads
+    H  heads of size D                  L  blocks, n_layer (D in the paper)    K  unrolls    HK key and value heads
     e  a token's embedding              z  the block output, h^(D) in eq. 3, before the final norm
     correction^(k), z^(k)  after k unrolls, with correction^(0) = 0
     is_doc_start  marks a document's first token, before which z is 0
@@ -44,24 +43,31 @@ from attn_kernels import (
 )
 
 fast = import_scan('context_ready')  # None without the folder scans/
-VARIANTS = ('add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn')
+VARIANTS = (  # the correction of eq. 1; what the paper leaves open of the last three is inferred
+    'add',  # FFN(z + e)
+    'concat',  # FFN([z, e])
+    'token_blind',  # FFN(z)
+    'tied',  # FFN(z + e), its matrices those of the last block's FFN
+    'block_head',  # LayerNorm(z), no network of its own
+    'extra_ffn',  # none: a plain Transformer with one FFN more, after its last block
+)
 
 
 @dataclass
 class Config:
-    n_layer: int = 5  # blocks, D
+    n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
-    n_ffn: int | None = None  # inner width of the feed-forward nets; None: 4 n_embd, of block = llama 3 n_embd
+    n_ffn: int | None = None  # inner width of the blocks' feed-forward nets; None: 4 n_embd, of block = llama 3 n_embd
     block: str = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none; both rotary
     n_kv_head: int | None = None  # of llama: key and value heads, each read by H / HK query heads; None: n_head
     head_size: int | None = None  # of llama; None: n_embd / n_head
     qkv_bias: bool = False  # of llama: biases of queries, keys and values, as Qwen2 has them
     qk_norm: bool = False  # of llama: an RMSNorm of each head's query and key before the rotation, as Qwen3 has it
     tied_head: bool = False  # the output head shares the embedding's weights
-    variant: str = 'add'  # correction: add, concat, token_blind, tied, block_head; extra_ffn: Roformer-hFFN, a control
+    variant: str = 'add'  # of VARIANTS: the correction, or extra_ffn, the paper's Roformer-hFFN
     K: int = 5  # unrolls of a training step, at most; 1: no correction, the plain Transformer (Roformer)
-    k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly; None: always K
+    k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly (paper: 2); None: always K
     last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only; None: through all
     bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
     scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both are shown to agree
@@ -70,7 +76,7 @@ class Config:
     prefill: str = 'parallel'  # of long runs, and `logits`: unroll until nothing changes; sequential: token by token
     prefill_tol: float = 1e-6  # parallel prefill stops when no block output changes by this share of its size
     window: int | None = None  # positions of the past that a query sees besides its own; None: all
-    dropout: float = 0.0  # on what enters the blocks and on their residual branches, fresh in every unroll
+    dropout: float = 0.0  # on what enters the blocks and on their residual branches, fresh in every unroll (paper: 0.2)
     rope_theta: float = 10000.0  # base of the rotary wavelengths
     rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
     norm_eps: float = 1e-5  # added to the variance in LayerNorm, to the mean square in RMSNorm
@@ -165,7 +171,7 @@ class Attention(nn.Module):
         """h (B, T, C) -> (B, T, C).
 
         rotate(qk) rotates queries and keys (B, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole window in training and over a cache in decoding.
+        attention, over the whole sequence in training and over a cache in decoding.
         """
         B, T, C = h.shape
         qkv = self.qkv(self.norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)
@@ -350,21 +356,20 @@ class Model(nn.Module):
         e, is_doc_start, rotate, attend = self._prepare(idx)
         K = self.unrolls if self.training else c.K
         unroll = self._checkpointed_unroll if c.checkpoint_unrolls and self.training else self._unroll
-        z = None
+        z, none = None, torch.zeros_like(e[:, :1])
         for k in range(K):
             with_gradient = k >= K - (c.last_unrolls or K)
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_gradient):
-                z = unroll(e, z, is_doc_start, rotate, attend)
+                z = unroll(e, z, none, is_doc_start, rotate, attend)
         if K == 1 < c.K:  # every process must have gradients of all weights
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
 
-    def _unroll(self, e, z, is_doc_start, rotate, attend):
-        """z^(k) from z^(k-1) (eq. 5), which is None for k = 1."""
+    def _unroll(self, e, z, z_before, is_doc_start, rotate, attend):
+        """z^(k) from z^(k-1) (eq. 5), which is None for k = 1. z_before (B, 1, C): z of the position before e."""
         if z is None:
             return self.first_unroll(e, rotate, attend)
-        z_before = z.roll(1, 1)  # what the roll brings to position 0 is hidden: a document starts there
-        return self.step(e, z_before, is_doc_start, rotate, attend)
+        return self.step(e, torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), is_doc_start, rotate, attend)
 
     def _checkpointed_unroll(self, *args):
         """`_unroll`, computed again in the backward."""
@@ -401,10 +406,10 @@ class Model(nn.Module):
 
     def _unrolls(self, e, z_before, is_doc_start, rotate, attend):
         """Yields z^(k) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
-        z = self.first_unroll(e, rotate, attend)
+        z = None
         while True:
+            z = self._unroll(e, z, z_before, is_doc_start, rotate, attend)
             yield z
-            z = self.step(e, torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), is_doc_start, rotate, attend)
 
     def _fixed_point(self, e, z_before, is_doc_start, counts, rotate, attend):
         """The unrolls' fixed point: z (B, n, C), and the number of unrolls.

@@ -102,7 +102,7 @@ class Block(nn.Module):
         """h (B, T, C) -> (B, T, C).
 
         rotate(qk) rotates queries and keys (B, T, 2 H, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole window in training and over a cache in decoding.
+        attention, over the whole sequence in training and over a cache in decoding.
         """
         H = self.n_head
         qk, v = self.qkv(self.attn_norm(h)).unflatten(-1, (3 * H, -1)).split([2 * H, H], 2)

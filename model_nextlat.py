@@ -9,14 +9,15 @@ One `objective` says what is trained beside the next token:
 
     ntp      nothing: the baseline
     nextlat  h_{t+i} and its softmax from h_t and x_{t+1} ... x_{t+i}, by p_psi applied i times
-    mtp      x_{t+1+i} from h_t alone, by a Transformer layer of its own for each i (Gloeckle et al. 2024)
+    mtp      x_{t+1+i} from what enters the last block, by a last block of its own for each i (Gloeckle et al. 2024)
     jtp      x_{t+1+i} from h_t and x_{t+1} ... x_{t+i}, by one self-attention over these, Fetch (Ahn et al. 2025)
 
 Read `Model.forward`, which names the losses, then `_next_latent` for NextLat's own, and `draft`. `_run_blocks` is what
 training, prefill and decoding share; `extend` is all of decoding.
 
     B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
-    L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
+    L  layers       H  heads of size D    F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
+    HK key and value heads
     h  the final normalised vector, before the head, of a token x        n  positions of one `extend` call; of a draft
     h^ what p_psi predicts of h
 """
@@ -131,7 +132,7 @@ class Block(nn.Module):
         """h (B, T, C) -> (B, T, C).
 
         rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole window in training and over a cache in decoding.
+        attention, over the whole sequence in training and over a cache in decoding.
         """
         H, HK = self.n_head, self.n_kv_head
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))
@@ -168,7 +169,8 @@ class Dynamics(nn.Module):
 class Fetch(nn.Module):
     """JTP's head: causal self-attention over h_t, emb(x_{t+1}), ..., emb(x_{t+i}), read at the last of them.
 
-    Training and drafting both call `project` and `forward`.
+    The paper says no more than that: both norms, the sum with the embedding and the rotation are inferred. Training
+    and drafting both call `project` and `forward`.
     """
 
     def __init__(self, config):
@@ -358,7 +360,7 @@ class Model(nn.Module):
         """The three losses of nextlat: the paper's algorithm 1. same_document (d, B, T), future_targets d of (B, T)."""
         c, e = self.config, self.embed(idx)
         predicted, predictions = h, []  # predictions[i - 1][:, s] is h^_s, made from h_{s-i}
-        for _ in range(c.horizon):  # h^_{t+i} = p_psi(h^_{t+i-1}, x_{t+i})
+        for _ in range(c.horizon):  # h^_{t+i} = p_psi(h^_{t+i-1}, x_{t+i}), in a draft by `_draft_hidden`: edit both
             if c.checkpoint_blocks and self.training:
                 predicted = checkpoint(self.dynamics, predicted[:, :-1], e[:, 1:], use_reentrant=False)
             else:
@@ -368,7 +370,7 @@ class Model(nn.Module):
         parts = {}  # name: (lambda, loss); validation has Smooth L1 and KL whatever their weights, as the figures do
         is_judged = not self.training
         lambda_kl, lambda_ce = (c.lambda_kl, 0.0) if c.token_loss == 'kl' else (0.0, c.lambda_kl)
-        if lambda_kl or is_judged:  # KL(p(.|sg h_s) || p(.|h^_s)); the nll has the same logits p(.|h_s)
+        if lambda_kl or is_judged:  # KL(p(.|sg h_s) || p(.|h^_s)), as `linear_cross_entropy_kl_reference` reads
             counts = (same_document & (targets >= 0)).flatten(1)
             states = torch.stack([h, *predictions]).flatten(1, 2)
             nll, kl = linear_cross_entropy_kl(states, self.loss_weight, targets.flatten(), counts, c.stop_head)

@@ -150,7 +150,7 @@ class Block(nn.Module):
         """h (B, S, T, C) of `streams`, those at work: 'both', 'input' or 'predict' -> the same of those in `emits`.
 
         rotate(qk) rotates queries and keys (B, S, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v,
-        streams, emits) is the attention: over the whole window in training, over a cache in decoding.
+        streams, emits) is the attention: over the whole sequence in training, over a cache in decoding.
         """
         H, HK = self.n_head, self.n_kv_head
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))  # eq. 7

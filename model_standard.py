@@ -1,4 +1,4 @@
-"""The standard Transformer: the baseline of all four papers ("The State-Prediction Separation Hypothesis", appendix A).
+"""The standard Transformer: the baseline of SPS ("The State-Prediction Separation Hypothesis", appendix A) and of GPN.
 
 One stream of vectors, one per token, does two jobs: it predicts the next token, and it is the memory that later tokens
 read. Blocks are pre-normalised: rotary causal attention, then a SwiGLU feed-forward net. No biases, a weight-tied head.
@@ -105,7 +105,7 @@ class Block(nn.Module):
         """h (B, T, C) -> (B, T, C).
 
         rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole window in training and over a cache in decoding.
+        attention, over the whole sequence in training and over a cache in decoding.
         """
         H, HK = self.n_head, self.n_kv_head
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))  # eq. 7

@@ -82,7 +82,7 @@ class Settings:
     verify: bool = False  # compare every shard with its checksum before the first step
     # batch and length
     batch_size: int = 96  # sequences per optimizer step, over all processes and micro-batches
-    micro_batch_size: int = 8  # sequences of a forward pass; for memory and speed, not the result (nextlat: to 1e-3)
+    micro_batch_size: int = 8  # sequences of a forward pass; for memory and speed, not the result: docs/scale.md
     block_size: int = 4096  # tokens per sequence, T
     max_tokens: int = 20_000_000_000  # tokens to train on, the decay included
     # optimizer

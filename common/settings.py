@@ -211,7 +211,7 @@ def check_ranges(settings, **ranges: tuple) -> None:
 def print_help(Settings: type, ModelConfig: type | None = None) -> None:
     """Every setting with type, default and the comment beside it in the source."""
     print(inspect.getmodule(Settings).__doc__.strip() + '\n')
-    sections = [(Settings, 'settings')]
+    sections = [(Settings, 'settings and their defaults, which a config may change')]
     if ModelConfig:
         sections.append((ModelConfig, f'model settings ({ModelConfig.__module__}.py)'))
     for cls, title in sections:

@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 
 from common.benchmarks import local_records, task_files
-from common.decoding import check_sampling, generate
+from common.decoding import check_sampling, generate, say_once
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.int8 import check_weights_setting, prepare_weights
 from common.llama import export_llama, import_llama
@@ -178,17 +178,23 @@ def lm_eval_class() -> type:
                 size = 16 if self.scorer.batch_size == inf else self.scorer.batch_size
                 for start in range(0, len(members), size):
                     batch = {i: prompts[i] for i in members[start:start + size]}
-                    texts |= generate_texts(self.scorer, self.encoding, batch, json.loads(options))
+                    texts |= generate_texts(self.scorer, self.encoding, batch, json.loads(options), start)
             return [texts[i] for i in range(len(requests))]
 
     return RunLM
 
 
-def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: dict) -> dict[int, str]:
-    """{request: ids of its prompt} -> {request: its text up to the first stop string}; options are lm-eval's."""
+def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: dict, seed: int) -> dict[int, str]:
+    """{request: ids of its prompt} -> {request: its text up to the first stop string}; options are lm-eval's.
+
+    At least half of the model's window is left to the prompt. seed: of sampling, another one for each batch.
+    """
     until = options.get('until') or []
     stops = [until] if isinstance(until, str) else until
-    max_new_tokens = int(options.get('max_gen_toks', 256))
+    asked = int(options.get('max_gen_toks', 256))
+    max_new_tokens = min(asked, max(1, scorer.max_length // 2))
+    if max_new_tokens < asked:
+        say_once(f'answers end after {max_new_tokens} tokens, half of what the model reads, not after {asked}')
     room = max(1, scorer.max_length - max_new_tokens)
     scorer.truncated += sum(len(ids) > room for ids in prompts.values())
 
@@ -206,7 +212,7 @@ def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: 
         sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
                     'top_k': options.get('top_k')}
     new = generate(scorer.model, [ids[-room:] for ids in prompts.values()], max_new_tokens, eos_id=encoding.eos_id,
-                   finished=finished, **sampling)
+                   finished=finished, seed=seed, **sampling)
     return {i: cut(text_of(ids)) for i, ids in zip(prompts, new)}
 
 
@@ -266,9 +272,10 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
         records = local_records(s.data_dir, 'lambada_first_token')
     requests = []
     for record in records[:s.limit]:
-        context, word = record['text'].rsplit(' ', 1)
+        text = record['text'].rstrip()
+        context, word = text.rsplit(' ', 1)
         context = tokenizer.encode(context)
-        continuation = tokenizer.encode(record['text'])[len(context):] or tokenizer.encode(' ' + word)
+        continuation = tokenizer.encode(text)[len(context):] or tokenizer.encode(' ' + word)
         requests.append(([*tokenizer.start, *context], continuation))
     scores = scorer.score(requests)
     nats, lengths = [nats for nats, *_ in scores], [len(continuation) for _, continuation in requests]

@@ -155,13 +155,16 @@ def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
         if s.dtype == 'auto':
             given.pop('dtype', None)  # the run recorded what auto was
         saved = saved_settings(Settings, record['settings'], f'{s.out_dir}/config.json')
-        if s.resume:
-            check_unchanged(s.out_dir, {**asdict(saved), **asdict(runs.saved_config(record, s.out_dir))}, given)
+        of_model = {name: value for name, value in given.items() if name not in own or name in ('model', 'documents')}
+        check_unchanged(s.out_dir, {**asdict(saved), **asdict(runs.saved_config(record, s.out_dir))},
+                        given if s.resume else of_model)
         asked = {name: value for name, value in given.items() if name in own}
         s = replace(saved, **{**asked, 'out_dir': s.out_dir})
         if not s.data:
             raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
     elif s.init_from:  # what is not given is as in the source
+        if is_new(s) and Path(s.out_dir).resolve() == Path(s.init_from).resolve():
+            raise UserError(f'--init_from={s.init_from} is the source of the weights: give a new folder, --out_dir=NEW')
         source = runs.read_run(s.init_from)
         values = asdict(runs.saved_config(source, s.init_from))
         if source['model'] != s.model:  # what both have; in SPS a window is that of the predict stream
@@ -200,7 +203,8 @@ def with_model_of_run(argv):
     """argv; with the model of the run it goes on with or starts from, if it names neither a model nor a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
     source = options.get('extend') or options.get('init_from')
-    if 'resume' in options or 'eval_only' in options and 'init_from' not in options:
+    is_on = {name for name in ('resume', 'eval_only') if options.get(name, 'False') != 'False'}
+    if 'resume' in is_on or 'eval_only' in is_on and 'init_from' not in options:
         source = options.get('out_dir')
     if source and source != 'None' and 'model' not in options and all(arg.startswith('-') for arg in argv):
         return [*argv, f'--model={runs.read_run(source)["model"]}']
@@ -269,6 +273,8 @@ def check_settings(s, data, world):
                         f'others would wait: use --micro_batch_size=2, or a batch_size that {world} divides')
     if s.memory is not None and not s.dry_run:
         raise UserError(f'--memory={s.memory:g} asks whether a step would fit: add --dry_run, or leave it out to train')
+    if s.acceptance_prompts and hasattr(data, 'score'):
+        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0')
     if s.wandb_project and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or '
                         'leave it out')
@@ -519,7 +525,7 @@ def scores(model, data, s, machine) -> dict[str, float]:
             n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
             prompts = data.val_batch(range(n_prompts), T)[0].tolist()
             _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
-            found['acceptance'] = drafts.accepted_per_step / length
+            found['acceptance'] = sum(drafts.accepted) / max(1, drafts.drafted)
     model.train()
     return found
 

@@ -314,15 +314,17 @@ class RunDraft:
 class DraftStatistics:
     """What became of the drafts.
 
-    `tried` and `accepted` by position in the draft; `rounds` over all rows, each of which also makes a token undrafted.
+    `tried` and `accepted` by position in the draft; `rounds` over all rows, each of which also makes a token undrafted,
+    and `drafted`, the tokens of all drafts.
     """
 
     def __init__(self):
-        self.tried, self.accepted, self.rounds = [], [], 0
+        self.tried, self.accepted, self.rounds, self.drafted = [], [], 0, 0
 
     def add(self, length: int, accepted: int) -> None:
         """A row's draft of `length` tokens, of which the first `accepted` were accepted."""
         self.rounds += 1
+        self.drafted += length
         for counts, n in ((self.tried, min(length, accepted + 1)), (self.accepted, accepted)):
             counts += [0] * (length - len(counts))
             for i in range(n):

@@ -165,6 +165,7 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
     if eos is None:
         raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
     fast.no_truncation()
+    fast.no_padding()
     decoder = json.dumps(json.loads(path.read_text(encoding='utf-8'))['decoder'])
     byte_of = bytes_of_gpt2_characters() if 'ByteLevel' in decoder else None
 

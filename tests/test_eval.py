@@ -5,6 +5,7 @@ import json
 import math
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,17 @@ def test_generation_and_the_registered_name(trained):
     texts = lm.generate_until(requests)
     assert texts == [lm.generate_until([request])[0] for request in requests]
     assert not any('e' in text for text in texts) and len(texts[1]) <= 5
+    again = lm.generate_until([type('Request', (), {'args': ('ab', {'do_sample': True, 'max_gen_toks': 12})})] * 8)
+    assert len(set(again)) == 8  # in batches of two, each of a seed of its own
+
+
+def test_half_of_the_window_is_left_to_a_prompt(monkeypatch, capsys):
+    asked, tokenizer = [], load_tokenizer('byte')
+    monkeypatch.setattr(judge, 'generate', lambda model, prompts, n, **_: asked.append((prompts, n)) or [[]])
+    scorer = SimpleNamespace(model=None, max_length=32, truncated=0)
+    judge.generate_texts(scorer, tokenizer, {0: [*range(17)]}, {}, 0)
+    assert asked == [([[*range(1, 17)]], 16)] and scorer.truncated == 1
+    assert 'answers end after 16 tokens, half of what the model reads, not after 256' in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -425,6 +425,16 @@ def test_a_special_token_spelled_in_a_document_is_text(tmp_path):
     assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
 
 
+def test_padding_and_truncation_stored_in_a_tokenizer_are_not_obeyed(tmp_path):
+    from tokenizers import Tokenizer
+    path = train_tokenizers(tmp_path, ['some text'] * 9)[0]
+    plain, stored = load_tokenizer(path).encode('some more text'), Tokenizer.from_file(str(path))
+    stored.enable_padding(length=16, pad_id=0, pad_token='<|endoftext|>')
+    stored.enable_truncation(2)
+    stored.save(str(path))
+    assert load_tokenizer(path).encode('some more text') == plain and 2 < len(plain) < 16
+
+
 def test_tokenizers_by_path(records, tmp_path):
     texts = [r['text'].replace('\n', ' ') for r in records[:200]]
     text = 'a naïve Hund 日本 and new ☃ things'

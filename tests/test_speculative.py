@@ -1,4 +1,5 @@
 """Speculative decoding: texts have the distribution of plain decoding, whatever drafts, however long the drafts are."""
+import copy
 import itertools
 
 import pytest
@@ -265,6 +266,14 @@ def runs(tiny_data, tmp_path_factory):
 def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
     assert 0 <= read_log(runs / 'nextlat')[-1]['acceptance'] <= 1
     assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2'), 'cannot draft for itself')
+    task = ['--model=nextlat', '--data=path_star:degree=2,length=5,nodes=20', '--block_size=31', '--documents=False']
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2', *task), 'is a task: use 0')
+
+
+def test_a_perfect_draft_is_accepted_whole_however_short_its_last_round():
+    model = make('standard')
+    _, found = speculative_generate(model, PROMPTS, 12, draft=copy.deepcopy(model), draft_len=5)
+    assert found.drafted == sum(found.accepted) < 5 * found.rounds
 
 
 @pytest.mark.slow

@@ -211,6 +211,12 @@ def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
     record['settings'] |= {'init_from': '/gone', 'max_tokens': 3 * STEP_TOKENS}
     (new / 'config.json').write_text(json.dumps(record))
     assert run('train.py', f'--out_dir={new}', '--resume').returncode == 0  # the first run's folder is needed no more
+    for setting in ('--n_embd=32', '--documents=False', '--model=sps'):
+        assert_sentence(run('train.py', f'--out_dir={new}', '--eval_only', setting), 'is asked for')
+    weights = {p: p.read_bytes() for p in (new / 'ckpt').rglob('*') if p.is_file()}
+    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), 'is the source of the weights')
+    assert weights == {p: p.read_bytes() for p in (new / 'ckpt').rglob('*') if p.is_file()}
+    assert train_tiny(tiny_data, tmp_path / 'fresh', '--resume=False', steps=1).returncode == 0
     shutil.rmtree(new / 'ckpt')
     assert_sentence(run('train.py', f'--out_dir={new}', '--eval_only'), 'has no checkpoint to load')
 

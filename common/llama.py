@@ -130,7 +130,8 @@ def export_llama(run, folder) -> None:
 def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
     """Makes a run folder from a Hugging Face folder. Raises UserError if a tensor of it has no place, or is missing.
 
-    tokenizer None: the folder's own, and GPT-2's if it has none. Texts start with bos if the folder's own says so.
+    tokenizer None: the folder's own, and GPT-2's if it has none and as many ids. Texts start with bos if the folder's
+    own says so.
     """
     folder, run = Path(folder), Path(run)
     if is_hugging_face(run) and not is_hugging_face(folder):
@@ -139,12 +140,15 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
     if run.exists():
         raise UserError(f'{run} exists: give --from_llama the name of a run folder that is not there yet')
     family_of(folder)
-    bos = False
+    bos = is_guess = False
     if tokenizer is None:
         own = [folder / name for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).is_file()]
         tokenizer = load_tokenizer(own[0] if own else 'gpt2')
-        bos = bool(own) and starts_with_bos(folder, tokenizer)
+        bos, is_guess = bool(own) and starts_with_bos(folder, tokenizer), not own
     c, n_rows, block_size = standard_config(folder, tokenizer)
+    if is_guess and n_rows > padded_vocab(tokenizer.n_ids):
+        raise UserError(f"{folder} has neither tokenizer.json nor tokenizer.model, and {n_rows} ids, so GPT-2's "
+                        f'{tokenizer.n_ids} are not its own: give its tokenizer with --tokenizer=FILE')
     with torch.device('meta'):
         shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
     tensors = read_tensors(folder, c, n_rows, shapes)

@@ -1,4 +1,5 @@
 """Hugging Face folders become runs with the same logits, losses and gradients, and go back bit for bit."""
+import dataclasses
 import json
 import shutil
 
@@ -8,6 +9,7 @@ from conftest import TINY, assert_sentence, run
 from safetensors.torch import load_file, save_file
 
 from common import llama, runs
+from common.files import UserError
 from data.tokenizers import load_tokenizer
 
 SMALL = dict(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -141,6 +143,18 @@ def test_a_window_of_some_layers_is_a_sentence(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | layers))
     assert_sentence(run('eval.py', tmp_path / 'folder', f'--from_llama={tmp_path / "run"}', '--tokenizer=byte'),
                     'a sliding window in 1 of 2 layers')
+
+
+def test_gpt2s_tokenizer_is_not_taken_for_a_larger_vocabulary(tmp_path, monkeypatch):
+    make_folder(tmp_path / 'folder', 'Llama 3')
+    asked, n_ids = [], json.loads((tmp_path / 'folder/config.json').read_text())['vocab_size']
+    tokenizer = dataclasses.replace(load_tokenizer('byte'), n_ids=n_ids)
+    monkeypatch.setattr(llama, 'load_tokenizer', lambda name: asked.append(name) or tokenizer)
+    llama.import_llama(tmp_path / 'folder', tmp_path / 'run')
+    tokenizer = dataclasses.replace(tokenizer, n_ids=n_ids - 64)
+    with pytest.raises(UserError, match='give its tokenizer with --tokenizer=FILE'):
+        llama.import_llama(tmp_path / 'folder', tmp_path / 'other')
+    assert asked == ['gpt2', 'gpt2'] and not (tmp_path / 'other').exists()
 
 
 def test_no_sentence_suggests_to_remove_a_source(tmp_path):

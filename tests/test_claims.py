@@ -366,5 +366,6 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
     assert [row['name'] for row in rows] == [claim.name for claim in CLAIMS]
     assert all((row['verdict'] == NOT_RUN) == (row['paper'] != paper) for row in rows)
     rows = [row for row in rows if row['paper'] == paper]
-    exact = [row for row in rows if row['test'] == 'exact' and 'dead' not in row['name']]
-    assert all(row['verdict'] == SEEN for row in exact), exact  # they do not depend on training
+    of_training = 'gpn_dead', 'cr_streaming'  # the other exact ones hold of any weights
+    exact = [row for row in rows if row['test'] == 'exact' and row['name'] not in of_training]
+    assert all(row['verdict'] == SEEN for row in exact), exact

@@ -152,28 +152,26 @@ def _loss_differences(device, dtype, *_):
     states = torch.randn(3, 300, 64, device=device, generator=generator).to(dtype)
     weight = (torch.randn(400, 64, device=device, generator=generator) / 8).to(dtype)
     targets = torch.randint(-1, 400, (300,), device=device, generator=generator)
-    row_weights, counts = torch.rand(300, device=device, generator=generator), targets.expand(2, -1) % 3 > 0
+    row_weights = torch.rand(300, device=device, generator=generator)
+    counts = targets.expand(2, -1) % 3 > 0
 
-    def differences(kind, states, reference, row_weights=None, counts=None, head_frozen=True):
+    def differences(kind, row_weights=None, counts=None, head_frozen=True):
         def fast(states, weight):
-            found = K._fused_losses(states, weight, targets, row_weights, counts, head_frozen, 256 * 400)
-            return torch.stack(found)[:1 if counts is None else 2, None]
-        names = 'the loss', 'the gradient of the hidden states', 'the gradient of the head'
-        names = [f'{name}{kind}' for name in names]
-        return _differences_with_gradients(fast, lambda *inputs: reference(*inputs)[:, None], [states, weight], names)
+            nll, kl = K._fused_losses(states, weight, targets, row_weights, counts, head_frozen, 256 * 400)
+            return nll.view(1, 1) if counts is None else torch.stack([nll, kl]).unsqueeze(1)
 
-    def cross_entropy(row_weights=None):
-        return lambda states, weight: K.linear_cross_entropy_reference(states[0], weight, targets, row_weights)[None]
-
-    def with_kl(head_frozen):
-        return lambda states, weight: torch.stack(
-            K.linear_cross_entropy_kl_reference(states, weight, targets, counts, head_frozen))
-    found = differences('', states[:1], cross_entropy())
-    found |= differences(", by rows' weights", states[:1], cross_entropy(row_weights), row_weights)
-    for head_frozen in (True, False):
-        kind = f' with KL, head {"frozen" if head_frozen else "trained"}'
-        found |= differences(kind, states, with_kl(head_frozen), None, counts, head_frozen)
-    return found
+        def reference(states, weight):
+            if counts is None:
+                return K.linear_cross_entropy_reference(states[0], weight, targets, row_weights).view(1, 1)
+            losses = K.linear_cross_entropy_kl_reference(states, weight, targets, counts, head_frozen)
+            return torch.stack(losses).unsqueeze(1)
+        names = [f'{name}{kind}' for name in ('the loss', 'the gradient of the hidden states',
+                                              'the gradient of the head')]
+        inputs = states[:1] if counts is None else states, weight
+        return _differences_with_gradients(fast, reference, inputs, names)
+    return (differences('') | differences(", by rows' weights", row_weights)
+            | differences(' with KL, head frozen', counts=counts)
+            | differences(' with KL, head trained', counts=counts, head_frozen=False))
 
 
 def _norm_differences(device, dtype):

@@ -115,7 +115,7 @@ def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeyp
 def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
     pytest.importorskip('lm_eval')
     (tmp_path / 'lambada_openai.jsonl').write_text(''.join(json.dumps({'text': f'a {word}'}) + '\n'
-                                                           for word in ('text', 'of7words')))
+                                                           for word in ('text', 'of7words\n ')))
     encoding, lengths = load_tokenizer(tokenizer), []
 
     def score(requests):
@@ -123,6 +123,7 @@ def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
         return [(-3.0, True, True), (-9.0, False, False)]
     found = judge.lambada_first_token(SimpleNamespace(score=score), encoding, judge.Settings(data_dir=str(tmp_path)))
     m, n = lengths
+    assert n == len(encoding.encode('a of7words')) - len(encoding.encode('a'))  # what ends the record is no word
     assert m != n and found == pytest.approx({'acc': 0.5, 'perplexity_of_examples': math.exp((3 / m + 9 / n) / 2),
                                               'perplexity_pooled': math.exp(12 / (m + n))})
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common import checkpoint, runs
-from common.files import UserError, first_line
+from common.files import UserError, first_line, write_file
 from data.shards import keep_tokenizer
 from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 
@@ -121,8 +121,24 @@ def export_llama(run, folder) -> None:
     save_file(theirs, temporary / 'model.safetensors', {'format': 'pt'})
     (temporary / 'model.safetensors').chmod((temporary / 'config.json').stat().st_mode)
     tokenizer = keep_tokenizer(temporary, record['data']['tokenizer'])
+    if tokenizer == 'tokenizer.json':
+        start_as_trained(temporary, record['data']['bos'])
     os.replace(temporary, folder)
     print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer}')
+
+
+def start_as_trained(folder: Path, bos: bool) -> None:
+    """Has transformers start the texts of a folder's tokenizer.json with its bos, or with nothing, unless it does."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.processors import TemplateProcessing
+    path = folder / 'tokenizer.json'
+    tokenizer = load_tokenizer(path)
+    if starts_with_bos(folder, tokenizer) != bos:
+        fast = Fast.from_file(str(path))
+        start = [fast.id_to_token(tokenizer.bos_id)] if bos else []
+        fast.post_processor = TemplateProcessing(
+            single=[*start, '$A'], special_tokens=[(token, tokenizer.bos_id) for token in start])
+        write_file(path, fast.to_str(pretty=True).encode())
 
 
 # ---- from Hugging Face ----
@@ -162,6 +178,10 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
             'versions': {'torch': torch.__version__}})
     print(f'{run} is a run of model_standard, its tokenizer is {tokenizer.name}: python sample.py {run} "..."; '
           f'train.py starts from it with --init_from={run}')
+    ends = json.loads((folder / 'config.json').read_bytes()).get('eos_token_id')
+    if ends is not None and tokenizer.eos_id not in (ends if isinstance(ends, list) else [ends]):
+        print(f'{folder}/config.json ends texts with the id {ends}: sample.py does not stop there, but at '
+              f"{tokenizer.eos_id}, which ends the tokenizer's documents")
 
 
 def starts_with_bos(folder: Path, tokenizer: Tokenizer) -> bool:

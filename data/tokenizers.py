@@ -167,14 +167,18 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
     fast.no_truncation()
     fast.no_padding()
     decoder = json.dumps(json.loads(path.read_text(encoding='utf-8'))['decoder'])
+    if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
+        raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
     byte_of = bytes_of_gpt2_characters() if 'ByteLevel' in decoder else None
+    added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()} if byte_of else {}
 
     def encode(text, is_document=False):
         fast.encode_special_tokens = is_document  # '<|endoftext|>' in a document is text, and does not end it
         return fast.encode(text, add_special_tokens=False).ids
 
     def decode(ids):
-        return b''.join(piece_bytes(fast.id_to_token(i) or '', byte_of) for i in ids if i not in (bos, eos))
+        return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
+                        for i in ids if i not in (bos, eos))
     return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode,
                      functools.partial(encode, is_document=True), bos)
 

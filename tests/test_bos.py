@@ -1,6 +1,7 @@
 """Documents that start with bos: prepared, recorded, and prompts and tasks that then start with it too."""
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,10 @@ from conftest import assert_sentence, config_json, run, train_tiny
 
 import eval as judge
 import sample
-from common import runs
+from common import llama, runs
 from common.files import write_json
 from data import Data, write_data
-from data.tokenizers import load_tokenizer
+from data.tokenizers import load_tokenizer, tokenizer_digest
 
 TEXTS = [f'a text of {i} words and more of them' for i in range(60)]
 
@@ -78,6 +79,23 @@ def test_prompts_start_as_the_documents_did(trained, tokenizer):
     for bos, want in ((True, [[0, *encode('a text')], [0]]), (False, [encode('a text'), [1]])):
         assert sample.encode_prompts(settings, load_tokenizer(tokenizer, bos), record, ['a text', ''])[0] == want
     assert run('sample.py', trained, 'a text', '', '--max_new_tokens=4', '--device=cpu').returncode == 0
+
+
+def test_transformers_starts_the_texts_of_an_exported_run_as_training_did(trained, tokenizer, tmp_path):
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
+    encode, ids = load_tokenizer(tokenizer).encode, {}
+    plain = shutil.copytree(trained, tmp_path / 'plain')
+    fast = Tokenizer.from_file(str(tokenizer))
+    fast.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 0)])
+    fast.save(str(plain / 'tokenizer.json'))
+    record = config_json(plain)
+    digest = tokenizer_digest(plain / 'tokenizer.json')
+    write_json(plain / 'config.json', {**record, 'data': {**record['data'], 'bos': False, 'tokenizer_digest': digest}})
+    for run_folder in (trained, plain):
+        llama.export_llama(run_folder, tmp_path / 'llama' / run_folder.name)
+        ids[run_folder.name] = AutoTokenizer.from_pretrained(tmp_path / 'llama' / run_folder.name)('a text').input_ids
+    assert ids == {'run': [0, *encode('a text')], 'plain': encode('a text')}
 
 
 def test_a_run_of_older_code_has_no_bos(trained, tmp_path):

@@ -230,6 +230,15 @@ def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
     assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
 
 
+def test_another_end_of_texts_in_config_json_is_said(tmp_path, capsys):
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    for name, ends, is_said in (('a', 256, False), ('b', [7, 256], False), ('c', 7, True), ('d', [7, 8], True)):
+        config = json.loads((tmp_path / 'folder/config.json').read_text()) | {'eos_token_id': ends}
+        (tmp_path / 'folder/config.json').write_text(json.dumps(config))
+        import_run(tmp_path / 'folder', tmp_path / name)
+        assert (f'ends texts with the id {ends}: sample.py does not stop there' in capsys.readouterr().out) is is_said
+
+
 def test_one_run_at_a_time_is_imported_or_exported(tmp_path):
     for option in ('--to_llama', '--from_llama'):
         assert_sentence(run('eval.py', 'a', 'b', f'{option}={tmp_path / "x"}'), 'take one run at a time')

@@ -425,6 +425,20 @@ def test_a_special_token_spelled_in_a_document_is_text(tmp_path):
     assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
 
 
+def test_an_added_token_decodes_to_itself_and_words_in_pieces_are_a_sentence(tmp_path):
+    from tokenizers import Tokenizer, decoders
+    path = train_tokenizers(tmp_path, ['some text'] * 9)[0]
+    fast = Tokenizer.from_file(str(path))
+    fast.add_tokens(['caf\u00e9'])
+    fast.save(str(path))
+    tokenizer = load_tokenizer(path)
+    assert len(ids := tokenizer.encode('caf\u00e9 \u00e9')) < 5 and tokenizer.decode(ids).decode() == 'caf\u00e9 \u00e9'
+    for fast.decoder in (decoders.WordPiece(), decoders.BPEDecoder()):
+        fast.save(str(path))
+        with pytest.raises(UserError, match='expected one by bytes'):
+            load_tokenizer(path)
+
+
 def test_padding_and_truncation_stored_in_a_tokenizer_are_not_obeyed(tmp_path):
     from tokenizers import Tokenizer
     path = train_tokenizers(tmp_path, ['some text'] * 9)[0]

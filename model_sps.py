@@ -146,11 +146,11 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
-    def forward(self, h, rotate, attend, streams, emits):
-        """h (B, S, T, C) of `streams`, those at work: 'both', 'input' or 'predict' -> the same of those in `emits`.
+    def forward(self, h, rotate, attend, streams, queries):
+        """h (B, S, T, C) of `streams`, those at work: 'both', 'input' or 'predict' -> the same of `queries`.
 
         rotate(qk) rotates queries and keys (B, S, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v,
-        streams, emits) is the attention: over the whole sequence in training, over a cache in decoding.
+        streams, queries) is the attention: over the whole sequence in training, over a cache in decoding.
         """
         H, HK = self.n_head, self.n_kv_head
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))  # eq. 7
@@ -159,10 +159,10 @@ class Block(nn.Module):
             q, k = qk.split([H, HK], -2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
         q, k = rotate(qk).split([H, HK], -2)
-        if emits != streams:  # the last layer: of the other stream it needs keys and values alone
-            emitting = slice(0, 1) if emits == 'input' else slice(1, 2)
-            h, q = h[:, emitting], q[:, emitting]
-        h = h + self.attn_out(attend(self.layer, q, k, v, streams, emits).flatten(-2))  # eq. 8, 9
+        if queries != streams:  # the last layer: of the other stream it needs keys and values alone
+            asking = slice(0, 1) if queries == 'input' else slice(1, 2)
+            h, q = h[:, asking], q[:, asking]
+        h = h + self.attn_out(attend(self.layer, q, k, v, streams, queries).flatten(-2))  # eq. 8, 9
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
 
@@ -200,11 +200,11 @@ class Model(nn.Module):
                 if c.predict_input != 'predict':
                     rho = rho + (x if c.predict_input == 'token' else h[:, 0])
                 h, at_work = torch.stack([rho] if streams == 'predict' else [h[:, 0], rho], 1), streams
-            emits = c.emits if at_work == 'both' and layer == c.n_layer - 1 else at_work
+            queries = c.emits if at_work == 'both' and layer == c.n_layer - 1 else at_work
             if c.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, rotate, attend, at_work, emits, use_reentrant=False)
+                h = checkpoint(block, h, rotate, attend, at_work, queries, use_reentrant=False)
             else:
-                h = block(h, rotate, attend, at_work, emits)
+                h = block(h, rotate, attend, at_work, queries)
         return self.norm(h[:, 0])
 
     def final_hidden(self, idx):
@@ -213,10 +213,10 @@ class Model(nn.Module):
         doc_start = document_starts(idx, c.eos_id)
         cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
 
-        def attend(layer, q, k, v, streams, emits):
+        def attend(layer, q, k, v, streams, queries):
             if streams == 'input':
                 return attention(q[:, 0], k[:, 0], v[:, 0], doc_start, c.windows[0]).unsqueeze(1)
-            return two_stream_attention(q, k, v, c.windows, doc_start, emits)
+            return two_stream_attention(q, k, v, c.windows, doc_start, queries)
         return self._run_blocks(idx, lambda qk: rotate(qk, cos, sin), attend)
 
     def forward(self, idx, targets):
@@ -301,11 +301,11 @@ class Model(nn.Module):
                        for p in part.parameters(recurse=False) if p.dim() >= 2)
 
         x_keys, rho_keys = map(keys, c.windows)
-        pairs = {'x': x_keys + rho_keys - 1, 'rho': x_keys + rho_keys}  # x_i does not see rho_i
-        emits = 'rho' if c.emits == 'predict' else 'x'
+        x_pairs, rho_pairs = x_keys + rho_keys - 1, x_keys + rho_keys  # x_i does not see rho_i
+        last_pairs = rho_pairs if c.emits == 'predict' else x_pairs
         two_streams = c.n_layer - c.first_predict_layer - 1  # layers, besides the last
         used = n_weights(self) + n_weights(self.blocks[c.first_predict_layer:-1])  # these are used by both streams
         # in the last layer, keys and values of the stream that does not emit
         used += 2 * c.n_embd * c.n_kv_head * c.head_size
-        total_pairs = c.first_predict_layer * x_keys + two_streams * sum(pairs.values()) + pairs[emits]
+        total_pairs = c.first_predict_layer * x_keys + two_streams * (x_pairs + rho_pairs) + last_pairs
         return 6 * used + 12 * c.n_head * c.head_size * total_pairs

@@ -212,14 +212,14 @@ def with_model_of_run(argv):
 
 
 def check_unchanged(folder, saved, given):
-    """Raises UserError if a resumed run is given other settings than it was started with, but for MAY_CHANGE."""
+    """Raises UserError if a saved run is given other settings than it was started with, but for MAY_CHANGE."""
     for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: name != 'model'):  # another model has other settings
         if saved[name] != given[name]:
             other = 'start another with another --out_dir'
             if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
                 other = f'make it longer with --extend={folder} --max_tokens={given[name]} --out_dir=NEW'
-            raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: go '
-                            f'on as it was with python train.py --out_dir={folder} --resume, or {other}')
+            raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: leave '
+                            f'{name} out (a saved run needs no config file either), or {other}')
 
 
 def has_data(name: str) -> bool:

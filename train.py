@@ -218,8 +218,8 @@ def check_unchanged(folder, saved, given):
             other = 'start another with another --out_dir'
             if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
                 other = f'make it longer with --extend={folder} --max_tokens={given[name]} --out_dir=NEW'
-            raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: leave '
-                            f'{name} out (a saved run needs no config file either), or {other}')
+            raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: '
+                            f'leave {name} out (a saved run needs no config file either), or {other}')
 
 
 def has_data(name: str) -> bool:

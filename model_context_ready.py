@@ -106,6 +106,11 @@ class Config:
         if self.bptt and self.K == 1:
             raise ValueError(f'bptt = True with K = 1 (variant = {self.variant!r}): without a correction nothing runs '
                              'from position to position. Use K > 1, which builds the network')
+        if self.bptt and (self.last_unrolls or self.checkpoint_unrolls):
+            raise ValueError(f'bptt = True with last_unrolls = {self.last_unrolls} and checkpoint_unrolls = '
+                             f'{self.checkpoint_unrolls}: streaming has no unrolls to cut or to compute again')
+        if self.scan == 'fast' and not self.bptt:
+            raise ValueError("scan = 'fast' with bptt = False: training by unrolls has one form only, auto or loop")
         if self.segment_len < 1:
             raise ValueError(f'segment_len = {self.segment_len}: expected at least 1 position')
         if self.n_ffn is not None and self.n_ffn < 1:

@@ -108,20 +108,24 @@ def analyse(run, s):
         moves.append(moved.cpu())
         unrolls.append(used)
     perplexities = {k: perplexity(v / counted) for k, v in totals.items()}
-    width, variant = c.n_embd, c.variant
-    if c.K == 1 and c.variant != 'extra_ffn':
-        variant = 'roformer'
-    network = {'concat': 12, 'block_head': 0, 'roformer': 0}.get(variant, 8)
-    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': width, 'C/N': round(width / c.n_layer), 'T': T,
+    variant = 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
+    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd, 'C/N': round(c.n_embd / c.n_layer), 'T': T,
            'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
     row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
     row |= {'sequential': round(perplexities['sequential'], 3),
             'K=1 - K=5': round(row['K=1'] - row['K=5'], 3) if c.K > 1 else '',
             **contraction(torch.cat(moves, 1)), 'prefill_unrolls': max(unrolls),
-            # of feed-forward nets of width 4 C, as the paper's
-            'multiply_adds_per_token': 12 * c.n_layer * width ** 2 + network * width ** 2 + c.n_ids * width,
-            'cache_bytes_per_token': 2 * c.n_layer * width * model.embed.weight.itemsize}
+            **costs(model)}
     return row
+
+
+def costs(model):
+    """Of a token in decoding: multiply-adds of weights, the head's among them, and bytes of the cache."""
+    c = model.config
+    used = [p for part in ('blocks', 'correction', 'extra') if hasattr(model, part)
+            for p in getattr(model, part).parameters() if p.dim() >= 2]  # of tied, the shared ones are used twice
+    return {'multiply_adds_per_token': sum(p.numel() for p in used) + c.n_ids * c.n_embd,
+            'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
 def plot(rows, path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run, train_tiny
+from torch.utils.flop_counter import FlopCounterMode
 
 import analysis.context_ready
 import attn_kernels
@@ -706,6 +707,8 @@ def test_a_compiler_compiles_one_step_of_the_loop(monkeypatch):
     (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(variant='sum'), "variant = 'sum'"),
     (dict(prefill='both'), "prefill = 'both'"),
     (dict(scan='quick'), "scan = 'quick': expected one of loop, fast, auto"),
+    (dict(bptt=True, last_unrolls=1), 'no unrolls to cut'), (dict(bptt=True, checkpoint_unrolls=True), 'no unrolls'),
+    (dict(scan='fast', bptt=False), 'one form only'),
     (dict(segment_len=0), 'segment_len = 0'), (dict(n_embd=18), 'even whole number'), (dict(n_ffn=-4), 'n_ffn = -4'),
     (dict(dropout=1.0), 'dropout = 1.0')])
 def test_bad_settings_are_sentences(values, sentence):
@@ -771,6 +774,21 @@ def test_the_contraction_estimates_are_those_of_the_formula():
     one_small_token = torch.tensor([[[1e-3], [0]], [[1e-3], [0]], [[1e-3], [1e3]]])  # among all, none moves
     for none in torch.zeros(3, 2, 4), one_small_token:
         assert set(analysis.context_ready.contraction(none).values()) == {''}
+
+
+@pytest.mark.parametrize('values', [
+    dict(), dict(n_ffn=24), dict(K=1), dict(K=1, variant='extra_ffn'), dict(variant='concat'), dict(variant='tied'),
+    dict(variant='block_head'), dict(block='llama', n_head=4, n_kv_head=2, head_size=6, n_ffn=24)])
+def test_costs_are_the_products_and_the_cache_of_one_token(values):
+    model = make(**values)
+    c, e = model.config, torch.zeros(1, 1, model.config.n_embd)
+    with FlopCounterMode(display=False) as counter:
+        z = model.first_unroll(e, lambda qk: qk, lambda layer, q, k, v: q) if c.K == 1 else model.step(
+            e, e, torch.zeros(1, 1, dtype=torch.bool), lambda qk: qk, lambda layer, q, k, v: q)
+        model.head_input(z) @ model.head.weight[:c.n_ids].T
+    cache, found = model.new_cache(1, 8), analysis.context_ready.costs(model)
+    assert found['multiply_adds_per_token'] == counter.get_total_flops() / 2
+    assert found['cache_bytes_per_token'] == cache.k[:, :, :, 0].nbytes + cache.v[:, :, :, 0].nbytes
 
 
 # ---- through train.py ----

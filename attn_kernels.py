@@ -1280,7 +1280,7 @@ class KVCache:
         [ memory | spare ]            [ ring | memory | spare ]         position p:  memory  slot R + p
           0 ...                         0 .... R ...                                 ring    slot R - 1 - p % R
 
-    So what is filled is one range around R. The ring has as many slots as its window, those of the longest run that is
+    So what is filled is one range around R. The ring has as many slots as its window, those of the longest call that is
     written before it is read (after its rollback, the window before it is still there), and one for padding. What lands
     in the spare slot is never seen.
 
@@ -1295,12 +1295,12 @@ class KVCache:
         self.max_tokens, self.max_run, self.windows = max_tokens, max_run, list(windows)
         self.ring_stream, self.eos_id = ring_stream, eos_id
         self.ring_slots = 0
-        self.longest_run = max_tokens  # a longer run on a filled cache goes in pieces
+        self.piece_len = max_tokens  # a longer call on a filled cache goes in pieces
         if ring_stream is not None:
             self.ring_slots, window = max_tokens + 1, windows[ring_stream]
             longest = max(max_run, 4)  # shorter pieces would make a long prefill slow
             if window is not None and window + longest < max_tokens:  # else the ring holds everything
-                self.ring_slots, self.longest_run = window + longest + 1, longest
+                self.ring_slots, self.piece_len = window + longest + 1, longest
         shape = (n_layer, batch_size, n_kv_head, self.ring_slots + max_tokens + 1, head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)

@@ -12,7 +12,7 @@ position and a gradient written by hand; it runs where `choose_scan` has shown t
 layers and LayerNorms have biases, but for the head: the paper does not say. With block = 'llama' the blocks are those
 of model_standard.py, so that any pretrained Llama can be converted.
 
-    B  batch        T  positions        C  width, n_embd        V  vocabulary rows, padded        n  positions of a run
+    B  batch        T  positions        C  width, n_embd        V  vocabulary rows, padded        n  positions of a call
     H  heads of size D                  L  blocks, n_layer (D in the paper)    K  unrolls    HK key and value heads
     e  a token's embedding              z  the block output, h^(D) in eq. 3, before the final norm
     correction^(k), z^(k)  after k unrolls, with correction^(0) = 0
@@ -40,6 +40,7 @@ from attn_kernels import (
     rope_table,
     rotate,
     slot_attention,
+    visible,
 )
 
 fast = import_scan('context_ready')  # None without the folder scans/
@@ -58,7 +59,7 @@ class Config:
     n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
-    n_ffn: int | None = None  # inner width of the blocks' feed-forward nets; None: 4 n_embd, of block = llama 3 n_embd
+    n_ffn: int | None = None  # inner width of feed-forward nets, of llama the blocks' alone; None: 4 n_embd, llama 3
     block: str = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none; both rotary
     n_kv_head: int | None = None  # of llama: key and value heads, each read by H / HK query heads; None: n_head
     head_size: int | None = None  # of llama; None: n_embd / n_head
@@ -70,10 +71,10 @@ class Config:
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly (paper: 2); None: always K
     last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only; None: through all
     bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
-    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/; auto: fast where both are shown to agree
+    scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/, unchecked; auto: fast where both are shown to agree
     segment_len: int = 32  # positions that the loop's backward computes again at a time: fewer need less memory
     checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
-    prefill: str = 'parallel'  # of long runs, and `logits`: unroll until nothing changes; sequential: token by token
+    prefill: str = 'parallel'  # of long calls, and `logits`: unroll to the fixed point; sequential: Algorithm 1
     prefill_tol: float = 1e-6  # parallel prefill stops when no block output changes by this share of its size
     window: int | None = None  # positions of the past that a query sees besides its own; None: all
     dropout: float = 0.0  # on what enters the blocks and on their residual branches, fresh in every unroll (paper: 0.2)
@@ -143,8 +144,8 @@ class Config:
         self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
 
     @property
-    def depths(self):
-        """The unrolls that a training step may draw."""
+    def K_choices(self):
+        """The K that a training step may draw."""
         return range(min(self.k_min or self.K, self.K), self.K + 1)
 
 
@@ -175,8 +176,9 @@ class Attention(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) rotates queries and keys (B, T, 2H, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole sequence in training and over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE). attend(layer, q (B, T, H, D),
+        k, v (B, T, HK, D)) -> (B, T, H, D) is the attention, over the whole sequence in training and over a cache in
+        decoding. It takes q and k as they come from rotate: on a GPU decoding rotates them in its kernel.
         """
         B, T, C = h.shape
         qkv = self.qkv(self.norm(h)).view(B, T, 3 * self.n_head, C // self.n_head)
@@ -235,27 +237,26 @@ class LlamaBlock(nn.Module):
 
 
 class Cache(KVCache):
-    """`KVCache` and z of the last run, as the next token's correction is made from the z before it."""
+    """`KVCache` and z of the last call, as the next token's correction is made from the z before it."""
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype, z_dtype):
         c = config
         super().__init__(c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd, [c.window],
                          rope_theta=c.rope_theta, rope_scaling=c.rope_scaling, eos_id=c.eos_id, device=device,
                          dtype=dtype)
-        # z[:, 1 + i] belongs to hidden[:, i]; z[:, 0] to the token before: it is left when the whole run is forgotten
+        # z[:, 1 + i] belongs to hidden[:, i]; z[:, 0] to the token before the call: what a rollback of all of it leaves
         self.z = torch.zeros(batch_size, max_run + 1 if c.K > 1 else 0, c.n_embd, device=device, dtype=z_dtype)
-        self.unrolls = None  # that the last parallel prefill took
+        self.n_unrolls = None  # of the last parallel prefill
 
     def last_z(self):
         """z of each row's last token (B, 1, C)."""
         return self.z[self.batch_idx, 1 + self.last[:, None]]
 
     def keep_z(self, place, z):
-        """Takes z (B, n, C) of a run; before `end`."""
+        """Takes z (B, n, C) of a call, of a long one the tail; before `end`."""
         z = torch.cat([self.last_z(), z.to(self.z.dtype)], 1)
-        if place.tail_idx.shape[1] < z.shape[1] - 1:  # a run longer than max_run
-            z = torch.cat([z[self.batch_idx, place.tail_idx[:, :1]], z[self.batch_idx, 1 + place.tail_idx]], 1)
-        self.z[:, :z.shape[1]] = z
+        tail = torch.cat([place.tail_idx[:, :1], 1 + place.tail_idx], 1)
+        self.z[:, :tail.shape[1]] = z[self.batch_idx, tail]
 
 
 class Model(nn.Module):
@@ -279,8 +280,9 @@ class Model(nn.Module):
         self.head = nn.Linear(C, c.vocab_size, bias=False)
         if c.tied_head:
             self.head.weight = self.embed.weight
-        self.unrolls = c.K  # of this training step
+        self.n_unrolls = c.K  # K of this training step
         self.scan_report = None  # of `choose_scan`: which form of streaming runs, and why
+        # This sets every matrix and bias: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 scale = (2 * c.n_layer) ** -0.5 if name.endswith(('attn.out.weight', 'attn_out.weight')) else 1.0
@@ -334,10 +336,13 @@ class Model(nn.Module):
             z = z + self.extra(z)
         return self.norm(z)
 
-    # ---- whole windows ----
+    # ---- whole sequences ----
 
     def _prepare(self, idx):
-        """Of windows idx (B, T): e (B, T, C), is_doc_start (B, T), rotate, attend."""
+        """Of sequences idx (B, T): e (B, T, C), is_doc_start (B, T), rotate, attend.
+
+        Unrolls alone come here: `loop` and `KVCache` have positions and the pattern for theirs.
+        """
         c = self.config
         doc_start = document_starts(idx, c.eos_id)
         position = torch.arange(idx.shape[1], device=idx.device)
@@ -356,16 +361,16 @@ class Model(nn.Module):
 
     @torch.compiler.disable(recursive=False)  # one unroll is compiled, for any K
     def _unrolled_states(self, idx):
-        """z^(K) (B, T, C) of windows idx (B, T)."""
+        """z^(K) (B, T, C) of sequences idx (B, T)."""
         c = self.config
         e, is_doc_start, rotate, attend = self._prepare(idx)
-        K = self.unrolls if self.training else c.K
+        K = self.n_unrolls if self.training else c.K
         unroll = self._checkpointed_unroll if c.checkpoint_unrolls and self.training else self._unroll
-        z, none = None, torch.zeros_like(e[:, :1])
+        z, z_before = None, torch.zeros_like(e[:, :1])
         for k in range(K):
             with_gradient = k >= K - (c.last_unrolls or K)
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_gradient):
-                z = unroll(e, z, none, is_doc_start, rotate, attend)
+                z = unroll(e, z, z_before, is_doc_start, rotate, attend)
         if K == 1 < c.K:  # every process must have gradients of all weights
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
@@ -394,20 +399,20 @@ class Model(nn.Module):
 
     def nll(self, z, targets):
         """Mean nats of targets (B, T), -1 ignored, given block outputs z (B, T, C)."""
-        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
+        # It makes logits in parts, as all (B, T, V) would not fit: an edit of `_logits` belongs here too.
         weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
         return linear_cross_entropy(self.head_input(z).flatten(0, 1), weight, targets.flatten())
 
     def begin_step(self, rng):
-        """Draws the unrolls of the next training step (section 3.2). rng: a random.Random, equal on all processes."""
-        self.unrolls = rng.choice(self.config.depths)
+        """Draws K of the next training step (section 3.2). rng: a random.Random, equal on all processes."""
+        self.n_unrolls = rng.choice(self.config.K_choices)
 
-    def unrolled(self, idx):
-        """Of whole windows idx (B, T), without end: (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ..."""
+    def iterates(self, idx):
+        """Of sequences idx (B, T), without end: (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ..."""
         e, is_doc_start, rotate, attend = self._prepare(idx)
-        none = torch.zeros_like(e[:, :1])
-        for z in self._unrolls(e, none, is_doc_start, rotate, attend):
-            yield z, self.correct(torch.cat([none, z[:, :-1]], 1), e, is_doc_start)
+        z_before = torch.zeros_like(e[:, :1])
+        for z in self._unrolls(e, z_before, is_doc_start, rotate, attend):
+            yield z, self.correct(torch.cat([z_before, z[:, :-1]], 1), e, is_doc_start)
 
     def _unrolls(self, e, z_before, is_doc_start, rotate, attend):
         """Yields z^(k) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
@@ -416,24 +421,23 @@ class Model(nn.Module):
             z = self._unroll(e, z, z_before, is_doc_start, rotate, attend)
             yield z
 
-    def _fixed_point(self, e, z_before, is_doc_start, counts, rotate, attend):
-        """The unrolls' fixed point: z (B, n, C), and the number of unrolls.
+    def _fixed_point(self, e, z_before, is_doc_start, is_token, rotate, attend):
+        """The unrolls' fixed point: z (B, n, C), and the number of unrolls. is_token (B, n): false for padding.
 
-        Unrolls until no z from which a counted position (B, n) is corrected changes by more than prefill_tol,
-        relatively; or until only rounding changes them; or until all are exact (Lemma 1).
+        Ends when no z that a token after it reads changes by more than prefill_tol of its norm; or when the changes
+        are as small as rounding and shrink no more; or when all are exact (Lemma 1).
         """
         device = e.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
-        rounding = 16 * torch.finfo(dtype).eps
-        corrects = counts[:, 1:]  # what z of the position before is read for
-        n_counted, last, last_change = int(counts.sum(1).max()), None, math.inf
+        rounding = 16 * torch.finfo(dtype).eps  # of a few layers
+        n_tokens, last, last_change = int(is_token.sum(1).max()), None, math.inf
         for k, z in enumerate(self._unrolls(e, z_before, is_doc_start, rotate, attend), 1):
             change = math.inf
-            if k > 1 and n_counted > 1:
+            if k > 1 and n_tokens > 1:
                 changes = (z - last).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
-                change = changes[:, :-1][corrects].max().item()
+                change = changes[:, :-1][is_token[:, 1:]].max().item()
             at_rounding = last_change <= change < rounding
-            if k > n_counted or change < self.config.prefill_tol or at_rounding:
+            if k > n_tokens or change < self.config.prefill_tol or at_rounding:
                 return z, k
             last, last_change = z, change
 
@@ -457,11 +461,11 @@ class Model(nn.Module):
                 own[name] = torch.zeros_like(p)
         return tensors | own
 
-    # ---- streaming whole windows, to train by backpropagation through time ----
+    # ---- streaming whole sequences, to train by backpropagation through time ----
 
     @outside_graphs
     def stream(self, idx, compiled=False):
-        """Algorithm 1 over whole windows, in the form that `choose_scan` chose. idx (B, T) -> z (B, T, C).
+        """Algorithm 1 over whole sequences, in the form that `choose_scan` chose. idx (B, T) -> z (B, T, C).
 
         In the dtype of the weights: autocast does not reach it. compiled: as in `loop`.
         """
@@ -506,7 +510,7 @@ class Model(nn.Module):
         n_keys = T if c.window is None else min(c.window + 1, T)  # that a query may see: its own is the last of them
         key_pos = position[:, None] + torch.arange(1 - n_keys, 1, device=idx.device)  # (T, n_keys)
         first_key = torch.zeros_like(idx) if doc_start is None else doc_start
-        mask = key_pos >= first_key.unsqueeze(-1)  # (B, T, n_keys)
+        mask = visible(position[:, None], key_pos, first_key[..., None], c.window).squeeze(2)  # (B, T, n_keys)
         is_doc_start = position == first_key
         e = self.embed_tokens(idx)
         step = torch.compile(self._step_at) if compiled else self._step_at
@@ -519,8 +523,8 @@ class Model(nn.Module):
                 zs.append(z)
             return torch.cat(zs, 1), z, keys, values
 
-        none = e.new_zeros(B, c.n_kv_head, n_keys, c.head_size)
-        z, keys, values = torch.zeros_like(e[:, :1]), [none] * c.n_layer, [none] * c.n_layer
+        no_keys = e.new_zeros(B, c.n_kv_head, n_keys, c.head_size)
+        z, keys, values = torch.zeros_like(e[:, :1]), [no_keys] * c.n_layer, [no_keys] * c.n_layer
         segments = []
         for start in range(0, T, c.segment_len):
             end = min(start + c.segment_len, T)
@@ -547,12 +551,12 @@ class Model(nn.Module):
 
     @property
     def sequential(self):
-        """Whether a short run of `extend` takes a pass per token, so that verifying a draft saves no time."""
+        """Whether a short call of `extend` takes a pass per token, so that verifying a draft saves no time."""
         return self.config.K > 1
 
     @property
     def exact_len(self):
-        """Tokens of a window on which the loss is that of streaming, None for all.
+        """Tokens of a sequence on which the loss is that of streaming, None for all.
 
         K unrolls make K - 1 exact, one each after the first, which has no correction (Lemma 1).
         """
@@ -561,13 +565,13 @@ class Model(nn.Module):
     @torch.no_grad()
     def final_hidden(self, idx):
         """What the head multiplies, as streaming gives it, without gradient. idx (B, T) -> (B, T, C)."""
-        if self.exact_len is None:
+        if self.config.bptt or self.config.K == 1:  # the states are those of streaming already
             return self.head_input(self.states(idx))
         if self.config.prefill == 'sequential':
             return self.head_input(self.loop(idx))
         e, is_doc_start, rotate, attend = self._prepare(idx)
-        counts = torch.ones_like(is_doc_start)
-        z, _ = self._fixed_point(e, torch.zeros_like(e[:, :1]), is_doc_start, counts, rotate, attend)
+        is_token = torch.ones_like(is_doc_start)
+        z, _ = self._fixed_point(e, torch.zeros_like(e[:, :1]), is_doc_start, is_token, rotate, attend)
         return self.head_input(z)
 
     @torch.no_grad()
@@ -615,9 +619,9 @@ class Model(nn.Module):
         is_doc_start = place.positions == (0 if place.doc_start is None else place.doc_start)
         z = cache.last_z()
         if n > cache.max_run and c.prefill == 'parallel':
-            counts = torch.arange(n, device=tokens.device) < place.n_new[:, None]
+            is_token = torch.arange(n, device=tokens.device) < place.n_new[:, None]
             attend = partial(cache.attend, place)
-            z, cache.unrolls = self._fixed_point(e, z, is_doc_start, counts, place.rotate, attend)
+            z, cache.n_unrolls = self._fixed_point(e, z, is_doc_start, is_token, place.rotate, attend)
             return z
         zs = []
         for t in range(n):  # Algorithm 1
@@ -628,30 +632,28 @@ class Model(nn.Module):
         return torch.cat(zs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T, for the mean number of unrolls.
+        """Matmul FLOPs of training one token in sequences of T, for the mean number of unrolls.
 
         6 a weight used (2 forward, 4 backward), 2 in unrolls without a backward, and attention's pairs.
         """
         c = self.config
-        keys = (T + 1) / 2  # mean over the window's queries
-        if c.window is not None and c.window < T - 1:
-            w = c.window + 1
-            keys = w - w * (w - 1) / 2 / T
+        n_keys = T if c.window is None else min(c.window + 1, T)
+        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
 
         def n_weights(module):
             return sum(p.numel() for p in module.parameters() if p.dim() >= 2)
 
         def mean(values):
             return sum(values) / len(values)
-        depths = [1] if c.bptt else c.depths
-        with_backward = [min(K, c.last_unrolls or K) for K in depths]
+        K_choices = [1] if c.bptt else c.K_choices
+        with_backward = [min(K, c.last_unrolls or K) for K in K_choices]
         blocks = n_weights(self.blocks) + 2 * c.n_layer * c.n_head * c.head_size * keys
         if c.variant == 'extra_ffn':
             blocks += n_weights(self.extra)
-        flops = 6 * self.head.weight.numel() + blocks * mean([2 * K + 4 * n for K, n in zip(depths, with_backward)])
+        flops = 6 * self.head.weight.numel() + blocks * mean([2 * K + 4 * n for K, n in zip(K_choices, with_backward)])
         if c.bptt:
             flops += 6 * n_weights(self.correction)
         elif c.K > 1:  # the first unroll has no correction
-            passes = mean([2 * (K - 1) + 4 * min(n, K - 1) for K, n in zip(depths, with_backward)])
+            passes = mean([2 * (K - 1) + 4 * min(n, K - 1) for K, n in zip(K_choices, with_backward)])
             flops += passes * n_weights(self.correction)
         return flops

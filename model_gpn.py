@@ -42,7 +42,7 @@ class Config:
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd in whole 128s (inferred from 6656 at 2496)
     bptt_len: int | None = None  # the gradient goes back through so many steps at most, cut at multiples; None: all
     segment_len: int = 32  # steps that the backward recomputes at once: fewer or more only change memory and time
-    scan: str = 'auto'  # loop: the equations as they read; fast: scans/gpn.py; auto: fast where both are shown to agree
+    scan: str = 'auto'  # loop: the equations as they read; fast: scans/gpn.py, unchecked; auto: fast where both agree
     decoder_bias: bool = False  # a learned bias of the decoded vector (section 7.2; its place: official code)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial embedding and memory output; others: `init_linear`

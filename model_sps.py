@@ -12,7 +12,7 @@ decoding. The pattern of eq. 5 is drawn at the top of attn_kernels.py; `KVCache`
     B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
     L  layers       H  heads of size D    F  feed-forward width, 3 C            n  positions of one `extend` call
     HK key and value heads
-    S  streams at work: x (0, input) and rho (1, predict) are h[:, 0] and h[:, 1] of h (B, S, T, C). The paper
+    S  active streams: x (0, input) and rho (1, predict) are h[:, 0] and h[:, 1] of h (B, S, T, C). The paper
        interleaves them; kept apart they see the same keys with less work
     w  window of the stream that does not persist
 """
@@ -36,7 +36,7 @@ from attn_kernels import (
     two_stream_attention,
 )
 
-METHODS = {  # sections 4 and 5: (the stream that persists, the stream that emits the logits); the other is windowed
+METHODS = {  # sections 4 and 5: (persistent stream, output stream); a stream that does not persist is windowed
     'sps': ('input', 'predict'),  # state in x, prediction in rho
     'two_x_memory': ('both', 'predict'),  # rho is kept too: twice the memory
     'delayed_state': ('predict', 'predict'),  # rho does both jobs, one step after the input
@@ -49,7 +49,7 @@ class Config:
     method: str = 'sps'  # sps, two_x_memory, delayed_state or reverse_sps
     window: int | None = 64  # w: past positions that a query sees of the windowed stream; None: all, as 2x Memory needs
     predict_layers: int | None = None  # beyond the paper: rho in the top n layers only, x alone below; None: in all
-    predict_input: str = 'predict'  # rho_i starts from e_predict; beyond the paper + e_{x_i}: token, + x_i there: state
+    predict_input: str = 'predict'  # rho_i starts as e_predict (eq. 3); beyond the paper, token: + e_x, state: + h_x
     persistent_window: int | None = None  # for analysis (section 5): limits the persistent stream too; None: no limit
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
@@ -114,12 +114,12 @@ class Config:
         return METHODS[self.method][0]
 
     @property
-    def emits(self):
+    def output_stream(self):
         return METHODS[self.method][1]
 
     @property
     def windows(self):
-        """[window of the x keys, window of the rho keys], None for all."""
+        """[window of the x keys, window of the rho keys], None for all. The limits of eq. 5: of SPS [None, w]."""
         return stream_windows(self.persistent, self.window, self.persistent_window)
 
     @property
@@ -147,10 +147,12 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
     def forward(self, h, rotate, attend, streams, queries):
-        """h (B, S, T, C) of `streams`, those at work: 'both', 'input' or 'predict' -> the same of `queries`.
+        """h (B, S, T, C) of `streams`: 'both', 'input' or 'predict' -> the same of `queries`, in the last layer fewer.
 
-        rotate(qk) rotates queries and keys (B, S, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v,
-        streams, queries) is the attention: over the whole sequence in training, over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, S, T, H + HK, D) by their positions (RoPE). attend(layer, q, k, v,
+        streams, queries) is the attention, over the whole sequence in training and over a cache in decoding: k, v
+        (B, S, T, HK, D) of `streams`, q and the result (B, S, T, H, D) of `queries`. It takes q and k as they come from
+        rotate: on a GPU decoding rotates them in its kernel.
         """
         H, HK = self.n_head, self.n_kv_head
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))  # eq. 7
@@ -177,7 +179,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        # This sets every matrix: what is to start otherwise is set after it.
+        # This sets every matrix and bias: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # as the official code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -186,29 +188,29 @@ class Model(nn.Module):
                 nn.init.zeros_(p)
 
     def _run_blocks(self, idx, rotate, attend, streams='both'):
-        """idx (B, T) -> the final normalised vectors (B, T, C) of the stream that emits the logits.
+        """idx (B, T) -> the final normalised vectors (B, T, C) of the output stream.
 
-        With streams 'input' or 'predict' only that stream is computed, 'predict' after the layers below it. rotate and
-        attend as in `Block.forward`.
+        With streams 'input' or 'predict' those of that stream, which alone is computed, 'predict' after the layers
+        below it. rotate and attend as in `Block.forward`.
         """
         c = self.config
         x = self.embed(idx)
-        h, at_work = x.unsqueeze(1), 'input'  # rho joins x at first_predict_layer
+        h, active = x.unsqueeze(1), 'input'  # rho joins x at first_predict_layer
         for layer, block in enumerate(self.blocks):
             if layer == c.first_predict_layer and streams != 'input':
                 rho = self.embed.weight[c.n_ids].expand_as(x)  # eq. 3: <predict> after every x_i
                 if c.predict_input != 'predict':
                     rho = rho + (x if c.predict_input == 'token' else h[:, 0])
-                h, at_work = torch.stack([rho] if streams == 'predict' else [h[:, 0], rho], 1), streams
-            queries = c.emits if at_work == 'both' and layer == c.n_layer - 1 else at_work
+                h, active = torch.stack([rho] if streams == 'predict' else [h[:, 0], rho], 1), streams
+            queries = c.output_stream if active == 'both' and layer == c.n_layer - 1 else active
             if c.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, rotate, attend, at_work, queries, use_reentrant=False)
+                h = checkpoint(block, h, rotate, attend, active, queries, use_reentrant=False)
             else:
-                h = block(h, rotate, attend, at_work, queries)
+                h = block(h, rotate, attend, active, queries)
         return self.norm(h[:, 0])
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
+        """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, C)."""
         c = self.config
         doc_start = document_starts(idx, c.eos_id)
         cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
@@ -216,7 +218,7 @@ class Model(nn.Module):
         def attend(layer, q, k, v, streams, queries):
             if streams == 'input':
                 return attention(q[:, 0], k[:, 0], v[:, 0], doc_start, c.windows[0]).unsqueeze(1)
-            return two_stream_attention(q, k, v, c.windows, doc_start, queries)
+            return two_stream_attention(q, k, v, c.windows, doc_start, queries)  # eq. 5
         return self._run_blocks(idx, lambda qk: rotate(qk, cos, sin), attend)
 
     def forward(self, idx, targets):
@@ -227,7 +229,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # the head as a weight, so that no logits are held
+        # it makes logits in parts, as all (B, T, V) would not fit
         weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
         loss = linear_cross_entropy(h.flatten(0, 1), weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
@@ -269,8 +271,8 @@ class Model(nn.Module):
         Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have
         static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
-        c, place, n, piece = self.config, cache.begin(tokens, lengths), tokens.shape[1], cache.longest_run
-        x_alone = (c.persistent, c.emits, c.window) == ('input', 'predict', 0)  # x reads no rho
+        c, place, n, piece = self.config, cache.begin(tokens, lengths), tokens.shape[1], cache.piece_len
+        x_alone = (c.persistent, c.output_stream, c.window) == ('input', 'predict', 0)  # x reads no rho
         if x_alone and n > cache.max_run and not all_positions:
             # the prefill of a standard Transformer, then rho for the last tokens alone
             self._read(tokens, cache, place, 'input')
@@ -289,12 +291,12 @@ class Model(nn.Module):
         return self._run_blocks(tokens, place.rotate, lambda *args: cache.attend(place, *args), streams)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T: weights (2 forward, 4 backward), and attention."""
+        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""
         c = self.config
 
-        def keys(window):  # of a stream that a query sees, its own position included: mean over the window's queries
-            w = T if window is None else min(window + 1, T)
-            return w - w * (w - 1) / 2 / T
+        def keys(window):  # of a stream that a query sees, its own position included: mean over the sequence
+            n_keys = T if window is None else min(window + 1, T)
+            return n_keys - n_keys * (n_keys - 1) / 2 / T
 
         def n_weights(module):  # of matrices; an embedding looks up
             return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
@@ -302,10 +304,10 @@ class Model(nn.Module):
 
         x_keys, rho_keys = map(keys, c.windows)
         x_pairs, rho_pairs = x_keys + rho_keys - 1, x_keys + rho_keys  # x_i does not see rho_i
-        last_pairs = rho_pairs if c.emits == 'predict' else x_pairs
+        last_pairs = rho_pairs if c.output_stream == 'predict' else x_pairs
         two_streams = c.n_layer - c.first_predict_layer - 1  # layers, besides the last
         used = n_weights(self) + n_weights(self.blocks[c.first_predict_layer:-1])  # these are used by both streams
-        # in the last layer, keys and values of the stream that does not emit
+        # in the last layer, keys and values of the stream that is not the output
         used += 2 * c.n_embd * c.n_kv_head * c.head_size
         total_pairs = c.first_predict_layer * x_keys + two_streams * (x_pairs + rho_pairs) + last_pairs
         return 6 * used + 12 * c.n_head * c.head_size * total_pairs

@@ -104,8 +104,9 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole sequence in training and over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE). attend(layer, q (B, T, H, D),
+        k, v (B, T, HK, D)) -> (B, T, H, D) is the attention, over the whole sequence in training and over a cache in
+        decoding. It takes q and k as they come from rotate: on a GPU decoding rotates them in its kernel.
         """
         H, HK = self.n_head, self.n_kv_head
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))  # eq. 7
@@ -129,7 +130,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        # This sets every matrix: what is to start otherwise is set after it.
+        # This sets every matrix and bias: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if config.init == 'torch' and not name.startswith('embed.'):
                 continue  # nn.Linear has initialised it
@@ -150,7 +151,7 @@ class Model(nn.Module):
         return self.norm(h)
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
+        """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, C)."""
         c = self.config
         doc_start = document_starts(idx, c.eos_id)
         cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
@@ -165,7 +166,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # the head as a weight, so that no logits are held
+        # it makes logits in parts, as all (B, T, V) would not fit
         weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
         loss = linear_cross_entropy(h.flatten(0, 1), weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
@@ -201,12 +202,10 @@ class Model(nn.Module):
         return self._logits(h if all_positions else last)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in windows of T: weights (2 forward, 4 backward), and attention."""
+        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""
         c = self.config
-        keys = (T + 1) / 2  # mean over the window's queries
-        if c.window is not None and c.window < T - 1:
-            w = c.window + 1
-            keys = w - w * (w - 1) / 2 / T
+        n_keys = T if c.window is None else min(c.window + 1, T)
+        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
         # matrices; an embedding looks up
         weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)
                       for p in part.parameters(recurse=False) if p.dim() >= 2)

@@ -61,7 +61,7 @@ def measure(model, idx, targets):
         nll = {1: model(idx, targets)['nll'].item()}
         return nll | {'sequential': nll[1]}, torch.zeros(3, *idx.shape), 1
     K = 5 if c.bptt else max(c.K, 3)
-    for k, (z, correction) in zip(range(1, max(K, DEPTHS[-1]) + 1), model.unrolled(idx)):
+    for k, (z, correction) in zip(range(1, max(K, DEPTHS[-1]) + 1), model.iterates(idx)):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
         if K - 2 <= k <= K:
@@ -72,7 +72,7 @@ def measure(model, idx, targets):
     c.prefill = 'parallel'
     cache = model.new_cache(*idx.shape)
     model.extend(idx, cache)
-    return nll, moves, cache.unrolls
+    return nll, moves, cache.n_unrolls
 
 
 def contraction(moves):

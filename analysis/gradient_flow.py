@@ -118,7 +118,7 @@ def recorded_uses(model, layers, T, positions, run):
     Both are (B, S, P, ...): S is 2 for model_sps where both streams are at work, else 1. The embedding's uses are
     under 'x' and, of <predict>, under 'rho'; they have no input.
     """
-    two_streams, uses = hasattr(model.config, 'emits'), {}
+    two_streams, uses = hasattr(model.config, 'output_stream'), {}
 
     def at_positions(x, has_streams):
         x = x if has_streams else x.unsqueeze(1)
@@ -162,9 +162,9 @@ def squared_norms(model, layers, uses):
         if layer not in uses:  # as the networks of NextLat's other losses
             continue
         part = square(layer, uses[layer])
-        # One stream of two: x below rho's first layer, and in the last layer the one that emits the logits.
-        emits_rho = total.shape[1] == 2 and model.config.emits == 'predict' and layer in {*model.blocks[-1].modules()}
-        first = total.shape[1] - part.shape[1] if emits_rho else 0
+        # One stream of two: x below rho's first layer, and in the last layer the output stream.
+        ends_in_rho = total.shape[1] == 2 and model.config.output_stream == 'predict'
+        first = total.shape[1] - part.shape[1] if ends_in_rho and layer in {*model.blocks[-1].modules()} else 0
         total[:, first:first + part.shape[1]] += part
     return total
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import analysis.context_ready
 import attn_kernels
 import model_context_ready
+from attn_kernels import visible
 from common import checkpoint, files, runs
 from config.context_ready import wiki_d6_c446
 from data import open_data
@@ -295,6 +296,21 @@ def test_an_edit_of_the_equations_has_its_effect_and_says_so(edit, monkeypatch, 
     assert capsys.readouterr().err == ''  # once
 
 
+def test_an_edit_of_visible_is_one_of_streaming_too(monkeypatch):
+    model, idx = make(bptt=True, eos_id=EOS, window=6).double(), tokens()
+    before = model.logits(idx)
+
+    def without_two_before(query_pos, key_pos, *args):
+        return visible(query_pos, key_pos, *args) & (key_pos.unsqueeze(-2) != query_pos.unsqueeze(-1) - 2)
+    for module in (attn_kernels, model_context_ready):
+        monkeypatch.setattr(module, 'visible', without_two_before)
+    monkeypatch.setattr(attn_kernels, 'REFERENCE', True)
+    model.scan_report = None
+    want = with_weights(Model(Config(**SMALL, K=13, eos_id=EOS, window=6)).double().eval(), model).states(idx)
+    assert torch.equal(model.logits(idx), before) is False
+    assert (model.states(idx) - want).abs().max() < 1e-10
+
+
 @needs_scan
 def test_an_edit_that_does_nothing_at_the_first_weights_is_seen(monkeypatch):
     """Biases start at 0, where their square has neither a value nor a gradient."""
@@ -373,8 +389,8 @@ def test_an_edit_of_eq_2_is_in_the_first_unroll_too(monkeypatch):
     """With the correction alone, the first unroll and K = 1 know no token from another."""
     monkeypatch.setattr(Model, 'enter', lambda self, e, correction: 2 * correction)
     plain, model = make(K=1), make(K=3).train()
-    model.unrolls = 1
-    for first_unroll in (plain.states, plain.logits, model.states, lambda idx: next(model.unrolled(idx))[0]):
+    model.n_unrolls = 1
+    for first_unroll in (plain.states, plain.logits, model.states, lambda idx: next(model.iterates(idx))[0]):
         torch.testing.assert_close(first_unroll(tokens()), first_unroll((tokens() + 7) % 59))
 
 
@@ -438,7 +454,7 @@ def test_streaming_is_T_plus_1_unrolls_and_k_of_them_are_exact_below_k(variant, 
         for t in range(16):
             streamed_logits.append(model.extend(idx[:, t:t + 1], cache))
         want = torch.stack(streamed_logits, 1)[..., :60]
-        unrolls = [unroll for _, unroll in zip(range(17), model.unrolled(idx))]
+        unrolls = [unroll for _, unroll in zip(range(17), model.iterates(idx))]
         steps = [(model.head(model.head_input(z))[..., :60], correction) for z, correction in unrolls]
     exact = steps[-1][1]
     assert (steps[-1][0] - want).abs().max() < 1e-4
@@ -456,11 +472,11 @@ def test_prefill_reports_its_unrolls_and_equals_streaming(prefill):
     again = model.new_cache(3, 40)
     want = torch.stack([model.extend(idx[:, t:t + 1], again) for t in range(40)], 1)
     assert (logits - want)[..., :60].abs().max() < 1e-4
-    assert cache.unrolls is None if prefill == 'sequential' else 3 < cache.unrolls <= 41
+    assert cache.n_unrolls is None if prefill == 'sequential' else 3 < cache.n_unrolls <= 41
     model.config.prefill_tol = 0.1
     cheap = model.new_cache(3, 40)
     model.extend(idx, cheap)
-    assert prefill == 'sequential' or cheap.unrolls < cache.unrolls
+    assert prefill == 'sequential' or cheap.n_unrolls < cache.n_unrolls
 
 
 @pytest.mark.parametrize('values, millions', [
@@ -516,17 +532,17 @@ def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():
     model, drawn = make(K=5, k_min=2), []
     for step in range(400):
         model.begin_step(random.Random(f'1337 {step}'))
-        drawn.append(model.unrolls)
+        drawn.append(model.n_unrolls)
     assert set(drawn) == {2, 3, 4, 5} and all(70 < drawn.count(k) < 130 for k in range(2, 6))
     model = make(K=5)
     model.begin_step(random.Random(0))
-    assert model.unrolls == 5
+    assert model.n_unrolls == 5
 
 
 def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout():
     model, idx = make(K=5, k_min=2, dropout=0.5), tokens()
-    model.unrolls = 2
-    z = [z for _, (z, _) in zip(range(5), model.unrolled(idx))][-1]
+    model.n_unrolls = 2
+    z = [z for _, (z, _) in zip(range(5), model.iterates(idx))][-1]
     assert torch.allclose(model(idx, idx)['nll'], model.nll(z, idx), atol=1e-6)
     dropped = make(bptt=True, dropout=0.5)
     for dropped.config.scan in ('loop', 'auto'):
@@ -611,7 +627,7 @@ def test_padding_costs_no_unrolls():
     padded = idx.clone()
     padded[:, 3:] = 7
     model.extend(padded, both[1], torch.tensor([3, 3, 3]))
-    assert both[1].unrolls == both[0].unrolls
+    assert both[1].n_unrolls == both[0].n_unrolls
 
 
 def test_prefill_under_autocast_stops_at_its_rounding():
@@ -619,12 +635,12 @@ def test_prefill_under_autocast_stops_at_its_rounding():
     cache = model.new_cache(3, 60)
     with torch.autocast('cpu', torch.bfloat16):
         model.extend(idx, cache)
-    assert cache.unrolls < 40
+    assert cache.n_unrolls < 40
 
 
 def test_a_step_of_one_unroll_still_has_gradients_of_the_network():
     model, idx = make(K=3, k_min=1).train(), tokens()
-    model.unrolls = 1
+    model.n_unrolls = 1
     grads = gradients(model, model(idx, idx)['loss'])
     assert all(grads[name].abs().max() == 0 for name in grads if name.startswith('correction.'))
 
@@ -654,8 +670,8 @@ def test_a_model_without_a_zero_layer_cannot_be_converted_to():
 def test_one_compiled_unroll_serves_every_depth(checkpointed):
     model, idx = make(K=6, checkpoint_unrolls=checkpointed).train(), tokens()
     want, graphs = {}, []
-    for model.unrolls in range(2, 7):
-        want[model.unrolls] = gradients(model, model(idx, idx)['loss'])
+    for model.n_unrolls in range(2, 7):
+        want[model.n_unrolls] = gradients(model, model(idx, idx)['loss'])
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -663,9 +679,9 @@ def test_one_compiled_unroll_serves_every_depth(checkpointed):
 
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend)
-    for model.unrolls in range(2, 7):
-        assert_same_gradients(gradients(model, compiled(idx, idx)['loss']), want[model.unrolls], 1e-5)
-        if model.unrolls == 2:
+    for model.n_unrolls in range(2, 7):
+        assert_same_gradients(gradients(model, compiled(idx, idx)['loss']), want[model.n_unrolls], 1e-5)
+        if model.n_unrolls == 2:
             first = len(graphs)
     nodes = []
     for graph in graphs:
@@ -761,7 +777,7 @@ def test_the_contraction_estimates_are_those_of_the_formula():
     moves = [analysis.context_ready.measure(model, part, part)[1] for part in (idx[:2], idx[2:])]
     found = analysis.context_ready.contraction(torch.cat(moves, 1))
     with torch.no_grad():
-        second, third, fourth = [c for _, (_, c) in zip(range(4), model.unrolled(idx))][1:]
+        second, third, fourth = [c for _, (_, c) in zip(range(4), model.iterates(idx))][1:]
     pooled, single = [], []
     for t in range(2, 12):  # the second unroll's corrections are exact up to position 1
         after = [float((fourth[b, t] - third[b, t]).norm()) for b in range(5)]

@@ -62,7 +62,7 @@ def losses_with_copies(model, ids):
     """
     c, x = model.config, model.embed.weight[ids[:-1]].detach().requires_grad_()
     leaves, h = [(0, x)], x[None]
-    names = ['x', 'rho'] if hasattr(c, 'emits') else ['x']
+    names = ['x', 'rho'] if hasattr(c, 'output_stream') else ['x']
     if len(names) == 2:
         predict = model.embed.weight[c.n_ids].detach().expand_as(x).clone().requires_grad_()
         leaves.append((1, predict))
@@ -107,7 +107,7 @@ def losses_with_copies(model, ids):
         gate, up = linear(block.gate_up, norm(block.ffn_norm, after)).chunk(2, -1)
         after = after + linear(block.ffn_out, F.silu(gate) * up)
         h = torch.stack([after[0], h[1]]) if alone else after
-    emitted = h[1 if getattr(c, 'emits', 'input') == 'predict' else 0]
+    emitted = h[1 if getattr(c, 'output_stream', 'input') == 'predict' else 0]
     emitted = emitted / (emitted.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * model.norm.weight.detach()
     return F.cross_entropy(emitted @ model.head.weight.detach().T, ids[1:], reduction='none'), leaves
 

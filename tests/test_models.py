@@ -217,7 +217,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     targets = torch.roll(idx, -1, 1)
     targets[1, 3:9] = -1
     if VARIANTS[variant][0] == 'context_ready' and model.config.K > 1:
-        model.config.K = model.unrolls = 31  # T + 1 unrolls are streaming, whose states `final_hidden` gives
+        model.config.K = model.n_unrolls = 31  # T + 1 unrolls are streaming, whose states `final_hidden` gives
     out = model(idx, targets)
     if model.config.eos_id is not None:
         targets = targets.masked_fill(idx == 59, -1)

@@ -138,10 +138,10 @@ def test_last_layer_elision_is_exact(method, window):
     model, idx = make(method=method, window=window, eos_id=EOS), layouts()
     want = model.logits(idx)
     last, forward = model.blocks[-1], model.blocks[-1].forward
-    emitting = {'input': slice(0, 1), 'predict': slice(1, 2)}
+    of_stream = {'input': slice(0, 1), 'predict': slice(1, 2)}
 
-    def both_streams(h, rotate, attend, streams, emits):
-        return forward(h, rotate, attend, streams, streams)[:, emitting[emits]]
+    def both_streams(h, rotate, attend, streams, queries):
+        return forward(h, rotate, attend, streams, streams)[:, of_stream[queries]]
     last.forward = both_streams
     assert relative_error(model.logits(idx)[..., :60], want[..., :60].double()) < 1e-5
 
@@ -230,9 +230,9 @@ def test_flops_count_the_pairs_of_the_pattern(values):
     c = model.config
     mask = pairwise_mask(c, torch.zeros(T))
     x, rho = mask[0::2], mask[1::2]
-    emits = x if c.method == 'reverse_sps' else rho
+    output_stream = x if c.method == 'reverse_sps' else rho
     below = L - (c.predict_layers or L)
-    pairs = below * x[:, 0::2].sum() + (L - below - 1) * mask.sum() + emits.sum()
+    pairs = below * x[:, 0::2].sum() + (L - below - 1) * mask.sum() + output_stream.sum()
     block = 4 * C * C + 3 * C * 3 * C
     weights = block * (below + 2 * (L - below) - 1) + 2 * C * C + 64 * C
     assert model.flops_per_token(T) == pytest.approx(float(6 * weights + 12 * C * pairs / T))

@@ -101,8 +101,9 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) rotates queries and keys (B, T, 2 H, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole sequence in training and over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, T, 2 H, D) by their positions (RoPE). attend(layer, q, k, v), of
+        (B, T, H, D) each, -> (B, T, H, D) is the attention, over the whole sequence in training and over a cache in
+        decoding. It takes q and k as they come from rotate: on a GPU decoding rotates them in its kernel.
         """
         H = self.n_head
         qk, v = self.qkv(self.attn_norm(h)).unflatten(-1, (3 * H, -1)).split([2 * H, H], 2)
@@ -166,7 +167,10 @@ class Model(nn.Module):
         return self.text_out(F.gelu(t_f + t_b))
 
     def _next_state(self, f):
-        """f (..., C) -> what the head multiplies (..., C): the text head with the empty suffix."""
+        """f (..., C) -> what the head multiplies (..., C): the text head with the empty suffix.
+
+        `_pair_states` has it for training, with every suffix: what is done to either share belongs there too.
+        """
         return self._text_state(self.text_f(f), self.text_b(self.no_suffix))
 
     def state(self, idx, which='head'):

@@ -131,8 +131,9 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
-        rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE); attend(layer, q, k, v) is the
-        attention, over the whole sequence in training and over a cache in decoding.
+        rotate(qk) rotates queries and keys (B, T, H + HK, D) by their positions (RoPE). attend(layer, q (B, T, H, D),
+        k, v (B, T, HK, D)) -> (B, T, H, D) is the attention, over the whole sequence in training and over a cache in
+        decoding. It takes q and k as they come from rotate: on a GPU decoding rotates them in its kernel.
         """
         H, HK = self.n_head, self.n_kv_head
         qkv = self.qkv(self.attn_norm(h)).unflatten(-1, (H + 2 * HK, self.head_size))
@@ -149,7 +150,7 @@ class Block(nn.Module):
 class Dynamics(nn.Module):
     """p_psi: h^_{t+1} = h_t + f(LayerNorm([h_t, emb(x_{t+1})])).
 
-    f is three linear layers with GELU between them (appendix, "More details"). Training and drafting both call it.
+    f is three linear layers with GELU between them (appendix, "More details").
     """
 
     def __init__(self, config):
@@ -243,7 +244,7 @@ class Model(nn.Module):
             self.fetch = Fetch(config)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        # This sets every matrix: what is to start otherwise is set after it.
+        # This sets every matrix and bias: what is to start otherwise is set after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # as model_standard
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -321,7 +322,7 @@ class Model(nn.Module):
         future_targets = [targets.masked_fill(~same, -1) for same in same_document]
         if c.objective == 'nextlat':
             return self._next_latent(idx, targets, h, same_document, future_targets)
-        # the head as a weight, so that no logits are held
+        # it makes logits in parts, as all (B, T, V) would not fit
         nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
         if c.objective == 'mtp':
             predictions = self._future_heads(trunk, rotate, attend)
@@ -356,15 +357,19 @@ class Model(nn.Module):
             return torch.cat([part.flatten(0, 1) for part in parts])
         return linear_cross_entropy(all_rows(predictions), weight, all_rows(targets), row_weights=all_rows(row_weights))
 
+    def p_psi(self, h, token):
+        """h (..., C) and the token (...) after it -> h^ of that token (..., C), in training and in drafting."""
+        return self.dynamics(h, self.embed(token))
+
     def _next_latent(self, idx, targets, h, same_document, future_targets):
         """The three losses of nextlat: the paper's algorithm 1. same_document (d, B, T), future_targets d of (B, T)."""
-        c, e = self.config, self.embed(idx)
+        c = self.config
         predicted, predictions = h, []  # predictions[i - 1][:, s] is h^_s, made from h_{s-i}
-        for _ in range(c.horizon):  # h^_{t+i} = p_psi(h^_{t+i-1}, x_{t+i}), in a draft by `_draft_hidden`: edit both
+        for _ in range(c.horizon):  # h^_{t+i} = p_psi(h^_{t+i-1}, x_{t+i}), as in a draft (`_draft_hidden`)
             if c.checkpoint_blocks and self.training:
-                predicted = checkpoint(self.dynamics, predicted[:, :-1], e[:, 1:], use_reentrant=False)
+                predicted = checkpoint(self.p_psi, predicted[:, :-1], idx[:, 1:], use_reentrant=False)
             else:
-                predicted = self.dynamics(predicted[:, :-1], e[:, 1:])
+                predicted = self.p_psi(predicted[:, :-1], idx[:, 1:])
             predicted = F.pad(predicted, (0, 0, 1, 0))  # position 0 has no prediction: same_document masks it
             predictions.append(predicted)
         parts = {}  # name: (lambda, loss); validation has Smooth L1 and KL whatever their weights, as the figures do
@@ -404,7 +409,10 @@ class Model(nn.Module):
         return self.norm(self.future[i - 1](trunk, rotate, attend))
 
     def _fetched(self, idx, h, rotate):
-        """What Fetch(h_t, x_{t+1} ... x_{t+i}) gives the head to predict x_{t+1+i}, i = 1 ... d: each (B, T - i, C)."""
+        """What Fetch(h_t, x_{t+1} ... x_{t+i}) gives the head to predict x_{t+1+i}, i = 1 ... d: each (B, T - i, C).
+
+        Its elements stand in `_draft_hidden` again, one after the other: edit both.
+        """
         T, e = idx.shape[1], self.embed(idx)
         _, k_h, v_h = self.fetch.project(h, rotate)
         q, k, v = self.fetch.project(e, rotate)
@@ -479,22 +487,23 @@ class Model(nn.Module):
 
     def _draft_hidden(self, token, cache):
         """What the head multiplies (B, C) in place of h of token (B,), which follows those in the cache and drafted."""
-        c, i, e = self.config, cache.drafted, self.embed(token)
+        c, i, dtype = self.config, cache.drafted, self.embed.weight.dtype
         batch_idx = cache.batch_idx[:, 0]
-        h = cache.hidden[batch_idx, cache.last].to(e.dtype)
+        h = cache.hidden[batch_idx, cache.last].to(dtype)
         if c.objective == 'mtp':
             if not cache.future.shape[2]:
                 raise ValueError('drafting needs a cache with max_run of at least 2')
-            return cache.future[batch_idx, cache.last, i].to(e.dtype)
+            return cache.future[batch_idx, cache.last, i].to(dtype)
         if c.objective == 'nextlat':
-            h = self.dynamics(h if i == 0 else cache.states[:, i - 1].to(e.dtype), e)
+            h = self.p_psi(h if i == 0 else cache.states[:, i - 1].to(dtype), token)
             cache.states[:, i] = h
             return h
         if i == 0:  # jtp: h_t is Fetch's element 0, the drafted tokens are 1, 2, ...
             cache.fetched[:, 0] = torch.stack(self._fetch_project(h, 0)[1:])
+        e = self.embed(token)
         q, k, v = self._fetch_project(e, i + 1)
         cache.fetched[:, i + 1] = torch.stack([k, v])
-        keys, values = cache.fetched[:, :i + 2].to(e.dtype)
+        keys, values = cache.fetched[:, :i + 2].to(dtype)
         return self.fetch(e.unsqueeze(1), q, keys, values).squeeze(1)
 
     def _fetch_project(self, x, position):

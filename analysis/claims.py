@@ -460,7 +460,7 @@ def probed(run) -> dict[str, float]:
 
 def city(run) -> dict[str, float]:
     row, _ = manhattan.measure(run, manhattan.Settings(n_walks=WALKS, n_prefixes=WALKS))
-    return {'valid ways with detours': row['detours'], 'walks continued alike': row['compression'],
+    return {'valid ways with detours': row['detours'], 'walks continued alike': row['same_way'],
             'effective rank': row['rank']}
 
 

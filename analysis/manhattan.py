@@ -2,16 +2,18 @@
 
     python -m analysis.manhattan RUN RUN ... --out=NAME          runs that were trained on data/manhattan.py
 
-Prints and writes to NAME.csv, for each run, on pairs of start and destination that no walk of the data has:
+Prints and writes to NAME.csv, for each run:
 
-    detours       share of valid ways where, with probability 75%, a step is not the model's likeliest but another
-                  random street from which the destination can still be reached in time
-    compression   share of pairs of walks to one place, of one length and with one destination, that are continued
-                  greedily in the same way. (Vafa et al. sample 30 continuations of one and ask whether each token
-                  has a probability above 0.01 after the other.)
+    detours       share of valid ways between held-out pairs where, with probability 75%, a step is not the model's
+                  likeliest but another random street from which the destination can still be reached in time
+    compression   of pairs of walks to one place, of one length and with one destination: the share of which every
+                  token of 30 continuations that are sampled after one has a probability above 0.01 after the other;
+                  place and destination are a held-out pair (Vafa et al., compression_test.py)
+    same_way      share of the same pairs that are continued greedily in the same way
     rank          effective rank of the states at the tokens of the held-out rows: exp of the entropy of their
                   singular values, normalised to the sum 1
-    streets       streets that sampled walks need: those that exist, those invented, and those that no walk took
+    streets       streets that walks sampled between held-out pairs need: those that exist, those invented, and those
+                  that no walk took
 
 and draws the streets in NAME.png, the invented ones in red. The map is rebuilt as by Vafa et al.: each sampled walk is
 followed along streets that exist or were invented before. Where it cannot be, a street to a place nearby is invented,
@@ -30,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from analysis.figures import new_figure, output_path, save_figure, write_csv
 from common.decoding import decodable, generate
@@ -40,6 +43,7 @@ from common.settings import check_ranges, load_settings
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
            'NW': (-1, 1)}
+N_CONTINUATIONS, EPSILON = 30, 0.01  # of `compression` (Vafa et al.)
 
 
 @dataclass
@@ -100,8 +104,8 @@ def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | No
     return [task.first_node + node, task.first_node + goal, *reversed(turns)]
 
 
-def compression(model, task, n: int, batch_size: int, rng) -> float:
-    """Share of n pairs of different walks of one length, to one place with one goal, with the same continuation."""
+def pairs_of_walks(task, n: int, rng) -> list[list[int]]:
+    """The ids of n pairs of different walks of one length, to one place with one goal: one after the other."""
     prefixes = []
     while len(prefixes) < 2 * n:
         node, goal = task.held_out_pairs[rng.integers(len(task.held_out_pairs))]
@@ -111,9 +115,57 @@ def compression(model, task, n: int, batch_size: int, rng) -> float:
             two = [prefixes_to(task, node, goal, n_steps, rng) for _ in range(2)]
             if None not in two and two[0] != two[1]:
                 prefixes += two
+    return prefixes
+
+
+def same_way(model, task, prefixes, batch_size: int) -> float:
+    """Share of pairs of walks with the same greedy continuation."""
     ways = [way for i in range(0, len(prefixes), batch_size)
             for way in generate(model, prefixes[i:i + batch_size], task.steps + 1, temperature=0, eos_id=task.end)]
     return float(np.mean([a == b for a, b in zip(ways[::2], ways[1::2])]))
+
+
+def compression(model, task, prefixes, batch_size: int) -> float:
+    """Share of pairs of walks after whose second every continuation sampled after the first is possible."""
+    generator, n_pairs = torch.Generator().manual_seed(0), max(1, batch_size // N_CONTINUATIONS)
+    found = []
+    for i in range(0, len(prefixes), 2 * n_pairs):
+        part = prefixes[i:i + 2 * n_pairs]
+        first, second = ([prefix for prefix in part[k::2] for _ in range(N_CONTINUATIONS)] for k in (0, 1))
+        tokens = continuations(model, first, task.steps + 1, task.end, generator)
+        found.append(possible(model, second, tokens, task.end).view(-1, N_CONTINUATIONS).all(1))
+    return torch.cat(found).double().mean().item()
+
+
+@torch.inference_mode()
+def continuations(model, prefixes, n: int, end: int, generator):
+    """(N, n) ids sampled after N prefixes, of those with a probability above EPSILON; `end` after the end."""
+    model, device = decodable(model), next(model.parameters()).device
+    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
+    idx = pad_sequence([torch.tensor(prefix) for prefix in prefixes], batch_first=True).to(device)
+    cache = model.new_cache(len(prefixes), idx.shape[1] + n, device=device)
+    logits, tokens = model.extend(idx, cache, lengths), []
+    for _ in range(n):
+        probs = logits.float().softmax(-1)
+        likely = (probs > EPSILON).scatter(-1, probs.argmax(-1, keepdim=True), True)  # one at least
+        token = probs.masked_fill(~likely, 0).cpu().multinomial(1, generator=generator).to(device)
+        if tokens:
+            token = token.masked_fill(tokens[-1] == end, end)
+        tokens.append(token)
+        logits = model.extend(token, cache)
+    return torch.cat(tokens, 1)
+
+
+@torch.inference_mode()
+def possible(model, prefixes, tokens, end: int):
+    """(N,): has each of tokens (N, n), up to the first `end`, a probability above EPSILON after its prefix?"""
+    device, tokens = tokens.device, tokens.cpu()
+    rows = [torch.cat([torch.tensor(prefix), own]) for prefix, own in zip(prefixes, tokens)]
+    idx = pad_sequence(rows, batch_first=True, padding_value=end).to(device)
+    probs = model.logits(idx[:, :-1]).float().softmax(-1).gather(-1, idx[:, 1:, None]).squeeze(-1).cpu()
+    place = torch.tensor([len(prefix) - 1 for prefix in prefixes])[:, None] + torch.arange(tokens.shape[1])
+    has_ended = (tokens == end).cumsum(1) > (tokens == end)
+    return ((probs.gather(1, place) > EPSILON) | has_ended).all(1)
 
 
 # ---- effective rank ----
@@ -261,8 +313,10 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     used, n_failed = rebuild(walks, true, near, s.max_degree)
     existing = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) == b]
     invented = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) != b]
+    prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
     row = {'run': run, 'detours': float(np.mean(valid)),
-           'compression': compression(model, task, s.n_prefixes, s.batch_size, for_prefixes),
+           'compression': compression(model, task, prefixes, s.batch_size),
+           'same_way': same_way(model, task, prefixes, s.batch_size),
            'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
            'existing': len(existing), 'invented': len(invented), 'not_taken': len(true) - len(existing),
            'walks': len(walks), 'walks_without_a_place': n_failed, 'pairs': len(pairs)}
@@ -279,9 +333,10 @@ def main(argv: list[str] | None = None) -> None:
             row, maps[run] = measure(run, s)
             rows.append(row)
             print(f'{run}: {row["detours"]:.3f} of the ways with detours are valid, compression '
-                  f'{row["compression"]:.3f}, effective rank {row["rank"]:.1f}; {row["existing"]} streets, '
-                  f'{row["invented"]} invented, {row["not_taken"]} not taken by {row["walks"]} walks, of which '
-                  f'{row["walks_without_a_place"]} have no place')
+                  f'{row["compression"]:.3f}, {row["same_way"]:.3f} of the walks are continued in the same way, '
+                  f'effective rank {row["rank"]:.1f}; {row["existing"]} streets, {row["invented"]} invented, '
+                  f'{row["not_taken"]} not taken by {row["walks"]} walks, of which {row["walks_without_a_place"]} have '
+                  'no place')
         out = output_path(s.out, runs, 'manhattan')
         write_csv(f'{out}.csv', rows)
         plot(maps, f'{out}.png')

@@ -7,7 +7,8 @@ Writes NAME.png and NAME.csv. Where a task has several scores, as pointer chasin
 configuration gets a panel and each score a line: the wave of appendix B of the Context-Ready paper. Where it has one,
 as path-star graphs have, each configuration is a line, with a band from the lowest to the highest seed. Prints where
 each score ends and when it is solved. With --bars each data (and each score, if there are several) has a group of bars,
-one a configuration, with a mark from the lowest to the highest seed: the path-star figure of the NextLat paper.
+one a configuration, with a mark from the lowest to the highest seed, of the runs whose training is at its end: the
+path-star figure of the NextLat paper.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
 from analysis.loss_curves import curve, curves_of, distinct
+from analysis.outcomes import finished
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from common.settings import load_settings
@@ -136,8 +138,10 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError('which runs? python -m analysis.scores RUN RUN ... --out=NAME')
         parts, rows = by_data(runs) if s.bars else {'': runs}, []
         for data, part in parts.items():
-            curves = curves_of(part, lambda folders: {name: curve(folders, name, name)
-                                                      for name in score_names(folders, s.scores)})
+            def scores_of(folders):
+                folders = finished(folders) if s.bars else folders  # the last score of an unfinished run is no result
+                return {name: curve(folders, name, name) for name in score_names(folders, s.scores)}
+            curves = curves_of(part, scores_of)
             rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p
                      for label, scores in curves.items() for name, points in scores.items() for p in points]
             print_ends(curves, data)

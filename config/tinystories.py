@@ -4,7 +4,8 @@
 # --token_loss=ce, --stop_target=False, --stop_head=False.
 model = 'nextlat'
 data = 'data/built/tinystories'
-make_data = 'python prepare_fineweb.py tinystories --tokenizer=tinystories.json --out_dir=data/built/tinystories'
+make_data = ("python prepare_fineweb.py 'tinystories/*.jsonl' --id_field=None --tokenizer=tinystories.json "
+             '--out_dir=data/built/tinystories')
 assumed_ids = 1000
 horizon = 1
 n_layer = 8

@@ -62,10 +62,10 @@ class Task:
     def score(self, model, idx, targets, device, batch_size):
         """{'accuracy_1' ... 'accuracy_T': share of words whose state after so many elements is right}.
 
-        With a model that drafts without end (NextLat), 'rnn_accuracy_1' ... as well: those of p_psi alone, as an RNN.
+        Of NextLat 'rnn_accuracy_1' ... as well: those of p_psi alone, as an RNN.
         """
         found = {'accuracy': greedy_tokens(model, idx, device, batch_size)}
-        if getattr(model, 'longest_draft', 0) == inf:
+        if hasattr(model, 'p_psi') and model.longest_draft == inf:  # ntp, mtp and jtp are trained without it
             parts = idx.to(device).split(batch_size)
             found['rnn_accuracy'] = torch.cat([recurrent_states(model, part).cpu() for part in parts])
         return {f'{name}_{t}': accuracy for name, states in found.items()
@@ -83,14 +83,7 @@ def products(words):
 @torch.no_grad()
 def recurrent_states(model, idx):
     """The states (B, T) that p_psi finds in words idx (B, T): h_1 is the Transformer's, h_t = p_psi(h_{t-1}, x_t)."""
-    states = []
-
-    def pick(logits):
-        states.append(logits.argmax(-1))
-        return states[-1], logits
-
-    cache = model.new_cache(len(idx), 1, max_run=max(2, idx.shape[1]))
-    pick(model.extend(idx[:, :1], cache))
+    hidden = [model.final_hidden(idx[:, :1])[:, 0]]
     for x in idx[:, 1:].unbind(1):
-        model.draft(x, cache, 1, pick)  # goes on from its own last state, whatever token it would have drafted
-    return torch.stack(states, 1)
+        hidden.append(model.p_psi(hidden[-1], x))
+    return model.head(torch.stack(hidden, 1))[..., :model.config.n_ids].argmax(-1)

@@ -206,16 +206,18 @@ def test_scores_are_read_by_name_and_solved_for_good(tmp_path):
         scores.score_names(runs, 'accurcy')
 
 
-def test_bars_are_the_last_scores_in_a_group_for_each_data(tmp_path, monkeypatch):
-    ends = {('star:arms=2', 'ntp'): (0.4, 0.6), ('star:arms=2', 'mtp'): (0.75, 1.0),
+def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_path, monkeypatch):
+    ends = {('star:arms=2', 'ntp'): (0.4, 0.6, None), ('star:arms=2', 'mtp'): (0.75, 1.0),
             ('star:arms=5', 'ntp'): (0.2,), ('star:arms=5', 'mtp'): (0.9,)}
     runs, figures = [], []
     for (data, objective), of_seeds in ends.items():
         for seed, end in enumerate(of_seeds):
             folder = tmp_path / f'{data}_{objective}_{seed}'
-            runs.append(write_run(folder, [4.0], 'nextlat', seed, {'data': data}, objective=objective))
+            settings = {'data': data, 'max_tokens': 20}
+            runs.append(write_run(folder, [4.0], 'nextlat', seed, settings, objective=objective))
+            points = ((10, 0.1), (20, end)) if end is not None else ((10, 0.99),)
             (folder / 'log.jsonl').write_text('\n'.join(json.dumps(
-                {'step': step, 'tokens': step, 'seconds': 1.0, 'accuracy': a}) for step, a in ((10, 0.1), (20, end))))
+                {'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy': a}) for step, a in points))
     monkeypatch.setattr(scores, 'save_figure', lambda figure, path: figures.append(figure))
     scores.main([*runs, '--bars', f'--out={tmp_path / "figure"}'])
     axes, = figures[0].axes

@@ -310,10 +310,14 @@ def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     values = read_config_file(f'{ROOT}/config/{config}.py')
     own = {field.name for field in dataclasses.fields(train.Settings)}
     settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
-    folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings,
-                       **{key: values[key] for key in values.keys() - own}, n_ids=settings['assumed_ids'], eos_id=None)
+    of_model = {key: values[key] for key in values.keys() - own} | {'n_ids': settings['assumed_ids'], 'eos_id': None}
+    folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings, **of_model)
     row = tables.row_of_paper(folder, tables.read_paper(paper))
     assert row['name'] == name
+    if paper == 'nextlat':
+        for i, own in enumerate(({'optimizer': 'muon'}, {'learning_rate': 1e-3}, {'batch_size': 8})):
+            other = write_run(tmp_path / f'{i}', [3.0], settings['model'], settings=settings | own, **of_model)
+            assert tables.row_of_paper(other, tables.read_paper(paper)) is None
     sizes = tables.state_size(folder)
     for column in tables.STATE.keys() & row.keys() if row.get('memory cells') else ():
         number, unit = re.fullmatch(r'([\d.]+)([KM]?)', row[column]).groups()

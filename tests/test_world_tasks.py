@@ -320,7 +320,8 @@ class Guide:
         yield torch.zeros(1)
 
     def logits(self, idx):
-        return torch.nn.functional.one_hot(torch.tensor([self.guided(row) for row in idx.tolist()]), self.n_ids).float()
+        answers = torch.tensor([self.guided(row) for row in idx.tolist()])
+        return torch.nn.functional.one_hot(answers, self.n_ids) * 99.0
 
     def guided(self, row):
         answers, walk = [], []
@@ -435,13 +436,36 @@ def test_who_knows_the_way_finds_it_after_detours_too(grid):
 
 def test_compression_is_1_where_only_place_and_goal_decide(grid, monkeypatch):
     task, guide = grid
-    measured = lambda: manhattan.compression(guide, task, 20, 8, np.random.default_rng(0))
-    assert measured() == 1
+    prefixes = manhattan.pairs_of_walks(task, 20, np.random.default_rng(0))
+    measured = lambda: [share(guide, task, prefixes, 64) for share in (manhattan.same_way, manhattan.compression)]
+    assert measured() == [1, 1]
     monkeypatch.setattr(guide, 'next', lambda walk: task.end if walk[2:3] == [0] else Guide.next(guide, walk))
-    assert 0.2 < measured() < 0.9  # the first turn of the walk decides too
+    same_way, compression = measured()
+    assert same_way == compression and 0.2 < compression < 0.9  # the first turn of the walk decides too
     start, goal, *turns = manhattan.prefixes_to(task, 7, 9, 12, np.random.default_rng(0))
     assert goal == task.first_node + 9 and len(turns) == 12
     assert reduce(lambda node, turn: task.neighbour[node, turn], turns, start - task.first_node) == 7
+
+
+def test_continuations_are_sampled_and_judged_token_by_token():
+    torch.manual_seed(0)
+    model = runs.model_file('standard').Model(runs.make_config('standard', dict(
+        n_layer=2, n_head=2, n_embd=32, init_std=0.4, vocab_size=64, n_ids=40, eos_id=39))).eval()
+    first, second = [[5, 6, 7], [1, 2, 3, 4]], [[7, 6, 5], [4, 3, 2, 1]]
+    tokens = manhattan.continuations(model, first * 200, 6, 39, torch.Generator().manual_seed(0))
+    possible = manhattan.possible(model, second * 200, tokens, 39)
+    n_ended = 0
+    for row, (own, is_possible) in enumerate(zip(tokens.tolist(), possible)):
+        own = own[:own.index(39) + 1] if 39 in own else own
+        n_ended += len(own) < 6
+        for prefix, expected in ((first[row % 2], True), (second[row % 2], bool(is_possible))):
+            probs = model.logits(torch.tensor([prefix + own])).softmax(-1)[0, len(prefix) - 1:-1]
+            assert all(p[token] > 0.01 for p, token in zip(probs, own)) == expected
+    assert 10 < n_ended < 390 and 10 < possible.sum() < 390
+    probs = model.logits(torch.tensor([first[0]]))[0, -1].softmax(-1)
+    probs = probs.where(probs > 0.01, 0)
+    drawn = torch.bincount(tokens[::2, 0], minlength=64) / 200
+    assert (drawn - probs / probs.sum()).abs().max() < 0.12
 
 
 def test_effective_rank_counts_directions_of_one_size():

@@ -454,6 +454,9 @@ def test_continuations_are_sampled_and_judged_token_by_token():
     first, second = [[5, 6, 7], [1, 2, 3, 4]], [[7, 6, 5], [4, 3, 2, 1]]
     tokens = manhattan.continuations(model, first * 200, 6, 39, torch.Generator().manual_seed(0))
     possible = manhattan.possible(model, second * 200, tokens, 39)
+    has_ended = (tokens == 39).cumsum(1) > (tokens == 39)
+    for other in range(0, 39, 3):  # what stands after the end does not count
+        assert manhattan.possible(model, first * 200, tokens.where(~has_ended, other), 39).all()
     n_ended = 0
     for row, (own, is_possible) in enumerate(zip(tokens.tolist(), possible)):
         own = own[:own.index(39) + 1] if 39 in own else own

@@ -1523,7 +1523,7 @@ def choose_scan(model, scan, **for_the_check):
 
     By model.config.scan: 'loop', 'fast', or 'auto', which is fast where states, loss and all gradients agree to
     rounding. Call it under the autocast that the model will run under. The model has `states(idx)`, `forward(idx,
-    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. Where it has `decoded_states(idx)`,
+    targets)` with a 'loss', and runs the form that its `scan_report['scan']` names. Where it has `cached_states(idx)`,
     the same states by its code for decoding, these are compared too. for_the_check: settings of its config during the
     check, so small that every boundary comes in a few tokens. With several processes the first decides for all, so all
     must come here, before DDP wraps the model: call `model.choose_scan()` yourself. Raises ValueError for 'fast'
@@ -1598,8 +1598,8 @@ class _Form(torch.nn.Module):
             self.model.eval()
             with torch.no_grad():
                 found = {'the states': self.model.states(idx)}
-                if self.decodes and hasattr(self.model, 'decoded_states'):
-                    found['the decoded states'] = self.model.decoded_states(idx)
+                if self.decodes and hasattr(self.model, 'cached_states'):
+                    found['the cached states'] = self.model.cached_states(idx)
             torch.manual_seed(0)  # what both forms draw alike is the same then; the caller keeps the generators
             self.model.train()
             loss = self.model(idx, idx.roll(-1, 1))['loss']
@@ -1724,7 +1724,7 @@ def _difference(loop, fast):
     def size(x):
         return 0.0 if x is None else torch.linalg.vector_norm(x, dtype=torch.float64).item()
 
-    outputs = ('the states', 'the decoded states', 'the loss')
+    outputs = ('the states', 'the cached states', 'the loss')
     all_gradients = math.hypot(*(size(x) for name, x in loop.items() if name not in outputs))
     largest, where = 0.0, 'nothing'
     for name, x in loop.items():

@@ -6,7 +6,7 @@ future, not only of the next token. To generate, the suffix is empty: the backwa
 
 A pair of them is named (p, q) after the two tokens that it predicts, x_p and x_q:
 
-    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T         p = t and q = t + k - 2, as the paper counts from x_1
+    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T         p = t and q = t + k - 2, as papers count from x_1
     prefix, f_{p-1}   hidden        suffix, b_{q+1}
 
 k = 2 hides one token, p = q, and it is predicted from both sides. k = 1 hides none, q = p - 1: the suffix has x_p and
@@ -14,9 +14,9 @@ the prefix has x_q. An empty prefix and an empty suffix have vectors of their ow
 
 Read `Model.forward`, then `_pair_states`. `extend` is all of decoding: the forward encoder over a cache.
 
-The paper's 2.57B parameters at the 1.3B shape say that the encoders share no block (else 1.46B). With one table of
-embeddings, two matrices of V rows for the two tokens, and a text head of two layers with n_ffn units between them it is
-2.569B. The last is inferred, and so are the GELU, the vectors of nothing, and how pairs are drawn.
+The NextLat paper's 2.57B parameters at the 1.3B shape say that the encoders share no block (else 1.46B). With one table
+of embeddings, two matrices of V rows for the two tokens, and a text head of two layers with n_ffn units between them it
+is 2.569B. The last is inferred, and so are the GELU, the vectors of nothing, and how pairs are drawn.
 
     B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs of a window
@@ -37,8 +37,8 @@ PAIRS_AT_ONCE = 2 ** 16  # the text head's hidden layer exists for that many pai
 
 @dataclass
 class Config:
-    pair_share: float = 1.0  # share of the pairs that a training step draws; the paper's timing on FineWeb-Edu: 0.1
-    min_k: int = 1  # k of the nearest pairs: 1, the paper's equation, or 2: every pair hides a token
+    pair_share: float = 1.0  # share of the pairs that a training step draws; the NextLat paper's timing: 0.1
+    min_k: int = 1  # k of the nearest pairs: 1, the NextLat paper's equation, or 2: every pair hides a token
     n_text: int | None = None  # width of the text head's hidden layer; None: n_ffn (from parameter counts)
     n_layer: int = 12  # blocks of each encoder, L
     n_head: int = 12  # attention heads, H
@@ -158,7 +158,7 @@ class Model(nn.Module):
     def _encode(self, encoder, idx, doc_start):
         """idx (B, T) and where their documents start, both in the order of reading -> f or b (B, T, C)."""
         c = self.config
-        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.n_embd // c.n_head, c.rope_theta)
+        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta)
         return encoder(self.embed(idx), lambda qk: rotate(qk, cos, sin),
                        lambda layer, q, k, v: attention(q, k, v, doc_start))
 
@@ -166,12 +166,17 @@ class Model(nn.Module):
         """The text head before its two output matrices. t_f, t_b (..., n_text) -> (..., C)."""
         return self.text_out(F.gelu(t_f + t_b))
 
-    def _next_state(self, f):
-        """f (..., C) -> what the head multiplies (..., C): the text head with the empty suffix.
+    def _prefix_share(self, f):
+        """t_f (..., n_text) of the vectors f (..., C) of prefixes."""
+        return self.text_f(f)
 
-        `_pair_states` has it for training, with every suffix: what is done to either share belongs there too.
-        """
-        return self._text_state(self.text_f(f), self.text_b(self.no_suffix))
+    def _suffix_share(self, b):
+        """t_b (..., n_text) of the vectors b (..., C) of suffixes."""
+        return self.text_b(b)
+
+    def _next_state(self, f):
+        """f (..., C) -> what the head multiplies (..., C): the text head with the empty suffix."""
+        return self._text_state(self._prefix_share(f), self._suffix_share(self.no_suffix))
 
     def state(self, idx, which='head'):
         """States of whole windows for analyses. idx (B, T) -> (B, T, C): what the head multiplies, or 'trunk', f.
@@ -227,8 +232,8 @@ class Model(nn.Module):
         with torch.no_grad():
             if c.eos_id is not None:
                 targets = targets.masked_fill(idx == c.eos_id, -1)
-            nll = linear_cross_entropy(self._next_state(f).flatten(0, 1), self._loss_weight(self.head),
-                                       targets.flatten())
+            to_the_end = self._pair_states(f, b, joined, position[1:], torch.full_like(position[1:], T))
+            nll = linear_cross_entropy(to_the_end.flatten(0, 1), self._loss_weight(self.head), targets.flatten())
         return {'loss': loss, 'nll': nll} | {name: part.detach() for name, part in parts.items()}
 
     def loss_count(self, idx, targets):
@@ -270,10 +275,10 @@ class Model(nn.Module):
         some pairs at a time: all of it would be N n_text numbers a window.
         """
         joined = joined.unsqueeze(-1)
-        t_empty = self.text_f(self.no_prefix).expand(len(f), 1, -1)
-        t_f = torch.cat([t_empty, torch.where(joined, self.text_f(f), t_empty)], 1)  # [:, p]: the prefix before x_p
-        t_empty = self.text_b(self.no_suffix).expand(len(f), 1, -1)
-        t_b = torch.cat([torch.where(joined, self.text_b(b), t_empty), t_empty], 1)  # [:, q]: the suffix after x_q
+        t_empty = self._prefix_share(self.no_prefix).expand(len(f), 1, -1)
+        t_f = torch.cat([t_empty, torch.where(joined, self._prefix_share(f), t_empty)], 1)  # [:, p]: before x_p
+        t_empty = self._suffix_share(self.no_suffix).expand(len(f), 1, -1)
+        t_b = torch.cat([torch.where(joined, self._suffix_share(b), t_empty), t_empty], 1)  # [:, q]: after x_q
 
         def some_states(p, q):
             return self._text_state(t_f[:, p], t_b[:, q])
@@ -294,7 +299,7 @@ class Model(nn.Module):
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
         c, weight = self.config, self.embed.weight
-        return KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, batch_size, max_tokens, max_run, c.n_embd, [None],
+        return KVCache(c.n_layer, c.n_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd, [None],
                        rope_theta=c.rope_theta, eos_id=c.eos_id, device=device or weight.device,
                        dtype=dtype or weight.dtype)
 

@@ -13,7 +13,7 @@ and the equation runs. `extend` and `Cache` are decoding.
     L  layers    H  heads        K  d_k, rows of a head's memory: its keys         D  d_v, its columns: its values
     M  the memory (B, H, K, D), transposed S of the paper                          W  taps of the convolution
     X  channels that are convolved, H (2 K + D)      h  a token's vector           n  positions of one `extend` call
-    starts  tokens that follow the end of a document: their memory and their convolution start anew
+    is_doc_start  tokens that follow the end of a document: their memory and their convolution start anew
 """
 import math
 from dataclasses import dataclass
@@ -96,11 +96,11 @@ def short_convolution(x, weight, seen=None):
 def document_masks(ends, conv_size):
     """Where documents cut. ends (B, W - 1 + n): tokens that end one, the W - 1 before the run first.
 
-    Returns seen (B, n, W), as in `short_convolution`, and starts (B, n), tokens after the end of a document.
+    Returns seen (B, n, W), as in `short_convolution`, and is_doc_start (B, n), tokens after the end of a document.
     """
-    n = ends.shape[1] - conv_size + 1
-    ended_before = F.pad(ends.long().cumsum(1), (1, 0)).unfold(1, conv_size, 1)[:, :n]  # each tap's token
-    return ended_before == ended_before[..., -1:], ends[:, conv_size - 2:-1]
+    document = F.pad(ends[:, :-1].long().cumsum(1), (1, 0))  # the number of each token's document
+    of_taps = document.unfold(1, conv_size, 1)  # (B, n, W)
+    return of_taps == of_taps[..., -1:], ends[:, conv_size - 2:-1]
 
 
 class Block(nn.Module):
@@ -183,14 +183,14 @@ class Model(nn.Module):
                            dtype=torch.promote_types(weight.dtype, torch.float32))
 
     @outside_graphs  # a compiler would unroll all T steps
-    def loop(self, memory, *tokens, starts=None, active=None):
+    def loop(self, memory, *tokens, is_doc_start=None, active=None):
         """`step` for each of n tokens: q, k, v, log_decay, beta as there, with an axis of positions after B.
 
-        starts (B, n): tokens whose memory is emptied first; active (B, n): False at tokens that are not there. Returns
-        what is read (B, n, H, D), and the last memory. For the backward only the memory at the start of each segment is
-        held; its steps are taken a second time.
+        is_doc_start (B, n): tokens whose memory is emptied first; active (B, n): False at tokens that are not there.
+        Returns what is read (B, n, H, D), and the last memory. For the backward only the memory at the start of each
+        segment is held; its steps are taken a second time.
         """
-        masks, reads = [starts, active], []
+        masks, reads = [is_doc_start, active], []
         for a in range(0, tokens[0].shape[1], self.config.chunk_len):
             segment = [x if x is None else x[:, a:a + self.config.chunk_len] for x in (*masks, *tokens)]
             if torch.is_grad_enabled():
@@ -200,11 +200,13 @@ class Model(nn.Module):
             reads.append(part)
         return torch.cat(reads, 1), memory
 
-    def _segment(self, memory, starts, active, *tokens):
+    def _segment(self, memory, is_doc_start, active, *tokens):
         """`loop` over one segment."""
-        reads = []
+        reads, empty = [], self.empty_memory(len(memory), memory.device)
         for t in range(tokens[0].shape[1]):
-            before = memory if starts is None else torch.where(starts[:, t, None, None, None], 0, memory)
+            before = memory
+            if is_doc_start is not None:
+                before = torch.where(is_doc_start[:, t, None, None, None], empty, memory)
             memory_read, new = self.step(before, *(x[:, t] for x in tokens))
             memory = new if active is None else torch.where(active[:, t, None, None, None], new, memory)
             reads.append(memory_read)
@@ -221,11 +223,11 @@ class Model(nn.Module):
         self.scan_report = choose_scan(self, fast, chunk_len=4)
         return self.scan_report
 
-    def scan(self, memory, *tokens, starts=None, active=None):
+    def scan(self, memory, *tokens, is_doc_start=None, active=None):
         """What `loop` does, in the form that `choose_scan` chose."""
         if self.scan_report['scan'] == 'fast' and tokens[0].shape[1] > 1:  # a single token is faster as it reads
-            return fast.scan_chunks(memory, *tokens, starts, active, self.config.chunk_len)
-        return self.loop(memory, *tokens, starts=starts, active=active)
+            return fast.scan_chunks(memory, *tokens, is_doc_start, active, self.config.chunk_len)
+        return self.loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
 
     def _run_blocks(self, idx, convolve, remember):
         """idx (B, n) -> the final normalised vectors (B, n, C); convolve and remember as in `Block.forward`."""
@@ -241,19 +243,19 @@ class Model(nn.Module):
 
     def final_hidden(self, idx):
         """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
-        W, seen, starts = self.config.conv_size, None, None
+        W, seen, is_doc_start = self.config.conv_size, None, None
         if self.config.eos_id is not None:
-            seen, starts = document_masks(F.pad(idx == self.config.eos_id, (W - 1, 0)), W)
+            seen, is_doc_start = document_masks(F.pad(idx == self.config.eos_id, (W - 1, 0)), W)
         memory = self.empty_memory(len(idx))
         return self._run_blocks(
             idx, lambda layer, x, weight: short_convolution(F.pad(x, (0, 0, W - 1, 0)), weight, seen),
-            lambda layer, *tokens: self.scan(memory, *tokens, starts=starts)[0])
+            lambda layer, *tokens: self.scan(memory, *tokens, is_doc_start=is_doc_start)[0])
 
     def states(self, idx):
         """What `choose_scan` compares. idx (B, T) -> (B, T, C)."""
         return self.final_hidden(idx)
 
-    def decoded_states(self, idx):
+    def cached_states(self, idx):
         """`states`, as decoding gives them, of the last two tokens of each of three calls.
 
         `choose_scan` compares these besides: a single token has one form. idx (B, T), T > 7.
@@ -358,11 +360,11 @@ class Cache:
         if tokens.device.type == 'cpu':  # on a GPU to look at a length would mean to wait
             longest = int(self.tail_len.max())
         self.is_unwritten = torch.arange(longest, device=tokens.device) < self.tail_len[:, None]
-        self.starts = self.tail_starts = self.seen = None
+        self.is_doc_start = self.tail_is_doc_start = self.seen = None
         if self.eos_id is not None:
-            self.tail_starts = document_masks(self.ends, W)[1].clone()  # `_keep` writes over it
+            self.tail_is_doc_start = document_masks(self.ends, W)[1].clone()  # `_keep` writes over it
             ends = torch.cat([self.ends.gather(1, self.before_idx), tokens == self.eos_id], 1)
-            self.seen, self.starts = document_masks(ends, W)
+            self.seen, self.is_doc_start = document_masks(ends, W)
             self._keep(self.ends, ends)
 
     def _keep(self, own, x):
@@ -381,19 +383,19 @@ class Cache:
         tail = self.tails[layer]
         if [x.shape[2:] for x in tail] != [x.shape[2:] for x in new]:  # an edited block's first tokens: nothing is kept
             tail[:] = [x.new_zeros(len(x), self.max_run, *x.shape[2:]) for x in new]
-        self._write(layer, scan, tail, self.tail_starts, self.is_unwritten)
-        memory_read, _ = scan(self.memory[layer], *new, starts=self.starts)
-        self._write(layer, scan, new, self.starts, self.is_early)
+        self._write(layer, scan, tail, self.tail_is_doc_start, self.is_unwritten)
+        memory_read, _ = scan(self.memory[layer], *new, is_doc_start=self.is_doc_start)
+        self._write(layer, scan, new, self.is_doc_start, self.is_early)
         for own, x in zip(tail, new):
             own[:, :self.tail_idx.shape[1]] = x[self.batch_idx, self.tail_idx]
         return memory_read
 
-    def _write(self, layer, scan, tokens, starts, active):
+    def _write(self, layer, scan, tokens, is_doc_start, active):
         """Takes the first of tokens q, k, v, log_decay, beta into a layer's memory, where active (B, m)."""
         m = active.shape[1]
         if m > 0:
-            starts = None if starts is None else starts[:, :m]
-            _, memory = scan(self.memory[layer], *(x[:, :m] for x in tokens), starts=starts, active=active)
+            is_doc_start = None if is_doc_start is None else is_doc_start[:, :m]
+            _, memory = scan(self.memory[layer], *(x[:, :m] for x in tokens), is_doc_start=is_doc_start, active=active)
             self.memory[layer].copy_(memory)
 
     def end(self, h):

@@ -114,8 +114,8 @@ class Write(nn.Module):
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus gives dt, as Gated DeltaNet
 
-    def strength(self, g):
-        """beta (..., H) of grounded states g (..., C), the write's gate, eq. 9."""
+    def write_gate(self, g):
+        """beta (..., H) of grounded states g (..., C), eq. 9."""
         return torch.sigmoid(self.beta(self.norm(g)).to(g.dtype))
 
     def log_decay(self, g):
@@ -129,7 +129,7 @@ class Write(nn.Module):
 
         k = l2_normalize(F.relu(heads(self.key(self.norm(last)))))  # eq. 8
         v = heads(self.value(self.norm(g)))
-        beta, decay = self.strength(g).unsqueeze(-1), self.log_decay(g).exp().unsqueeze(-1)  # (B, H, 1)
+        beta, decay = self.write_gate(g).unsqueeze(-1), self.log_decay(g).exp().unsqueeze(-1)  # (B, H, 1)
         error = v - read(memory, k)
         return decay.unsqueeze(-1) * memory + k.unsqueeze(-1) * (beta * error).unsqueeze(-2)  # eq. 10
 
@@ -151,18 +151,18 @@ class Layer(nn.Module):
 
     def forward(self, x, memory):
         """x (B, C), the grounded state or the layer before, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
-        gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
-        y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(gate) * up)  # Gate_p, FFN
+        ffn_gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
+        y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(ffn_gate) * up)  # Gate_p, FFN
         if self.n_head == 0:
             return y
-        n = self.read_norm(x)
-        q = l2_normalize(F.relu(self.query(n).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
+        x_normed = self.read_norm(x)
+        q = l2_normalize(F.relu(self.query(x_normed).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
         memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads
-        return y + self.read_out(F.silu(self.read_gate(n)) * memory_read)  # MemRead, eq. 11
+        return y + self.read_out(F.silu(self.read_gate(x_normed)) * memory_read)  # MemRead, eq. 11
 
 
 class Model(nn.Module):
-    write_type = Write
+    write_type = Write  # a subclass may have another: analysis/gpn_edits.py
 
     def __init__(self, config):
         super().__init__()
@@ -289,7 +289,7 @@ class Model(nn.Module):
             return fast.scan_window(self, u, carry_mask)
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
 
-    def decoded_states(self, idx):
+    def cached_states(self, idx):
         """`states`, as decoding gives them, of a prompt and then of single tokens: what `choose_scan` compares besides.
 
         idx (B, T) -> (B, T, C).

@@ -373,9 +373,9 @@ class Model(nn.Module):
             predicted = F.pad(predicted, (0, 0, 1, 0))  # position 0 has no prediction: same_document masks it
             predictions.append(predicted)
         parts = {}  # name: (lambda, loss); validation has Smooth L1 and KL whatever their weights, as the figures do
-        is_judged = not self.training
+        evaluates = not self.training
         lambda_kl, lambda_ce = (c.lambda_kl, 0.0) if c.token_loss == 'kl' else (0.0, c.lambda_kl)
-        if lambda_kl or is_judged:  # KL(p(.|sg h_s) || p(.|h^_s)), as `linear_cross_entropy_kl_reference` reads
+        if lambda_kl or evaluates:  # KL(p(.|sg h_s) || p(.|h^_s)), as `linear_cross_entropy_kl_reference` reads
             counts = (same_document & (targets >= 0)).flatten(1)
             states = torch.stack([h, *predictions]).flatten(1, 2)
             nll, kl = linear_cross_entropy_kl(states, self.loss_weight, targets.flatten(), counts, c.stop_head)
@@ -385,7 +385,7 @@ class Model(nn.Module):
         if lambda_ce:
             weight = self.loss_weight.detach() if c.stop_head else self.loss_weight
             parts['ce'] = lambda_ce, self._mean_over_horizons(predictions, future_targets, weight)
-        if c.lambda_h or is_judged:
+        if c.lambda_h or evaluates:
             goal = h.detach() if c.stop_target else h
             means = []
             for predicted, same in zip(predictions, same_document):

@@ -38,8 +38,8 @@ class NoWriteGate(Model):
     """Eq. 9 with beta = 1: every token is written whole."""
 
     class write_type(Write):
-        def strength(self, g):
-            return torch.ones_like(super().strength(g))
+        def write_gate(self, g):
+            return torch.ones_like(super().write_gate(g))
 
 
 class NoDecay(Model):

@@ -66,13 +66,39 @@ def test_an_edit_of_the_logits_alone_is_said_to_be_no_part_of_the_loss(variant, 
     before = torch.random.get_rng_state()
     decoding.tell_of_another_loss(model)
     assert capsys.readouterr().err == '' and model.training and (torch.random.get_rng_state() == before).all()
+    for p in model.parameters():  # as training starts: logits are so small that a cap does nothing to them
+        p.data.mul_(0.1 if p.dim() > 1 else 1)
     logits = model.logits
-    monkeypatch.setattr(model, 'logits', lambda idx: 2 * torch.tanh(logits(idx)))
+    monkeypatch.setattr(model, 'logits', lambda idx: 30 * torch.tanh(logits(idx) / 30))
     decoding.tell_of_another_loss(model)
     assert 'the loss that it trains by differs from that of its logits, by' in capsys.readouterr().err
     monkeypatch.setattr(model, 'logits', lambda: None)
     decoding.tell_of_another_loss(model)
     assert 'its loss cannot be compared with its logits (TypeError: ' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('variant', ['standard', 'nextlat', 'bst'])
+def test_a_bias_of_the_head_is_said_to_be_no_part_of_the_loss(variant):
+    model = make(variant)
+    model.head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    assert decoding.loss_error(model) > 0.001
+
+
+@pytest.mark.parametrize('variant', ['bst', 'bst, documents'])
+@pytest.mark.parametrize('edited', ['_next_state', '_pair_states'])
+def test_an_edit_of_bsts_prefixes_in_training_or_in_generation_alone_is_said(variant, edited, monkeypatch):
+    model = make(variant)
+    share, plain = model._prefix_share, getattr(model, edited)
+
+    def with_another_share(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, '_prefix_share', lambda f: share(f).relu())
+            return plain(*args)
+    monkeypatch.setattr(model, edited, with_another_share)
+    assert decoding.loss_error(model) > 0.001
+    monkeypatch.setattr(model, edited, plain)
+    monkeypatch.setattr(model, '_prefix_share', lambda f: share(f).relu())
+    assert decoding.loss_error(model) < 1e-5
 
 
 @pytest.mark.parametrize('variant', VARIANTS)

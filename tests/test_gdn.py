@@ -74,7 +74,7 @@ def some_inputs(T, dtype=torch.float64, decay=1.0, K=6, D=5):
 @pytest.mark.parametrize('documents', [False, True])
 def test_every_form_is_the_papers_recurrence_with_all_gradients(form, T, chunk_len, documents):
     """In float64 to 1e-9, for lengths that no chunk divides and documents that start anywhere in one."""
-    model, _ = make(chunk_len=chunk_len, scan=form)
+    model, _ = make(chunk_len=chunk_len, scan=form, d_k=6, d_v=5)
     model.choose_scan()
     inputs, starts = some_inputs(T), torch.rand(2, T) < 0.25 if documents else None
     want = by_the_recurrence(*inputs, starts)
@@ -82,7 +82,7 @@ def test_every_form_is_the_papers_recurrence_with_all_gradients(form, T, chunk_l
     if form == 'fast':
         got = scan.scan_chunks(memory, *inputs, starts, None, chunk_len)
     else:
-        got = model.scan(memory, *inputs, starts=starts)
+        got = model.scan(memory, *inputs, is_doc_start=starts)
     got = got[0], got[1].transpose(-1, -2)
     weights = [torch.randn_like(x) for x in want]
 
@@ -145,20 +145,20 @@ def test_a_walk_is_an_operator_whose_shapes_and_gradient_a_compiler_may_trust():
 
 @pytest.mark.parametrize('documents', [False, True])
 def test_a_scan_goes_on_from_a_memory_and_skips_tokens_that_are_not_there(form, documents):
-    model, _ = make(chunk_len=4, scan=form)
+    model, _ = make(chunk_len=4, scan=form, d_k=6, d_v=5)
     model.choose_scan()
     inputs = [x.detach() for x in some_inputs(13)]
     starts = torch.rand(2, 13) < 0.25 if documents else None
     part = lambda a, b: [x[:, a:b] for x in inputs]
     cut = lambda a, b: None if starts is None else starts[:, a:b]
-    whole, last = model.scan(torch.zeros(2, 2, 6, 5, dtype=torch.float64), *inputs, starts=starts)
-    reads, memory = model.scan(torch.zeros_like(last), *part(0, 6), starts=cut(0, 6))
-    more, end = model.scan(memory, *part(6, 13), starts=cut(6, 13))
+    whole, last = model.scan(torch.zeros(2, 2, 6, 5, dtype=torch.float64), *inputs, is_doc_start=starts)
+    reads, memory = model.scan(torch.zeros_like(last), *part(0, 6), is_doc_start=cut(0, 6))
+    more, end = model.scan(memory, *part(6, 13), is_doc_start=cut(6, 13))
     torch.testing.assert_close(torch.cat([reads, more], 1), whole)
     torch.testing.assert_close(end, last)
     active = torch.tensor([[True] * 6 + [False] * 7, [True] * 2 + [False] * 11])
-    _, got = model.scan(torch.zeros_like(last), *inputs, starts=starts, active=active)
-    _, second = model.scan(torch.zeros_like(last), *part(0, 2), starts=cut(0, 2))
+    _, got = model.scan(torch.zeros_like(last), *inputs, is_doc_start=starts, active=active)
+    _, second = model.scan(torch.zeros_like(last), *part(0, 2), is_doc_start=cut(0, 2))
     torch.testing.assert_close(got, torch.stack([memory[0], second[1]]))
 
 
@@ -296,7 +296,21 @@ class DecayOfEachKey(G.Model):
         return G.read(memory, q), memory
 
 
-@pytest.mark.parametrize('edit', [WriteOfQuery, DecayOfEachKey])
+class LearnedStart(G.Model):
+    def empty_memory(self, batch_size, device=None):
+        return super().empty_memory(batch_size, device) + 1
+
+
+def test_an_edit_of_the_empty_memory_is_one_of_every_document():
+    model, idx = make(eos_id=59)
+    edited, second = LearnedStart(model.config).double(), idx[:1].clone()
+    edited.load_state_dict(model.state_dict())
+    second[:, 9] = 59
+    moved = (edited.logits(second) - model.logits(second))[..., :60].abs().amax(-1)
+    assert edited.scan_report['scan'] == 'loop' and (moved > 1e-3).all()
+
+
+@pytest.mark.parametrize('edit', [WriteOfQuery, DecayOfEachKey, LearnedStart])
 def test_decoding_follows_an_edit_in_whatever_calls(edit, capsys):
     """A prompt, single tokens, and a run of which all but one is forgotten and read again."""
     model, idx = edit(make(eos_id=59)[0].config).double(), make()[1]
@@ -340,7 +354,7 @@ def test_a_fast_form_that_is_wrong_from_call_to_call_alone_is_not_taken(monkeypa
         return reads, 0.9 * memory
     monkeypatch.setattr(scan, 'scan_chunks', wrong)
     report = make()[0].choose_scan()
-    assert (report['scan'], report['where']) == ('loop', 'the decoded states')
+    assert (report['scan'], report['where']) == ('loop', 'the cached states')
 
 
 def test_an_edit_that_cannot_decode_yet_is_trained_and_a_line_says_so(monkeypatch, capsys):

@@ -126,9 +126,11 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
         print(f'{data}, {label}' if data else label)
         for name, points in scores.items():
             end, step = points[-1], solved_from(points)
-            verdict = 'not solved' if step is None else f'{SOLVED} and more from step {step:,} on'
+            verdict = ', not solved' if step is None else f', {SOLVED} and more from step {step:,} on'
+            if name.startswith('val'):  # a loss
+                verdict = ''
             print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
-                  f'seeds: {end["seeds"]}) after {end["step"]:,} steps, {verdict}')
+                  f'seeds: {end["seeds"]}) after {end["step"]:,} steps{verdict}')
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -312,7 +312,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # The head as a weight, so that no logits are held: an edit of `_logits` belongs here too.
+        # linear_cross_entropy makes logits in parts: an edit of `_logits` belongs here too.
         loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 

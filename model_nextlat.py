@@ -322,7 +322,7 @@ class Model(nn.Module):
         future_targets = [targets.masked_fill(~same, -1) for same in same_document]
         if c.objective == 'nextlat':
             return self._next_latent(idx, targets, h, same_document, future_targets)
-        # it makes logits in parts, as all (B, T, V) would not fit
+        # linear_cross_entropy makes logits in parts: all (B, T, V) would not fit
         nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
         if c.objective == 'mtp':
             predictions = self._future_heads(trunk, rotate, attend)

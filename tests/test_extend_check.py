@@ -84,7 +84,7 @@ def test_a_bias_of_the_head_is_said_to_be_no_part_of_the_loss(variant):
     assert decoding.loss_error(model) > 0.001
 
 
-@pytest.mark.parametrize('variant', ['bst', 'bst, documents'])
+@pytest.mark.parametrize('variant', ['bst', 'bst, documents, half of the pairs'])
 @pytest.mark.parametrize('edited', ['_next_state', '_pair_states'])
 def test_an_edit_of_bsts_prefixes_in_training_or_in_generation_alone_is_said(variant, edited, monkeypatch):
     model = make(variant)

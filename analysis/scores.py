@@ -127,7 +127,7 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
         for name, points in scores.items():
             end, step = points[-1], solved_from(points)
             verdict = ', not solved' if step is None else f', {SOLVED} and more from step {step:,} on'
-            if name.startswith('val'):  # a loss
+            if name == 'val' or name.startswith('val_'):  # a loss
                 verdict = ''
             print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
                   f'seeds: {end["seeds"]}) after {end["step"]:,} steps{verdict}')

@@ -52,7 +52,7 @@ decoding, `KVCache` keeps in its ring what the windows reach, and `Place._filled
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
 h // (H / HK).
 
-B batch, T positions, H heads, HK key heads, D head size, S slots of a cache, n positions of a run, N rows, C width, V
+B batch, T positions, H heads, HK key heads, D head size, S slots of a cache, n positions of a call, N rows, C width, V
 vocabulary.
 """
 import functools
@@ -1007,7 +1007,7 @@ def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_star
                      ring_positions=None, ring_stream=1, reads='both'):
     """Rotates a run's queries and keys, stores keys and values, and attends over what the cache then holds.
 
-    q (B, NQ, n, H, D), k, v (B, NK, n, HK, D) of the streams at work, NQ n and NK n at most 16; k_cache, v_cache (B,
+    q (B, NQ, n, H, D), k, v (B, NK, n, HK, D) of the active streams, NQ n and NK n at most 16; k_cache, v_cache (B,
     HK, S, D), [ring of R slots | memory]; rope: tables of all positions; positions (B, n) int64 of the run; slots (B,
     NK, n) that take its keys; doc_start (B, n) or None; windows: of x and rho, None for all. ring_positions (B, R + 1):
     what each ring slot holds, None without a ring; ring_stream: the stream whose keys are there; reads: 'ring',
@@ -1284,8 +1284,8 @@ class KVCache:
     written before it is read (after its rollback, the window before it is still there), and one for padding. What lands
     in the spare slot is never seen.
 
-    n_layer layers of n_kv_head key heads of head_size; max_run: the longest run of tokens that has static shapes and
-    can be rolled back; width: of the vectors in `hidden`; windows: one for each stream of keys, in positions, None for
+    n_layer layers of n_kv_head key heads of head_size; max_run: the longest call that has static shapes and can be
+    rolled back; width: of the vectors in `hidden`; windows: one for each stream of keys, in positions, None for
     all; ring_stream: the stream in the ring, 0 or 1, None where there is one stream; eos_id: None for one endless
     document; rope_theta, rope_scaling as in `rope_table`.
     """
@@ -1310,7 +1310,7 @@ class KVCache:
             self.ring_positions = torch.full((batch_size, self.ring_slots + 1), nothing, device=device)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
-        # What the head multiplies, of the last run, and which of it is each row's last token; -1: all are forgotten.
+        # What the head multiplies, of the last call, and which of it is each row's last token; -1: all are forgotten.
         self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)
         self.last = torch.full((batch_size,), -1, device=device)
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, rope_theta, rope_scaling)
@@ -1364,7 +1364,7 @@ class KVCache:
         """Stores the run's keys and values, and attends over all that its tokens see. May be repeated for the same run.
 
         One stream: q (B, n, H, D), k, v (B, n, HK, D), q and k already through `place.rotate`. Two: (B, streams, n,
-        heads, D), k and v of the `streams` at work, 'both', 'input' or 'predict', q of `queries`, None for the same.
+        heads, D), k and v of the active `streams`, 'both', 'input' or 'predict', q of `queries`, None for the same.
         Returns the shape of q.
         """
         if q.dim() == 4:
@@ -1406,16 +1406,16 @@ class KVCache:
         return tail[self.batch_idx[:, 0], self.last]
 
     def rollback(self, n):
-        """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
+        """Forgets the last n tokens of the last call: n an int, or (B,) int64 with one count a row."""
         self.lengths -= n
         self.last -= n
 
 
 class Place:
-    """Where a run of new tokens stands in a cache, from `KVCache.begin`.
+    """Where the new tokens of a call stand in a cache, from `KVCache.begin`.
 
     positions (B, n) int64; doc_start (B, n) or None; n_new (B,), the tokens of each row; tail_idx (B, m), which of them
-    are the last max_run; is_prefill: a long run on an empty cache, whose tokens see only each other; use_kernel: the
+    are the last max_run; is_prefill: a long call on an empty cache, whose tokens see only each other; use_kernel: the
     Triton kernel rotates, stores and attends; asks_rotation: `rotate` was called since the last `attend`.
     """
 

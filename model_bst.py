@@ -189,7 +189,7 @@ class Model(nn.Module):
         return f if which == 'trunk' else self._next_state(f)
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
+        """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, C)."""
         return self.state(idx)
 
     def forward(self, idx, targets):

@@ -399,7 +399,7 @@ class Model(nn.Module):
 
     def nll(self, z, targets):
         """Mean nats of targets (B, T), -1 ignored, given block outputs z (B, T, C)."""
-        # linear_cross_entropy makes logits in parts: an edit of `_logits` belongs here too.
+        # linear_cross_entropy makes logits in parts, without `_logits`: an edit there belongs here too.
         weight = self.head.weight if self.config.pad_rows_in_loss else self.head.weight[:self.config.n_ids]
         return linear_cross_entropy(self.head_input(z).flatten(0, 1), weight, targets.flatten())
 

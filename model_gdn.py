@@ -83,7 +83,7 @@ def read(memory, x):
 def short_convolution(x, weight, seen=None):
     """y_t = sum over taps j of weight_j x_{t-W+1+j}.
 
-    x (B, W - 1 + n, X), the W - 1 before the run first; weight (X, W); seen (B, n, W): which of a token's taps are in
+    x (B, W - 1 + n, X), the W - 1 before them first; weight (X, W); seen (B, n, W): which of a token's taps are in
     its document, None for all. Returns (B, n, X).
     """
     n, y = x.shape[1] - weight.shape[1] + 1, 0
@@ -94,7 +94,7 @@ def short_convolution(x, weight, seen=None):
 
 
 def document_masks(ends, conv_size):
-    """Where documents cut. ends (B, W - 1 + n): tokens that end one, the W - 1 before the run first.
+    """Where documents cut. ends (B, W - 1 + n): tokens that end one, the W - 1 before them first.
 
     Returns seen (B, n, W), as in `short_convolution`, and is_doc_start (B, n), tokens after the end of a document.
     """
@@ -242,7 +242,7 @@ class Model(nn.Module):
         return self.norm(h)
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
+        """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, C)."""
         W, seen, is_doc_start = self.config.conv_size, None, None
         if self.config.eos_id is not None:
             seen, is_doc_start = document_masks(F.pad(idx == self.config.eos_id, (W - 1, 0)), W)
@@ -274,7 +274,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # linear_cross_entropy makes logits in parts: an edit of `_logits` belongs here too.
+        # linear_cross_entropy makes logits in parts, without `_logits`: an edit there belongs here too.
         loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
@@ -339,7 +339,7 @@ class Cache:
         self.ends = torch.zeros(B, n_inputs, device=device, dtype=torch.bool)  # those that end a document
         self.tail_len = torch.zeros(B, device=device, dtype=torch.int64)
         self.lengths = torch.zeros(B, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=dtype)  # of the last run
+        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=dtype)  # of the last call
         self.batch_idx = torch.arange(B, device=device).unsqueeze(1)
 
     @property
@@ -407,6 +407,6 @@ class Cache:
 
     @torch.no_grad()
     def rollback(self, n):
-        """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
+        """Forgets the last n tokens of the last call: n an int, or (B,) int64 with one count a row."""
         self.tail_len -= n
         self.lengths -= n

@@ -301,7 +301,7 @@ class Model(nn.Module):
         return torch.cat(states, 1)
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, E)."""
+        """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, E)."""
         return self.head_input(self.states(idx))
 
     def forward(self, idx, targets):
@@ -312,7 +312,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # linear_cross_entropy makes logits in parts: an edit of `_logits` belongs here too.
+        # linear_cross_entropy makes logits in parts, without `_logits`: an edit there belongs here too.
         loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
         return {'loss': loss, 'nll': loss.detach()}
 
@@ -422,7 +422,7 @@ class Cache:
         self.tail_len = torch.zeros(batch_size, device=device, dtype=torch.int64)
         self.ended = torch.zeros(batch_size, device=device, dtype=torch.bool)  # the row's last token ended a document
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(batch_size, max_run, config.d_emb, device=device, dtype=dtype)  # of the last run
+        self.hidden = torch.zeros(batch_size, max_run, config.d_emb, device=device, dtype=dtype)  # of the last call
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
 
     @property
@@ -466,7 +466,7 @@ class Cache:
 
     @torch.no_grad()
     def rollback(self, n):
-        """Forgets the last n tokens of the last run: n an int, or (B,) int64 with one count a row."""
+        """Forgets the last n tokens of the last call: n an int, or (B,) int64 with one count a row."""
         self.tail_len -= n
         self.lengths -= n
         goes_back = torch.zeros_like(self.tail_len) + n > 0

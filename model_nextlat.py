@@ -205,7 +205,7 @@ class Fetch(nn.Module):
 class Cache(KVCache):
     """`KVCache` and what `draft` goes on from.
 
-    MTP's further heads are layers like the others. They are filled, and run, only in a cache for runs of several
+    MTP's further heads are layers like the others. They are filled, and run, only in a cache for calls of several
     tokens, as plain decoding needs none.
     """
 
@@ -217,13 +217,13 @@ class Cache(KVCache):
                          rope_theta=c.rope_theta, rope_scaling=c.rope_scaling, eos_id=c.eos_id, device=device,
                          dtype=dtype)
         like = dict(device=device, dtype=dtype)
-        self.drafted = 0  # tokens drafted since the last run
+        self.drafted = 0  # tokens drafted since the last call
         self.states = torch.zeros(batch_size, max_run, c.n_embd, **like)  # nextlat: h^_{t+i} of the drafted tokens
         self.future = torch.zeros(batch_size, max_run, n_future, c.n_embd, **like)  # mtp: `hidden` of each further head
         self.fetched = torch.zeros(2, n_fetched, batch_size, 1, c.n_head, D, **like)  # jtp: Fetch's keys and values
 
     def rollback(self, n):
-        """Forgets the last n tokens of the last run, and all that was drafted: n an int, or (B,) int64, one a row."""
+        """Forgets the last n tokens of the last call, and all that was drafted: n an int, or (B,) int64, one a row."""
         super().rollback(n)
         self.drafted = 0
 
@@ -291,7 +291,7 @@ class Model(nn.Module):
         return trunk if which == 'trunk' and self.config.objective == 'mtp' else h
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole windows. idx (B, T) -> (B, T, C)."""
+        """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, C)."""
         return self.state(idx)
 
     def forward(self, idx, targets):
@@ -469,7 +469,7 @@ class Model(nn.Module):
         pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
         (B, n, V) that they were drawn from. The Transformer does not run and the cache's tokens stay as they are.
         Called again with the last drafted token, it goes on from there, until the next `extend`. Each row must have
-        kept a token of the last run. Raises ValueError for more than `longest_draft` or cache.max_run tokens.
+        kept a token of the last call. Raises ValueError for more than `longest_draft` or cache.max_run tokens.
         """
         longest = min(self.longest_draft, cache.max_run)
         if cache.drafted + n > longest:

@@ -397,7 +397,9 @@ def processes_meant(s, world):
 
 def check_memory(s, model, device):
     """Raises UserError for a model that cannot be held: later the kernel would end the process without a word."""
-    bytes_per_weight = 4 if s.eval_only or device.type == 'cuda' else 16  # a model for a GPU is made on the host
+    bytes_per_weight = 8 if s.eval_only else 16  # `loss_error` holds a second copy
+    if device.type == 'cuda':  # the model is made on the host
+        bytes_per_weight = 4
     needed = bytes_per_weight * count_parameters(model)
     have = memory_bytes()
     if needed > have:

@@ -115,7 +115,7 @@ def layers_of(model, run) -> dict:
 def recorded_uses(model, layers, T, positions, run):
     """Yields {layer: [(input, output gradient)]}, filled by a forward of T positions and its backward.
 
-    Both are (B, S, P, ...): S is 2 for model_sps where both streams are at work, else 1. The embedding's uses are
+    Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The embedding's uses are
     under 'x' and, of <predict>, under 'rho'; they have no input.
     """
     two_streams, uses = hasattr(model.config, 'output_stream'), {}

@@ -292,7 +292,9 @@ def tell_of_another_loss(model) -> None:
     try:
         error = loss_error(model)
     except torch.OutOfMemoryError:
-        raise
+        say_once(f'{type(model).__module__}: its loss was not compared with its logits: the device has no memory for '
+                 'a second copy of the weights')
+        return
     except Exception as fault:  # of logits; what forward raises ends training
         say_once(f'{type(model).__module__}: its loss cannot be compared with its logits ({type(fault).__name__}: '
                  f'{first_line(fault)})')
@@ -309,8 +311,8 @@ def loss_error(model) -> float:
 
     By how much the nats of some targets exceed those of others, as that does not depend on whether ids that pad the
     vocabulary count. On random ids, a horizon and 20, or `model.exact_len` where that is less, with the end of a
-    document. Weights are moved off what they are, as a bias starts at 0, and the head's are besides times 100, as a cap
-    on logits does nothing to small ones.
+    document. Noise is added to the weights, as a bias starts at 0; a second pass has the head times 100, as a cap does
+    nothing to small logits. It takes the memory of the weights once more.
     """
     config, device = model.config, next(model.parameters()).device
     if device.type == 'meta':  # there are no numbers

@@ -206,6 +206,15 @@ def test_scores_are_read_by_name_and_solved_for_good(tmp_path):
         scores.score_names(runs, 'accurcy')
 
 
+def test_a_score_is_solved_or_not_and_a_loss_is_neither(capsys):
+    ends = dict(step=10, lowest=1.0, highest=1.0, seeds=1)
+    scores.print_ends({'ntp': {'valid_1': [ends | {'mean': 1.0}], 'solved': [ends | {'mean': 0.5}],
+                               'val_kl': [ends | {'mean': 1.0}], 'val': [ends | {'mean': 1.0}]}}, '')
+    _, valid, solved, *losses = capsys.readouterr().out.splitlines()
+    assert valid.endswith('and more from step 10 on') and solved.endswith(', not solved')
+    assert all(line.endswith('after 10 steps') for line in losses)
+
+
 def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_path, monkeypatch):
     ends = {('star:arms=2', 'ntp'): (0.4, 0.6, None), ('star:arms=2', 'mtp'): (0.75, 1.0),
             ('star:arms=5', 'ntp'): (0.2,), ('star:arms=5', 'mtp'): (0.9,)}

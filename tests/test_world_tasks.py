@@ -447,6 +447,19 @@ def test_compression_is_1_where_only_place_and_goal_decide(grid, monkeypatch):
     assert reduce(lambda node, turn: task.neighbour[node, turn], turns, start - task.first_node) == 7
 
 
+def test_of_a_pair_of_walks_every_continuation_must_be_possible(monkeypatch):
+    prefixes, sampled_after = [[i] for i in range(8)], []
+
+    def continuations(model, first, n, end, generator):
+        sampled_after.extend(first)
+        return torch.zeros(len(first), n)
+    monkeypatch.setattr(manhattan, 'continuations', continuations)
+    monkeypatch.setattr(manhattan, 'possible', lambda model, second, tokens, end: torch.tensor(
+        [i != second.index([3]) if [3] in second else True for i in range(len(second))]))  # but one of 30
+    assert manhattan.compression(None, SimpleNamespace(steps=4, end=9), prefixes, batch_size=64) == 3 / 4
+    assert sampled_after == [prefix for prefix in prefixes[::2] for _ in range(30)]
+
+
 def test_continuations_are_sampled_and_judged_token_by_token():
     torch.manual_seed(0)
     model = runs.model_file('standard').Model(runs.make_config('standard', dict(

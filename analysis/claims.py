@@ -12,19 +12,24 @@ with every seed. Runs of tasks that are learned late, if at all, have tokens and
 --max_tokens does not shorten and nothing brackets: the claim is then of the method, and not of the budget. An
 interrupted one goes on by the same command: what is done is not done again. Parts can be run one after the other with
 one out_dir: the table has all claims, those of earlier parts with their verdicts, and the rest as `not run`. Parts of
-several machines are joined: a claim that two of them have is the first one's.
+several machines are joined: a claim that two of them have is the first one's. One out_dir has one --max_tokens and one
+--seeds.
 
 The verdicts, at a level of 5% (but sign tests, see below):
 
     seen                       the test rejects in the direction of the claim
-    contradicted               the same test rejects in the other direction
+    contradicted               the same test rejects in the other direction, at the same level
     not seen at this size      neither, which says nothing about larger models
     not run                    there are no numbers yet
+
+So one in twenty claims of two things that are alike is called seen by chance, and another one contradicted; the 95%
+interval of the latter may hold zero, as its test has one side.
 
 The tests are `t`: Welch's one-sided test over seeds, beside a fixed number the one of one sample, and for `equal` both
 one-sided tests (TOST); `sign`: every seed is on one side, for scores of tasks, which are far from normal (by chance
 alone three seeds agree in one of eight cases); `exact`: numbers without chance, as parameters, which every seed must
-have. Each claim is tested by itself, and nothing is corrected for their number.
+have. Parameters and bytes of state hold by construction, whatever is trained, and are counted by themselves. Each claim
+is tested by itself, and nothing is corrected for their number.
 
 Writes claims.csv (a row a claim, with the numbers of every seed, both commands, the budget), claims.md and parts.json
 (where each part was run, and what it cost) in out_dir.
@@ -34,6 +39,7 @@ if __name__ == '__main__':
     quiet_start()
 
 import csv
+import hashlib
 import statistics
 import sys
 from dataclasses import dataclass
@@ -55,7 +61,7 @@ from analysis.sweep import is_done, loss_of, train_at_best_rates
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
-from common.runs import blank_model, load_run, model_file, read_log, run_data, saved_config
+from common.runs import blank_model, code_digest, load_run, model_file, read_log, read_run, run_data, saved_config
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
@@ -69,6 +75,7 @@ PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 
           'gpn': 'A Single-Layer Model Can Do Language Modeling'}
 TESTED = 'ours', 'other', 'statistic', 'direction', 'test', 'margin'  # columns that say what a claim is
 COSTS = 'our_tokens', 'other_tokens', 'our_command', 'other_command'  # and what it took
+BY_CONSTRUCTION = 'parameters', 'parameters at inference', 'bytes of state a token'  # of any weights
 TOKENS_PER_SECOND = 10_000  # of a core, for the estimate of --list: all of RUNS on an Intel Xeon that others shared
 
 
@@ -176,6 +183,7 @@ def arguments(s: Settings, run: Run) -> list[str]:
 # margins are nats of a sub-word, the losses here of a byte: tiktoken's README counts about 4 bytes a token
 BYTES_OF_SUB_WORD = 4
 HARDLY = 0.01 / BYTES_OF_SUB_WORD  # nats a byte
+ROUNDING = 0.06  # another rounding of its products moved these scores of one run by as much (docs/nextlat.md)
 
 
 @dataclass
@@ -268,13 +276,13 @@ CLAIMS = [
           'After equal tokens random depth (k_min = 2) is behind fixed depth, with which it catches up later',
           'cr_d1_k10', 'higher', 'cr_d1_k10_fixed'),
     Claim('cr_block_head', 'context_ready', '5.8',
-          'A correction without a network of its own gains nothing',
+          'A correction without a network of its own gains nothing (0.01 nats a sub-word, a margin of ours)',
           'cr_d2_block_head', 'higher', 'roformer_n2', margin=HARDLY),
     Claim('cr_tied', 'context_ready', '5.8',
           "With the block's weights the correction is worse than none",
           'cr_d2_tied', 'higher', 'roformer_n2'),
     Claim('cr_token_aware', 'context_ready', '5.8',
-          'A correction that sees the token is no worse, within 0.01 nats a sub-word',
+          'A correction that sees the token is no worse, within 0.01 nats a sub-word, a margin of ours',
           'cr_d2', 'lower', 'cr_d2_token_blind', margin=HARDLY),
     Claim('cr_cache', 'context_ready', '5.4',
           'A correction adds no state: D = 2 adds fewer bytes a token than N = 3',
@@ -286,8 +294,9 @@ CLAIMS = [
           'Deeper Roformers solve more levels: N = 4 beside N = 1',
           'pointer_n4', 'higher', 'pointer_n1', 'levels solved', 'sign'),
 
+    # in the paper by probes on TinyStories; of its models of FineWeb-Edu, NextLat is ln(10.83 / 10.52) = 0.029 behind
     Claim('nextlat_ntp', 'nextlat', '4, planning',
-          'NextLat has the next-token loss of GPT, within 0.01 nats a sub-word',
+          'NextLat has the next-token loss of GPT, within 0.01 nats a sub-word, a margin of ours',
           'nextlat', 'equal', 'ntp', margin=HARDLY),
     Claim('nextlat_mtp', 'nextlat', '4, language modeling',
           'NextLat has a lower next-token loss than MTP',
@@ -330,10 +339,10 @@ CLAIMS = [
           'a5_nextlat', 'higher', 'a5_ntp', 'right states beyond the trained length', 'sign', 0.02),
     Claim('nextlat_detours', 'nextlat', '4, world modeling',
           'NextLat more often finds its way through a city after detours',
-          'manhattan_nextlat', 'higher', 'manhattan_ntp', 'valid ways with detours', 'sign', 0.02),
+          'manhattan_nextlat', 'higher', 'manhattan_ntp', 'valid ways with detours', 'sign', ROUNDING),
     Claim('nextlat_compression', 'nextlat', '4, world modeling',
           'NextLat more often continues two walks to one place alike',
-          'manhattan_nextlat', 'higher', 'manhattan_ntp', 'walks continued alike', 'sign', 0.02),
+          'manhattan_nextlat', 'higher', 'manhattan_ntp', 'walks continued alike', 'sign', ROUNDING),
     Claim('nextlat_rank', 'nextlat', '4, world modeling',
           'After walks the states of NextLat have a lower effective rank',
           'manhattan_nextlat', 'lower', 'manhattan_ntp', 'effective rank'),
@@ -381,8 +390,8 @@ CLAIMS = [
           'The mean state decodes to the unigram: the rank correlation is positive',
           'gpn_m', 'higher', 0.0, 'rank correlation with the unigram'),
     Claim('gpn_content', 'gpn', '7.3, figure 5a',
-          'Of the content of a state something is left tens of tokens later: 16',
-          'gpn_m', 'higher', 0.0, 'centred cosine 16 later'),
+          'Of the content of a state more than 0.05 is left tens of tokens later: 16 sub-words, 64 bytes',
+          'gpn_m', 'higher', 0.05, 'centred cosine 64 later'),
     Claim('gpn_horizon', 'gpn', '7.3, figure 5a',
           'Of the content of a state nothing is left half a window later, within 0.05 (256 tokens in the paper)',
           'gpn_m', 'equal', 0.0, 'centred cosine 128 later', margin=0.05),
@@ -483,7 +492,7 @@ def gpn_states(run) -> dict[str, float]:
                 value['geometry', 'mean magnitude', ''] / value['geometry', 'magnitude', ''],
             'cosine of mean states between batches': value['mean direction', 'cosine between batches', ''],
             'rank correlation with the unigram': value['mean direction', 'rank correlation with the unigram', ''],
-            **{f'centred cosine {k} later': value['cosine', 'centred', k] for k in (16, 128)},
+            **{f'centred cosine {k} later': value['cosine', 'centred', k] for k in (64, 128)},
             'doublings of longest over shortest lifetime': log2(spread)}
 
 
@@ -535,19 +544,33 @@ STATISTICS = {  # name: function of a run folder that gives {name: number}, mayb
     'right states beyond the trained length': states_beyond,
     **dict.fromkeys(['dead dimensions', 'length of the mean state over states',
                      'cosine of mean states between batches', 'rank correlation with the unigram',
-                     'centred cosine 16 later', 'centred cosine 128 later',
+                     'centred cosine 64 later', 'centred cosine 128 later',
                      'doublings of longest over shortest lifetime'], gpn_states),
 }
 
 
+def measured_as(run) -> str:
+    """A digest of all by which the numbers of a run come about: its log, the code of its model, what is measured."""
+    constants = (GRADIENT_DOCUMENTS, DOCUMENTS, UNROLLED_TOKENS, PROBE_STEPS, PROBE_RATE, PROMPTS, BATCHES, WALKS,
+                 WORDS)
+    about = (run / 'log.jsonl').read_text(), code_digest(read_run(run)['model']), constants
+    return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
 def measure(claims: list[Claim], runs: dict[str, list[Path]], path: Path) -> dict[str, dict[str, float]]:
-    """{run folder's name: {statistic: number}} of all that claims compare. What is measured is kept at `path`."""
-    found = read_json(path, 'remove it, and runs are measured again') if path.exists() else {}
+    """{run folder's name: {statistic: number}} of all that claims compare, the folders lying beside `path`.
+
+    What is measured is kept at `path`, and holds for a run and code that are still the same.
+    """
+    kept = read_json(path, 'remove it, and runs are measured again') if path.exists() else {}
+    found = {name: of_run for name, of_run in kept.items()
+             if is_done(path.parent / name) and of_run.get('measured_as') == measured_as(path.parent / name)}
     wanted = {(folder, claim.statistic): None for claim in claims for side in (claim.ours, claim.other)
               for folder in runs.get(side, [])}
     for folder, statistic in wanted:
         if statistic not in found.get(folder.name, {}):
-            found[folder.name] = found.get(folder.name, {}) | STATISTICS[statistic](folder)
+            of_run = found.get(folder.name, {'measured_as': measured_as(folder)})
+            found[folder.name] = of_run | STATISTICS[statistic](folder)
             write_json(path, checked_json(found))
     return found
 
@@ -575,8 +598,9 @@ def t_test(ours: list[float], other: list[float], direction: str, margin: float)
     is_lower = below([x - margin for x in ours], other)
     is_higher = below([x - margin for x in other], ours)
     p = {'lower': is_lower, 'higher': is_higher, 'equal': max(is_lower, is_higher)}[direction]
-    # 1 - p belongs to the test in the other direction; of `equal`, to the one that the difference exceeds the margin
-    return p, SEEN if p < ALPHA else CONTRADICTED if 1 - p < ALPHA else NOT_SEEN
+    # 1 - p belongs to the test in the other direction; of `equal`, to two, as the difference may exceed either margin
+    other_level = ALPHA / 2 if direction == 'equal' else ALPHA
+    return p, SEEN if p < ALPHA else CONTRADICTED if 1 - p < other_level else NOT_SEEN
 
 
 def sign_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
@@ -640,14 +664,18 @@ def judged_again(path) -> list[dict]:
 
 # ---- what is written ----
 
-def row_of(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
-    """A row of claims.csv: the claim, its verdict from a number a seed on each side, and `costs` in some columns."""
+def row_of(c: Claim, ours: list[float], other: list[float], costs: dict, part: int) -> dict:
+    """A row of claims.csv: the claim, its verdict from a number a seed on each side, and `costs` in some columns.
+
+    part: which of parts.json says where it was run, from 1.
+    """
+    judged = judge(ours, other, c.direction, c.test, c.margin)
     return {
         'name': c.name, 'paper': c.paper, 'section': c.section, 'says': c.says, 'ours': c.ours, 'other': c.other,
         'statistic': c.statistic, 'direction': c.direction, 'test': c.test, 'margin': c.margin,
         'seeds': len(ours), 'our_mean': statistics.mean(ours) if ours else None,
         'other_mean': statistics.mean(other) if other else None,
-        **judge(ours, other, c.direction, c.test, c.margin),
+        **judged, 'part': '' if judged['verdict'] == NOT_RUN else part,
         'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)), **costs}
 
 
@@ -663,7 +691,7 @@ def table(runs: dict[str, list[Path]], numbers: dict, commands: dict[str, str]) 
         return settings_of(runs[side][0]).max_tokens if side in runs else ''
     return [row_of(c, numbers_of(c.ours, c.statistic), numbers_of(c.other, c.statistic),
                    {'our_tokens': tokens(c.ours), 'other_tokens': tokens(c.other),
-                    'our_command': commands.get(c.ours, ''), 'other_command': commands.get(c.other, '')})
+                    'our_command': commands.get(c.ours, ''), 'other_command': commands.get(c.other, '')}, 1)
             for c in CLAIMS]
 
 
@@ -672,37 +700,43 @@ def joined(folders: list[Path]) -> tuple[list[dict], list[dict]]:
 
     Raises UserError for a part whose row is of another claim of that name: ours, other, statistic, test or margin.
     """
-    rows, parts = [], []
-    of_folders = [{row['name']: row for row in read_claims(folder / 'claims.csv')} for folder in folders]
-    for c in CLAIMS:
-        row = row_of(c, [], [], dict.fromkeys(COSTS, ''))
-        for folder, of_folder in zip(folders, of_folders):
+    rows = {c.name: row_of(c, [], [], dict.fromkeys(COSTS, ''), 0) for c in CLAIMS}
+    parts = []
+    for folder in folders:
+        of_folder = {row['name']: row for row in read_claims(folder / 'claims.csv')}
+        for c in CLAIMS:
             found = of_folder.get(c.name, {'verdict': NOT_RUN})
-            if row['verdict'] == NOT_RUN and found['verdict'] != NOT_RUN:
+            if rows[c.name]['verdict'] == NOT_RUN and found['verdict'] != NOT_RUN:
                 row = row_of(c, *([*map(float, found[side].split())] for side in ('our_numbers', 'other_numbers')),
-                             {name: found[name] for name in COSTS})
+                             {name: found[name] for name in COSTS}, len(parts) + int(found['part']))
                 if any(str(row[key]) != found[key] for key in TESTED):
                     raise UserError(f'{folder}/claims.csv is older than this code: its {c.name} is another claim; run '
                                     'it again, or leave that folder out')
-        rows.append(row)
-    for folder in folders:
-        parts += read_json(folder / 'parts.json', 'run python -m analysis.claims with this out_dir again')['parts']
-    return rows, parts
+                rows[c.name] = row
+        parts += parts_of(folder)
+    return list(rows.values()), parts
+
+
+def parts_of(folder: Path) -> list[dict]:
+    return read_json(folder / 'parts.json', 'run python -m analysis.claims with this out_dir again')['parts']
 
 
 def markdown(rows: list[dict], parts: list[dict]) -> str:
     """claims.md. parts: those of parts.json."""
     verdicts = [row['verdict'] for row in rows]
+    by_construction = sum(row['verdict'] == SEEN and row['statistic'] in BY_CONSTRUCTION for row in rows)
     lines = ['# Claims of the papers, in miniature', '',
              f'{len(rows)} claims: ' + ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in
                                                  (SEEN, NOT_SEEN, CONTRADICTED, NOT_RUN)) +
-             f'. Level {ALPHA}, each claim by itself: of claims that make no difference, one in twenty counts as seen, '
-             'of sign tests at three seeds one in eight. These models are some thousand times smaller than the '
-             "papers', and what is not seen here may be true there. claims.csv has the numbers of each seed and the "
-             'commands; python -m analysis.claims says how the tests go.', '',
-             'Where it was run, and the core-hours of training (GPU-hours on a GPU), the runs of other learning rates '
-             'among them; measuring is not counted:', '']
-    lines += [f'* {part["where"]}: {part["seeds"]} seeds, {part["core_hours"]:.2f} core-hours' for part in parts]
+             f'. Of those seen {by_construction} hold by construction, as parameters and bytes of state do. Level '
+             f'{ALPHA}, each claim by itself: of two things that are alike one claim in twenty is called seen and one '
+             'contradicted, of sign tests at three seeds one in eight each. These models are some thousand times '
+             "smaller than the papers', and what is not seen here may be true there. claims.csv has the numbers of "
+             'each seed and the commands; python -m analysis.claims says how the tests go.', '',
+             'Where each part was run, and the core-hours of training (GPU-hours on a GPU), the runs of other learning '
+             'rates among them; measuring is not counted:', '']
+    lines += [f'{i}. {part["where"]}: {part["seeds"]} seeds, {part["core_hours"]:.2f} core-hours'
+              for i, part in enumerate(parts, 1)]
     for paper, title in PAPERS.items():
         shown = [row for row in rows if row['paper'] == paper]
         if shown:
@@ -733,7 +767,8 @@ def in_markdown(row: dict) -> dict[str, str]:
             'ours': shown(row['our_mean'], row['ours']), 'beside': shown(row['other_mean'], row['other']),
             'difference (95%)': ('' if row['difference'] is None else f'{row["difference"]:+.4g}') + (
                 '' if row['low'] is None else f' ({row["low"]:+.4g} to {row["high"]:+.4g})'),
-            'test': test, 'p': '' if row['p'] is None else f'{row["p"]:.2g}', 'verdict': f'**{row["verdict"]}**'}
+            'test': test, 'p': '' if row['p'] is None else f'{row["p"]:.2g}', 'verdict': f'**{row["verdict"]}**',
+            'part': row['part']}
 
 
 def cost(args: list[str], data_of) -> tuple[int, float]:
@@ -792,6 +827,16 @@ def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[P
                   for name, own in args.items()}
 
 
+def check_parts(s: Settings, out: Path) -> None:
+    """Raises UserError if `out` has verdicts at other tokens or seeds, which would be lost."""
+    if (out / 'parts.json').exists():
+        for part in parts_of(out):
+            for name in ('seeds', 'max_tokens'):
+                if part.get(name) != getattr(s, name):
+                    raise UserError(f'{out} has claims with {name} = {part.get(name)}, and {getattr(s, name)} is asked '
+                                    'for: give another --out_dir, and make one table of both with --join')
+
+
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
@@ -810,13 +855,15 @@ def main(argv: list[str] | None = None) -> None:
             print(listing(claims, s))
             return
         out.mkdir(parents=True, exist_ok=True)
+        check_parts(s, out)
         runs, commands = train(s, claims, out)
         torch.set_num_threads(1)
         rows = table(runs, measure(claims, runs, out / 'measured.json'), commands)
         # the runs of rates that were not the best too
         logs = [read_log(path.parent) for path in out.glob('*/config.json')]
         core_hours = sum(log[-1]['seconds'] for log in logs if log) / 3600
-        write(out, rows, [{'where': one_line(where_and_when()), 'seeds': s.seeds, 'core_hours': core_hours}])
+        write(out, rows, [{'where': one_line(where_and_when()), 'seeds': s.seeds, 'max_tokens': s.max_tokens,
+                           'core_hours': core_hours}])
 
 
 if __name__ == '__main__':

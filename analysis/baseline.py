@@ -23,7 +23,7 @@ from pathlib import Path
 from analysis.compare import markdown, table
 from analysis.figures import write_csv
 from analysis.outcomes import speed
-from analysis.sweep import best_rates, train_seeds
+from analysis.sweep import best_rates, one_dtype, train_seeds
 from common.files import UserError, friendly_errors, write_file
 from common.settings import check_ranges, load_settings
 
@@ -54,7 +54,8 @@ def arguments(s: Settings, name: str) -> list[str]:
     n_ffn = round(8 / 3 * s.n_embd / 16) * 16 if name == OURS else 4 * s.n_embd
     own = dict(model='standard' if name == OURS else 'standard.NanoGPT256', data=s.data, n_layer=s.n_layer,
                n_head=s.n_head, n_embd=s.n_embd, n_ffn=n_ffn, init_std=0.02, block_size=256, batch_size=s.batch_size,
-               micro_batch_size=s.batch_size, eval_interval=1_000_000, sample_tokens=0)
+               micro_batch_size=s.batch_size, eval_interval=1_000_000, sample_tokens=0,
+               dtype=one_dtype(big_enough=True))
     return [s.config, *(f'--{key}={value}' for key, value in own.items())]
 
 

@@ -26,10 +26,9 @@ from pathlib import Path
 from analysis.figures import write_csv
 from analysis.outcomes import cache_bytes, final_loss, n_parameters, settings_of, speed
 from analysis.seeds import between, difference, interval
-from analysis.sweep import train_at_best_rates
+from analysis.sweep import one_dtype, train_at_best_rates
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
-from common.machine import pick_device, pick_dtype
 from common.runs import model_file
 from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
@@ -52,7 +51,7 @@ class Settings:
 class Side:
     args: list[str]  # of train.py, but for learning rate, seed and folder
     rate: float  # learning rate to look at first
-    same: dict  # what all sides must have in common: data, tokens of training and of the loss, dtype
+    same: dict  # what all sides must have in common: data, tokens of training and of the loss, windows, dtype
     folder: str  # how the names of its runs begin
 
 
@@ -71,12 +70,13 @@ def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
         if taken:
             raise UserError(f'{name}: {taken[0]} is given for each run here: leave it out')
         if settings.dtype == 'auto':
-            settings.dtype = str(pick_dtype('auto', pick_device(settings.device), big_enough=False))[6:]
+            settings.dtype = one_dtype(settings.device)
             args.append(f'--dtype={settings.dtype}')
         folder = re.sub(r'\W+', '_', name)
         if folder in (side.folder for side in sides.values()):
             raise UserError(f'{name!r} names its runs {folder}, as another does: give it another name')
-        same = {key: getattr(settings, key) for key in ('data', 'max_tokens', 'eval_tokens', 'eval_seed', 'dtype')}
+        same = {key: getattr(settings, key) for key in (
+            'data', 'documents', 'max_tokens', 'block_size', 'eval_tokens', 'eval_seed', 'dtype')}
         sides[name] = Side(args, settings.learning_rate, same, folder)
     if len(sides) < 2:
         raise UserError('what is to be compared? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')

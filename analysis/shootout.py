@@ -37,13 +37,13 @@ from analysis.figures import line_styles, new_figure, number_log_axis, save_figu
 from analysis.loss_curves import short_number
 from analysis.outcomes import final_loss, n_parameters, settings_of, speed, training_flops
 from analysis.seeds import between, difference, interval
-from analysis.sweep import best_rates, train_seeds
+from analysis.sweep import best_rates, one_dtype, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.cpu_forms import pack_weights
 from common.decoding import Decoder, decodable, generate, roomy_cache
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_model, blank_run, load_run, read_log
+from common.runs import blank_model, blank_run, code_digest, load_run, read_log, read_run
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
@@ -172,7 +172,7 @@ def arguments(s: Settings, method: Method, values: dict, tokens: int) -> list[st
     """All arguments of train.py but for learning rate, seed and folder."""
     own = {'model': method.model, **values, 'data': s.data, 'block_size': s.block_size, 'batch_size': s.batch_size,
            'micro_batch_size': s.batch_size, 'max_tokens': tokens, 'warmup_tokens': tokens // 20,
-           'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0}
+           'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0, 'dtype': one_dtype()}
     return [s.config, *(f'--{name}={value}' for name, value in own.items())]
 
 
@@ -293,9 +293,11 @@ def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict
 
 
 def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, dict]:
-    """`measure_decoding`, once for the same runs and contexts: what it found is kept at `path`."""
+    """`measure_decoding`, once for the same runs, code of models, contexts and machine: it is kept at `path`."""
+    about = where_and_when()
     asked = {'runs': {name: run.name for name, run in runs.items()}, 'contexts': s.contexts,
-             'decode_tokens': s.decode_tokens}
+             'decode_tokens': s.decode_tokens, 'device': about['device'], 'versions': about['versions'],
+             'code': {name: code_digest(read_run(run)['model']) for name, run in runs.items()}}
     if path.exists():
         kept = read_json(path, 'remove it, and decoding is measured again')
         if kept.get('asked') == asked:
@@ -370,11 +372,11 @@ def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
               'fast as plain greedy decoding of validation text, and drafted tokens accepted a round.', '',
               decoding_table(rows, s.lengths),
               '', '![loss over training FLOPs, decoding time and state](shootout.png)', '', '## What this cannot say',
-              '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the best one, at '
-              'equal tokens; batch, weight decay and schedule are the same for all, initial weights as each model '
-              "file's paper or the config has them. Wall time is that of this code on this machine, with the speed of "
-              'one run each. shootout.csv has the loss of every seed, [report.html](report.html) the curves of '
-              'all.', '']
+              '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the first '
+              "seed's best one, at equal tokens; batch, weight decay and schedule are the same for all, initial "
+              "weights as each model file's paper or the config has them. Wall time is that of this code on this "
+              'machine, with the speed of one run each. shootout.csv has the loss of every seed, '
+              '[report.html](report.html) the curves of all.', '']
     return '\n'.join(lines)
 
 

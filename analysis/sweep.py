@@ -16,7 +16,8 @@ from analysis.figures import write_csv
 from analysis.outcomes import final_loss
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, write_file
-from common.runs import read_run
+from common.machine import pick_device, pick_dtype
+from common.runs import read_run, tell_of_edits
 from data import open_data
 from train import read_settings
 
@@ -50,21 +51,34 @@ def is_done(folder) -> bool:
 
 
 def check_same(folder, args: list[str]) -> None:
-    """Raises UserError if the run in the folder was trained with other settings or on other data than args say."""
+    """Raises UserError if the run in the folder was begun with other settings or on other data than args say.
+
+    That the code of its model has changed since is said on stderr.
+    """
     asked, _, _ = read_settings([*args, f'--out_dir={folder}', '--resume'])
     if checksum(asked.data) != read_run(folder)['data']['sha256']:
         raise UserError(f'{folder} was trained on other data than {asked.data}: give another --out_dir')
+    tell_of_edits(folder)
+
+
+def one_dtype(device: str = 'auto', big_enough: bool = False) -> str:
+    """What `--dtype=auto` is here, for all runs that are compared: `auto` gives large models another than small ones.
+
+    big_enough: whether all of them are large (`pick_dtype`).
+    """
+    return str(pick_dtype('auto', pick_device(device), big_enough))[6:]
 
 
 def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False) -> None:
     """Trains {run folder: arguments of train.py}, `jobs` at a time with one thread each.
 
     A run that is done is left alone, one that was interrupted goes on. Raises UserError for the first that fails or is
-    stopped, or diverges unless it may; and before any training if one that is done was trained with other settings.
+    stopped, or diverges unless it may; and before any training if one that is there was trained otherwise.
     """
     todo = {folder: args for folder, args in cells.items() if not is_done(folder)}
-    for folder in cells.keys() - todo.keys():
-        check_same(folder, cells[folder])
+    for folder, args in cells.items():
+        if folder not in todo or checkpoints(folder):
+            check_same(folder, args)
     start = time.perf_counter()
 
     def train(folder):

@@ -19,7 +19,7 @@ SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch):
-    monkeypatch.setattr(compare, 'pick_device', lambda name: 'cpu')
+    monkeypatch.setattr(sweep, 'pick_device', lambda name: 'cpu')
 
 
 def test_each_side_is_a_command_of_its_own():
@@ -41,6 +41,7 @@ def test_each_side_is_a_command_of_its_own():
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --max_tokens=9e6'],
      'a has max_tokens = 2000000, b has 9000000'),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --eval_tokens=100'], 'b has 100: expected one for all'),
+    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --block_size=64'], 'a has block_size = 256, b has 64'),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16'),
     (['G+M: config/gpn_quick.py', 'G-M: config/gdn_quick.py'], 'names its runs G_M, as another does')])
 def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path):

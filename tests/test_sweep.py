@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from analysis import forks, sweep
+from analysis import baseline, forks, shootout, sweep
 from common.files import UserError
 from common.runs import blank_model, make_config
 
@@ -64,8 +65,30 @@ def test_a_run_that_is_done_is_not_taken_for_another(args, sentence, tmp_path, m
     write_run(tmp_path / 'a', 'standard', 100, 2.0, {'data': 'here'})
     for data in ('here', 'here/'):
         sweep.train_all({tmp_path / 'a': [f'--data={data}', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)
-    with pytest.raises(UserError, match=sentence):
-        sweep.train_all({tmp_path / 'a': ['--data=here', *args]}, jobs=1)
+    for log in (None, ''):  # one that is done, and one that was begun
+        if log is not None:
+            (tmp_path / 'a/log.jsonl').write_text(log)
+            (tmp_path / 'a/ckpt/step_00000001').mkdir(parents=True)
+        with pytest.raises(UserError, match=sentence):
+            sweep.train_all({tmp_path / 'a': ['--data=here', *args]}, jobs=1)
+
+
+def test_a_run_of_a_model_whose_code_has_changed_since_is_told_of(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, 'checksum', lambda data: '')
+    write_run(tmp_path / 'a', 'standard', 100, 2.0)
+    record = json.loads((tmp_path / 'a/config.json').read_text()) | {'versions': {'model_code': 'another'}}
+    (tmp_path / 'a/config.json').write_text(json.dumps(record))
+    sweep.train_all({tmp_path / 'a': []}, jobs=1)
+    assert f'model_standard.py has changed since {tmp_path}/a was begun' in capsys.readouterr().err
+
+
+def test_compared_runs_have_one_dtype_whatever_their_size(monkeypatch):
+    monkeypatch.setattr(sweep, 'pick_device', lambda name: 'cpu')
+    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: True, raising=False)
+    assert (sweep.one_dtype(), sweep.one_dtype(big_enough=True)) == ('float32', 'bfloat16')
+    for arguments in (baseline.arguments(baseline.Settings(), baseline.OURS),
+                      shootout.arguments(shootout.Settings(), shootout.methods(shootout.Settings())['sps'], {}, 100)):
+        assert [arg for arg in arguments if arg.startswith('--dtype=')] in (['--dtype=bfloat16'], ['--dtype=float32'])
 
 
 def test_best_rates_have_a_worse_one_on_both_sides(monkeypatch, tmp_path):

@@ -65,6 +65,7 @@ import time
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 try:
     import triton
@@ -213,6 +214,19 @@ def outside_graphs(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+    return call
+
+
+def checkpointed(forward):
+    """A module's forward(self, *tensors): where self.checkpoints, training keeps its input alone and runs it again.
+
+    Inside the module: FSDP's hooks on its call would otherwise run under the checkpoint, which a compiler leaves out.
+    """
+    @functools.wraps(forward)
+    def call(self, *args):
+        if self.checkpoints and self.training:
+            return checkpoint(functools.partial(forward, self), *args, use_reentrant=False)
+        return forward(self, *args)
     return call
 
 
@@ -977,7 +991,8 @@ def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: t
     statistics = torch.empty(programs, n_shares, 16, 2, device=q.device, dtype=torch.float32)
     strides = [x.stride()[:4] for x in (q, k, v)] + [(k_cache.stride(0), 0, k_cache.stride(2), k_cache.stride(1))]
     A = math.gcd(16, *(stride for x in strides for stride in x))
-    keys = DECODE_KEYS if D % 16 == 0 else DECODE_KEYS // 2  # halves that do not start on 16 bytes go through registers
+    # halves that do not start on 16 bytes go through registers; a product on a GPU takes 16 keys at least
+    keys = DECODE_KEYS if D % 16 == 0 else max(16, DECODE_KEYS // 2)
     with torch.cuda.device_of(q):
         _decode_kernel[programs, n_shares](
             q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin,
@@ -1026,8 +1041,13 @@ def rms_norm(x, weight, eps):
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    custom = torch.is_grad_enabled() and 'norm' not in refused
-    return _RMSNorm.apply(x, weight, eps, dtype) if custom else _rms_norm(x, weight, eps, dtype)[0]
+    if 'norm' in refused:
+        return _rms_norm(x, weight, eps, dtype)[0]
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps, dtype)
+    if (x.is_cuda or KERNELS_ON_CPU) and x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps).to(dtype)  # one kernel, where the definition launches eight
+    return _rms_norm(x, weight, eps, dtype)[0]
 
 
 def _rms_norm(x, weight, eps, dtype):
@@ -1119,6 +1139,9 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grad, cos, -sin), None, None
 
 
+MOST_PARTS_OF_A_GRAPH = 40  # of the logits; each is 48 nodes of the compiler's graph
+
+
 def linear_cross_entropy_reference(hidden, weight, targets, row_weights=None):
     """`linear_cross_entropy` as its definition, with all logits in memory."""
     logits = (hidden @ weight.T).float()
@@ -1169,12 +1192,13 @@ def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max
         max_logits *= 2  # in the memory of fp32 ones: fewer, larger products
     chunk_rows = max(1, max_logits // (256 * weight.shape[0] * len(states))) * 256  # whole tiles of the products
     with_grad = torch.is_grad_enabled()  # autograd does not tell the function below
-    apply = _losses_on_cpu if device == 'cpu' else _FusedLosses.apply
+    has_many_parts = device == 'cpu' or states.shape[1] > MOST_PARTS_OF_A_GRAPH * chunk_rows
+    apply = _losses_outside_graphs if has_many_parts else _FusedLosses.apply
     return apply(states, weight, targets, row_weights, counts, head_frozen, dtype, chunk_rows, with_grad)
 
 
-@outside_graphs  # a compiler would unroll a hundred small parts, and take minutes to make the step slower
-def _losses_on_cpu(*args):
+@outside_graphs  # a compiler would unroll the parts, and take minutes; on a CPU also to make the step slower
+def _losses_outside_graphs(*args):
     return _FusedLosses.apply(*args)
 
 

@@ -30,7 +30,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import KVCache, attention, document_starts, linear_cross_entropy, rms_norm, rope_table, rotate
+from attn_kernels import (
+    KVCache,
+    attention,
+    checkpointed,
+    document_starts,
+    linear_cross_entropy,
+    rms_norm,
+    rope_table,
+    rotate,
+)
 
 PAIRS_AT_ONCE = 2 ** 16  # the text head's hidden layer exists for that many pairs at a time
 
@@ -91,6 +100,7 @@ class Block(nn.Module):
         super().__init__()
         C = config.n_embd
         self.layer, self.n_head = layer, config.n_head
+        self.checkpoints = config.checkpoint_blocks
         self.attn_norm = RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.attn_out = nn.Linear(C, C, bias=False)
@@ -98,6 +108,7 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * config.n_ffn, bias=False)
         self.ffn_out = nn.Linear(config.n_ffn, C, bias=False)
 
+    @checkpointed
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
@@ -125,10 +136,7 @@ class Encoder(nn.Module):
     def forward(self, h, rotate, attend):
         """Embeddings (B, T, C), in the order of reading -> normalised vectors (B, T, C); the rest as in `Block`."""
         for block in self.blocks:
-            if self.config.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, rotate, attend, use_reentrant=False)
-            else:
-                h = block(h, rotate, attend)
+            h = block(h, rotate, attend)
         return self.norm(h)
 
 

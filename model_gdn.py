@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import choose_scan, import_scan, linear_cross_entropy, outside_graphs, rms_norm
+from attn_kernels import checkpointed, choose_scan, import_scan, linear_cross_entropy, outside_graphs, rms_norm
 
 fast = import_scan('gdn')  # None where the folder scans/ has been removed
 
@@ -110,6 +110,7 @@ class Block(nn.Module):
         super().__init__()
         c, C, H, D = config, config.n_embd, config.n_head, config.d_v
         self.layer, self.n_head, self.sizes = layer, H, [H * c.d_k, H * c.d_k, H * D]
+        self.checkpoints = c.checkpoint_blocks
         self.memory_norm = RMSNorm(C, c.norm_eps)
         self.qkv = nn.Linear(C, sum(self.sizes), bias=False)
         self.conv = nn.Parameter(torch.empty(sum(self.sizes), c.conv_size))
@@ -126,6 +127,7 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
 
+    @checkpointed
     def forward(self, h, convolve, remember):
         """h (B, n, C) -> (B, n, C).
 
@@ -235,10 +237,7 @@ class Model(nn.Module):
             self.choose_scan()  # here, not in `scan`, which may run under a checkpoint
         h = self.embed(idx)
         for block in self.blocks:
-            if self.config.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, convolve, remember, use_reentrant=False)
-            else:
-                h = block(h, convolve, remember)
+            h = block(h, convolve, remember)
         return self.norm(h)
 
     def final_hidden(self, idx):

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_kernels import (
     KVCache,
     attention,
+    checkpointed,
     document_starts,
     linear_cross_entropy,
     linear_cross_entropy_kl,
@@ -119,6 +120,7 @@ class Block(nn.Module):
         super().__init__()
         C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
         self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
+        self.checkpoints = config.checkpoint_blocks
         self.attn_norm = RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
@@ -128,6 +130,7 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
+    @checkpointed
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
@@ -265,10 +268,7 @@ class Model(nn.Module):
         h = self.embed(idx)
         for block in self.blocks:
             trunk = h
-            if self.config.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, rotate, attend, use_reentrant=False)
-            else:
-                h = block(h, rotate, attend)
+            h = block(h, rotate, attend)
         return self.norm(h), trunk
 
     def _prepare(self, idx):

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from attn_kernels import (
     KVCache,
     attention,
+    checkpointed,
     document_starts,
     linear_cross_entropy,
     parse_rope_scaling,
@@ -137,6 +137,7 @@ class Block(nn.Module):
         super().__init__()
         C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
         self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
+        self.checkpoints = config.checkpoint_blocks
         self.attn_norm = RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
@@ -146,6 +147,7 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
+    @checkpointed
     def forward(self, h, rotate, attend, streams, queries):
         """h (B, S, T, C) of `streams`: 'both', 'input' or 'predict' -> the same of `queries`, in the last layer fewer.
 
@@ -203,10 +205,7 @@ class Model(nn.Module):
                     rho = rho + (x if c.predict_input == 'token' else h[:, 0])
                 h, active = torch.stack([rho] if streams == 'predict' else [h[:, 0], rho], 1), streams
             queries = c.output_stream if active == 'both' and layer == c.n_layer - 1 else active
-            if c.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, rotate, attend, active, queries, use_reentrant=False)
-            else:
-                h = block(h, rotate, attend, active, queries)
+            h = block(h, rotate, attend, active, queries)
         return self.norm(h[:, 0])
 
     def final_hidden(self, idx):

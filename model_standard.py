@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from attn_kernels import (
     KVCache,
     attention,
+    checkpointed,
     document_starts,
     linear_cross_entropy,
     parse_rope_scaling,
@@ -92,6 +92,7 @@ class Block(nn.Module):
         super().__init__()
         C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
         self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
+        self.checkpoints = config.checkpoint_blocks
         self.attn_norm = RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
@@ -101,6 +102,7 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
 
+    @checkpointed
     def forward(self, h, rotate, attend):
         """h (B, T, C) -> (B, T, C).
 
@@ -144,10 +146,7 @@ class Model(nn.Module):
         """idx (B, T) -> the final normalised vectors (B, T, C); rotate and attend as in `Block.forward`."""
         h = self.embed(idx)
         for block in self.blocks:
-            if self.config.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, rotate, attend, use_reentrant=False)
-            else:
-                h = block(h, rotate, attend)
+            h = block(h, rotate, attend)
         return self.norm(h)
 
     def final_hidden(self, idx):

@@ -493,6 +493,9 @@ def make_optimizer(model: torch.nn.Module, s: Settings) -> torch.optim.AdamW | M
 def compile_model(model: torch.nn.Module):
     """torch.compile of it. On a CPU, where attention cuts each block's graph, all blocks share the parts."""
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled anew, for its number
+    import torch._functorch.config as functorch
+    if hasattr(functorch, 'backward_pass_autocast'):  # else what is fp32 in the backward would be bf16
+        functorch.backward_pass_autocast = 'off'  # as without a compiler
     return torch.compile(model)
 
 

@@ -25,15 +25,15 @@ KERNEL_TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 0.
 
 @functools.cache
 def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
-    """Compares the kernels of loss, attention and decoding with their references: what is found wrong is not used.
+    """Compares the kernels of loss, norm, attention and decoding with their references: what is wrong is not used.
 
     device: torch.device; dtype: of queries, keys and values; head_size: None for a model without attention; group:
     query heads for each key head; two_streams: attention of two streams, else of one. Call it before torch.compile.
 
     A line on stderr says what was found, or what is refused, what runs instead and what to report. Returns
-    {'loss', 'attention' or 'decoding': why it is refused}; None where no kernel runs, or with KERNEL_CHECK=0. It is
-    done once in a process, after `check_operators`. With several processes all must come here, and what one refuses
-    none uses.
+    {'loss', 'norm', 'attention' or 'decoding': why it is refused}; None where no kernel runs, or with KERNEL_CHECK=0.
+    It is done once in a process, after `check_operators`. With several processes all must come here, and what one
+    refuses none uses.
     """
     if KERNEL_CHECK and not K.REFERENCE and not K.KERNELS_ON_CPU:  # where these run in place of the operators
         check_operators(has_attention=head_size is not None)
@@ -41,7 +41,8 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
     if not KERNEL_CHECK or K.REFERENCE or not has_kernels:
         return None
     start, largest, failed = time.perf_counter(), 0.0, {}
-    case, checks = (device, dtype, head_size, group, two_streams), {'loss': _loss_differences}
+    case = device, dtype, head_size, group, two_streams
+    checks = {'loss': _loss_differences, 'norm': _decoding_norm_differences}
     if head_size is not None and head_size <= 128:
         checks |= {'attention': _attention_differences, 'decoding': _decoding_differences}
     for name, differences in checks.items():
@@ -183,6 +184,15 @@ def _norm_differences(device, dtype):
                                        ('the output', 'the gradient of x', 'the gradient of the weight'))
 
 
+def _decoding_norm_differences(device, dtype, *_):
+    """Of `rms_norm` as decoding calls it, without gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight = (torch.randn(*shape, device=device, generator=generator).to(dtype) for shape in ((9, 320), (320,)))
+    with torch.no_grad():
+        got, want = K.rms_norm(x, weight, 1e-3), K._rms_norm(x.double(), weight.double(), 1e-3, torch.float64)[0]
+    return {'the output': _row_difference(got, want)}
+
+
 def _rotation_differences(device, dtype):
     """Of `rotate` and its gradient."""
     x = torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -256,21 +266,28 @@ def _attention_differences(device, dtype, head_size, group, two_streams):
 
 
 def _decoding_differences(device, dtype, head_size, group, two_streams):
-    """Of one step over a filled cache, and of what the cache then holds."""
+    """Of a step of one token and of one of four over a filled cache, and of what the cache then holds.
+
+    The cache has room for several programs to share a row, and is in dtype, then in fp32, as below autocast.
+    """
     x, idx, window = _check_case(device, dtype, head_size, group, two_streams)
     windows, ring_stream = ([None, window], 1) if two_streams else ([window], None)
+    T, room = idx.shape[1], max(idx.shape[1], 4 * K.DECODE_SHARE)
 
-    def results(x):
-        cache = K.KVCache(1, 2, head_size, 2, idx.shape[1], 1, 1, windows, ring_stream, eos_id=1, device=device,
-                        dtype=x.dtype)
-        for run in (slice(0, -1), slice(-1, None)):
+    def results(x, cache_dtype):
+        cache = K.KVCache(1, 2, head_size, 2, room, 4, 1, windows, ring_stream, eos_id=1, device=device,
+                          dtype=cache_dtype)
+        outs = []
+        for run in (slice(0, T - 5), slice(T - 5, T - 4), slice(T - 4, T)):
             place = cache.begin(idx[:, run])
             qk, v = x[:, run].split([2 * group + 2, 2], -2)
             qk, v = (x.transpose(1, 2) if two_streams else x.squeeze(2) for x in (qk, v))
             q, k = place.rotate(qk).split([2 * group, 2], -2)
-            out = cache.attend(place, 0, q, k, v, 'both' if two_streams else 'input')
+            outs.append(cache.attend(place, 0, q, k, v, 'both' if two_streams else 'input'))
             cache.end(place, x.new_zeros(*idx[:, run].shape, 1))
-        return out, cache.k, cache.v
-    names = 'the output of a step', 'the keys it stores', 'the values it stores'
-    fast, reference = results(x), results(x.double())  # no kernel takes float64
-    return {name: _row_difference(got, want) for name, got, want in zip(names, fast, reference)}
+        return *outs[1:], cache.k, cache.v
+    names = 'a step', 'a step of four', 'the keys it stores', 'the values it stores'
+    reference = results(x.double(), torch.float64)  # no kernel takes float64
+    return {f'{name}, cache in {str(cache_dtype)[6:]}': _row_difference(got, want)
+            for cache_dtype in dict.fromkeys((dtype, torch.float32))
+            for name, got, want in zip(names, results(x, cache_dtype), reference)}

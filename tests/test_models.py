@@ -270,7 +270,9 @@ def test_a_full_cache_is_a_sentence():
 def test_checkpointed_blocks_give_the_same_gradients(variant):
     model = make(variant).train()
     again = copy.deepcopy(model)
-    again.config.checkpoint_blocks = True
+    for module in again.modules():
+        if hasattr(module, 'checkpoints'):
+            module.checkpoints = True
     idx = some_tokens(2, 20)
     for m in (model, again):
         m(idx, idx)['loss'].backward()
@@ -304,6 +306,20 @@ def test_compiled_cuda_training_is_one_graph_and_equals_eager(variant):
     one_graph = VARIANTS[variant][0] != 'context_ready'  # whose unrolls are compiled one by one
     torch.compile(model, fullgraph=one_graph)(idx, idx)['loss'].backward()
     assert all((p.grad - w).abs().max() < 1e-4 * (1 + w.abs().max()) for p, w in zip(model.parameters(), want))
+
+
+def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
+    model, idx = small_model('standard', dict(eos_id=None)), some_tokens(2, 64)
+    gradients = []
+    for called in (model, train.compile_model(model)):
+        model.zero_grad()
+        with torch.autocast('cpu', torch.bfloat16):
+            loss = called(idx, idx)['loss']
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for eager, compiled in zip(*gradients):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])

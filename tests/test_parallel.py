@@ -47,6 +47,31 @@ end(0)
 '''
 
 
+# A block that is checkpointed, in parts and compiled: its largest graph, and how far its gradients are from eager ones.
+COMPILED_IN_PARTS = '''
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from common.parallel import shard_model
+from model_standard import Config, Model
+
+def nodes(graph, inputs):
+    sizes.append(sum(len(part.graph.nodes) for part in graph.modules() if hasattr(part, 'graph')))
+    return graph
+
+torch.distributed.init_process_group('gloo')
+sizes, gradients, idx = [], [], torch.arange(40).view(2, 20)
+for in_parts in (False, True):
+    torch.manual_seed(0)
+    model = Model(Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None, checkpoint_blocks=True))
+    if in_parts:
+        shard_model(model, torch.device('cpu'), None)
+    (torch.compile(model, backend=nodes) if in_parts else model)(idx, idx)['loss'].backward()
+    gradients.append([getattr(p.grad, 'full_tensor', lambda: p.grad)() for p in model.parameters()])
+print(max(sizes), max((a - b).abs().max().item() for a, b in zip(*gradients)))
+torch.distributed.destroy_process_group()
+'''
+
+
 def arguments(data, out, model, *args):
     return [*TINY, f'--data={data}', f'--out_dir={out}', *MODELS[model], '--micro_batch_size=1',
             f'--max_tokens={STEPS * STEP_TOKENS}', '--save_interval=10', '--keep_checkpoints=9', '--eval_interval=25',
@@ -97,6 +122,15 @@ def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
     assert is_close(losses(trained / f'{model}_fsdp'), losses(trained / f'{model}_ddp'))
     assert {path.name for path in checkpoint.checkpoints(trained / f'{model}_fsdp')[0].glob('*.safetensors')} == {
         f'shard-0000{rank}-model-0000{number}-of-00002.safetensors' for rank in (1, 2) for number in (1, 2)}
+
+
+def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):
+    (tmp_path / 'compiled.py').write_text(COMPILED_IN_PARTS)
+    done = run_apart('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=1', tmp_path / 'compiled.py',
+                     env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    n_nodes, difference = map(float, done.stdout.split())
+    assert n_nodes > 100 and difference < 1e-6
 
 
 def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):

@@ -88,6 +88,12 @@ def test_training_waits_for_nothing_and_is_as_few_graphs_as_stated(variant, gpu)
     assert n_graphs == GRAPHS.get(variant, 1)
 
 
+def test_a_loss_of_many_parts_is_outside_of_the_graph(gpu, monkeypatch):
+    monkeypatch.setattr(attn_kernels, 'MOST_PARTS_OF_A_GRAPH', 0)
+    assert train_and_evaluate(gpu, make('standard')) > 1
+    assert_no_fault(gpu)
+
+
 @variants(SHORT)
 def test_runs_up_to_max_run_wait_for_nothing(variant, gpu):
     needs(variant, 'extend')

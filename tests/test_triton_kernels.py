@@ -182,7 +182,7 @@ def test_right_kernels_are_used(D, group, two_streams, small_check, capsys):
     case = small_check, torch.float32, D, group, two_streams
     assert kernel_check.check_kernels(*case) == {} and K.refused == set()
     line, = capsys.readouterr().err.splitlines()
-    assert 'loss, attention, decoding equal their references' in line and f'heads of {D}' in line, line
+    assert 'loss, norm, attention, decoding equal their references' in line and f'heads of {D}' in line, line
     assert kernel_check.check_kernels(*case) == {}
     assert capsys.readouterr().err == ''  # once in a process
 

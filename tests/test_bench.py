@@ -1,11 +1,14 @@
 """Every benchmark can be imported, and those that run without a GPU do so at toy size."""
-import importlib
+import importlib.util
 import re
+import time
 
 import pytest
+import torch
 from conftest import ROOT, assert_sentence, run
 
 import bench
+from bench import gpu
 
 pytestmark = pytest.mark.slow
 
@@ -67,3 +70,23 @@ def test_no_two_files_of_results_have_one_content():
     for path in RESULTS.rglob('*.*'):
         named.setdefault(path.read_bytes(), []).append(path.name)
     assert [names for names in named.values() if len(names) > 1] == []
+
+
+def test_a_step_on_a_gpu_that_is_out_of_time_ends_with_its_own_processes():
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    start = time.perf_counter()
+    assert gpu.run_step(['-c', f"print('begun', flush=True); {child}"], 2) == ('begun\n', 'out of time')
+    assert time.perf_counter() - start < 30, 'it waited for what its step had started'
+    assert gpu.run_step(['-c', 'print(1); raise SystemExit(3)'], 60) == ('1\n', 'exit status 3')
+
+
+@pytest.mark.parametrize('argument', ['--only=kernels,atention', '--limits=3'])
+def test_a_wrong_argument_for_the_gpu_is_a_sentence(argument, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    with pytest.raises(SystemExit, match="gpu.py: unknown '(atention|limits)': expected --limit=SECONDS"):
+        gpu.main([argument])
+
+
+def test_the_steps_on_a_gpu_are_files_and_modules_that_there_are():
+    for seconds, (first, *rest) in gpu.STEPS.values():
+        assert seconds > 0 and (importlib.util.find_spec(rest[0]) if first == '-m' else (ROOT / first).exists()), first

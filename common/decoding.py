@@ -205,8 +205,11 @@ def has_graphs(model, device) -> bool:
     return device.type == 'cuda' and not isinstance(model, Recomputing)
 
 
-def record_graph(step, undo):
-    """step() as a CUDA graph, not run yet. undo() takes back one of the steps that warm up."""
+def record_graph(step, undo, beside=None):
+    """step() as a CUDA graph, not run yet. undo() takes back one of the steps that warm up.
+
+    beside: a graph whose memory it shares: neither may be replayed while the other is, nor read what the other left.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -215,7 +218,7 @@ def record_graph(step, undo):
             undo()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=beside and beside.pool()):
         step()
     return graph
 

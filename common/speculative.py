@@ -238,7 +238,7 @@ class SpeculativeDecoder:
         if not all(has_graphs(model, self.token.device) for model in (self.model, self.drafter.model)):
             return step()
         if name not in self.graphs:
-            self.graphs[name] = record_graph(step, undo)
+            self.graphs[name] = record_graph(step, undo, beside=next(iter(self.graphs.values()), None))
         self.graphs[name].replay()
 
 

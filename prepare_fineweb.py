@@ -87,9 +87,8 @@ class Settings:
     text_field: str = 'text'  # field of a record that holds the document
     id_field: str | None = 'id'  # field whose hash decides between train and val; None, and for .txt: the text itself
     split_lines: bool = False  # a document is a line of a .txt file, not the whole file
-    tokenizer: str = 'gpt2'  # gpt2, byte, or the path of a tokenizer.json or a SentencePiece .model
+    tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder with GPT-2's files
     bos: bool = False  # start each document with the tokenizer's bos; its eos ends it in any case
-    vocab_dir: str | None = None  # folder with GPT-2's encoder.json and vocab.bpe, where they cannot be downloaded
     max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
     val_share: float = 0.001  # of the documents, validation data; raised where too few. FineWeb-Edu: 0.0005
     val_hash: str = 'sha256'  # of the id, by which documents are chosen for that: sha256 or md5. FineWeb-Edu: md5
@@ -281,7 +280,7 @@ def prepare(name: str, s: Settings) -> None:
         folder = Path(s.out_dir)
     check_folder(folder)  # before anything is written there, the lock included
     local_files(name)  # a file that is missing is told before a tokenizer that cannot be downloaded
-    tokenizer = load_tokenizer(s.vocab_dir if s.tokenizer == 'gpt2' and s.vocab_dir else s.tokenizer, s.bos)
+    tokenizer = load_tokenizer(s.tokenizer, s.bos)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder, is_new), worker_pool(s, tokenizer.name) as pool:
@@ -290,7 +289,7 @@ def prepare(name: str, s: Settings) -> None:
         read, source_checksum, n_records = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': tokenizer_checksum(tokenizer.name)}
-        for of_this_start in ('out_dir', 'workers', 'vocab_dir', 'merge'):
+        for of_this_start in ('out_dir', 'workers', 'merge'):
             del arguments[of_this_start]
         writer, position, val_share = load_progress(folder, arguments, tokenizer, s.shard_tokens)
         if val_share is None:

@@ -7,10 +7,7 @@
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   makes a run longer, in a folder of its own
 
 Reads top to bottom: settings, the model and its optimizer, evaluation, the loop, and at the end `main`, which tells the
-story. A model needs `forward` and `logits`; what else it may have is used where it is there: `adopt` (weights of
-another model), `choose_scan` (two forms of its equations), `begin_step` (choices of a step, by a seeded random.Random),
-`loss_count` (what its loss is a mean over), `flops_per_token` (costs), `longest_draft` and `draft` (speculative
-decoding).
+story. A model needs `forward` and `logits`; what else it may have is used where it is there (docs/own_model.md).
 """
 if __name__ == '__main__':
     from common.start import quiet_start

@@ -4,7 +4,6 @@
     python -m analysis.claims --out_dir=out/claims                  trains what they need and judges them
     python -m analysis.claims --only=sps,gpn_memory                 those of a paper, or by name: a part of all
     python -m analysis.claims --join=A,B --out_dir=out/claims       one table of parts that were run in folders A and B
-    python -m analysis.claims --recompute=out/claims/claims.csv     the verdicts again, from the numbers of the file
 
 A claim is a row of CLAIMS: what a paper says, the two runs that it compares, a statistic and a test. A run is a row of
 RUNS, and is trained once for all claims that name it: its learning rate is bracketed at the first seed, then it trains
@@ -85,7 +84,6 @@ class Settings:
     only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, with commas between
     list: bool = False  # print the claims and what they cost, and stop
     join: str | None = None  # folders of parts, with commas between, to make one table of, and stop
-    recompute: str | None = None  # a claims.csv whose verdicts to compute again from its numbers, and stop
     max_tokens: int = 1_000_000  # training tokens of a run; RUNS says which take more, or their own number
     seeds: int = 3  # runs of each row of RUNS, at one learning rate
     jobs: int = 2  # runs at a time, one thread each
@@ -647,21 +645,6 @@ def read_claims(path) -> list[dict[str, str]]:
     return rows
 
 
-def judged_again(path) -> list[dict]:
-    """`judge` for each row of a claims.csv, from its numbers and what it says of the test; with its name.
-
-    Raises UserError where a verdict is not the file's.
-    """
-    found = []
-    for row in read_claims(path):
-        ours, other = ([*map(float, row[side].split())] for side in ('our_numbers', 'other_numbers'))
-        found.append({'name': row['name']} | judge(ours, other, row['direction'], row['test'], float(row['margin'])))
-        if found[-1]['verdict'] != row['verdict']:
-            raise UserError(f'{path} calls {row["name"]} {row["verdict"]!r}, its numbers say '
-                            f'{found[-1]["verdict"]!r}: make the file again with python -m analysis.claims')
-    return found
-
-
 # ---- what is written ----
 
 def row_of(c: Claim, ours: list[float], other: list[float], costs: dict, part: int) -> dict:
@@ -698,7 +681,8 @@ def table(runs: dict[str, list[Path]], numbers: dict, commands: dict[str, str]) 
 def joined(folders: list[Path]) -> tuple[list[dict], list[dict]]:
     """(rows of claims.csv, parts) of all folders: each of CLAIMS with the numbers of the first that has a verdict.
 
-    Raises UserError for a part whose row is of another claim of that name: ours, other, statistic, test or margin.
+    Verdicts are computed from the numbers again. Raises UserError for a part whose row has another verdict, or is of
+    another claim of that name: ours, other, statistic, test or margin.
     """
     rows = {c.name: row_of(c, [], [], dict.fromkeys(COSTS, ''), 0) for c in CLAIMS}
     parts = []
@@ -712,6 +696,9 @@ def joined(folders: list[Path]) -> tuple[list[dict], list[dict]]:
                 if any(str(row[key]) != found[key] for key in TESTED):
                     raise UserError(f'{folder}/claims.csv is older than this code: its {c.name} is another claim; run '
                                     'it again, or leave that folder out')
+                if row['verdict'] != found['verdict']:
+                    raise UserError(f'{folder}/claims.csv calls {c.name} {found["verdict"]!r}, its numbers say '
+                                    f'{row["verdict"]!r}: run it again, or leave that folder out')
                 rows[c.name] = row
         parts += parts_of(folder)
     return list(rows.values()), parts
@@ -842,10 +829,6 @@ def main(argv: list[str] | None = None) -> None:
         s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.claims --out_dir=NEW')
-        if s.recompute:
-            for row in judged_again(s.recompute):
-                print(f'{row["name"]}: {row["verdict"]}' + ('' if row['p'] is None else f', p {row["p"]:.2g}'))
-            return
         out = Path(s.out_dir)
         if s.join:
             write(out, *joined([Path(folder) for folder in s.join.split(',')]))

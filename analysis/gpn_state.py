@@ -126,14 +126,6 @@ def geometry(x):
     return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share, correlation
 
 
-def rank_correlation(a, b):
-    """Spearman's, of two (n,); equal values share their mean rank."""
-    def ranks(x):
-        _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-        return (counts.cumsum(0).double() - (counts - 1) / 2)[inverse]
-    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
-
-
 def tokens_before(idx, eos_id):
     """How many tokens of its document, in the window, come before each one. idx (B, T) -> (B, T) int64."""
     position = torch.arange(idx.shape[1], device=idx.device).expand_as(idx)
@@ -236,6 +228,7 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
     rows += [('correlation', 'share of pairs', round(float(x), 2), float(v))
              for x, v in zip((edges[1:] + edges[:-1]) / 2, counts / len(correlation))]
 
+    from scipy.stats import spearmanr
     mean = states.mean((0, 1))
     decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared with it
     mean_logits, embedding = model.head(decoded)[:n_ids], model.embed.weight[:n_ids].mean(0)
@@ -244,7 +237,8 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
     directions = F.normalize(torch.stack([s.mean((0, 1)) for s, _ in walked]), dim=-1)
     pairs = (directions @ directions.T)[~torch.eye(len(directions), dtype=torch.bool, device=mean.device)]
     rows += [('mean direction', 'tokens', i, token) for i, token in enumerate(tops[0])]
-    numbers = {'rank correlation with the unigram': rank_correlation(mean_logits, unigram[:n_ids]),
+    rank_correlation = spearmanr(mean_logits.cpu(), unigram[:n_ids].cpu()).statistic
+    numbers = {'rank correlation with the unigram': float(rank_correlation),
                'tokens shared with the mean embedding': len(set(tops[0]) & set(tops[1])),
                'cosine with the mean embedding': float(F.cosine_similarity(decoded, embedding, 0))}
     if len(pairs):

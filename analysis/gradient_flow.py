@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from analysis.documents import long_documents
 from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, smoothed, write_csv
-from analysis.loss_curves import group, not_comparable
+from analysis.loss_curves import curves_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
@@ -256,10 +256,9 @@ def measure(run: str, s: Settings):
     return mean_ratios(model, documents, s, make_progress(), run), len(documents)
 
 
-def table(label: str, runs: list[str], s: Settings) -> list[dict]:
-    """Rows of the CSV: the mean of a label's runs, which differ in the seed, with the settings it was measured with."""
-    measured = [measure(run, s) for run in runs]
-    means = sum(mean for mean, _ in measured) / len(runs)
+def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
+    """Rows of the CSV: the mean of what `measure` gave for each of a label's runs, with the settings it had."""
+    means = sum(mean for mean, _ in measured) / len(measured)
     used = {name: asdict(s)[name] for name in IN_CSV}
     rows = []
     for stream, mean in zip(STREAMS, means[:, 1:].tolist()):
@@ -268,7 +267,7 @@ def table(label: str, runs: list[str], s: Settings) -> list[dict]:
             continue
         trend = log_trend(mean)
         rows += [{'label': label, 'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend[k - 1],
-                  'runs': len(runs), 'documents': measured[0][1], **used} for k, ratio in enumerate(mean, 1)]
+                  'runs': len(measured), 'documents': measured[0][1], **used} for k, ratio in enumerate(mean, 1)]
     return rows
 
 
@@ -305,9 +304,8 @@ def main(argv=None):
         if not runs:
             raise UserError('which runs? python -m analysis.gradient_flow RUN RUN ... --out=NAME')
         s = fitted(s, runs)
-        if warning := not_comparable(runs):
-            print(warning, file=sys.stderr)
-        rows = [row for label, folders in group(runs).items() for row in table(label, folders, s)]
+        measured = curves_of(runs, lambda folders: [measure(run, s) for run in folders])
+        rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         out = output_path(s.out, runs, 'gradient_flow')
         write_csv(f'{out}.csv', rows)
         plot(rows, f'{out}.png')

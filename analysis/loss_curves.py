@@ -17,7 +17,7 @@ if __name__ == '__main__':
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,37 +148,38 @@ def not_comparable(runs: list[str]) -> str | None:
     return None
 
 
-def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict:
-    """{label: curve_of(the label's runs)}, the labels those of `group`. Prints what differs and is not in a label.
+def of_each(items: Iterable, function: Callable) -> dict:
+    """{item: function(item)}. Items for which that raises a UserError or OSError are left out, and named on stderr.
 
-    Runs that cannot be drawn are left out, and named on stderr. Raises the UserError of the first if none is left.
+    Raises the first of the errors if no item is left.
     """
-    readable, errors = [], []
-    for run in distinct(runs):
+    found, errors = {}, []
+    for item in items:
         try:
-            read_run(run)
-            readable.append(run)
+            found[item] = function(item)
         except (UserError, OSError) as error:
             errors.append(error)
-    if not readable:
-        raise errors[0]
-    curves, drawn, settings = {}, [], differences(readable, besides)
-    for label, folders in group(readable, besides).items():
-        try:
-            curves[label] = curve_of(folders)
-        except (UserError, OSError) as error:
-            errors.append(error)
-            continue
-        drawn += folders
-        texts = shorts(settings[folders[0]])
-        unsaid = [text for key, text in texts.items() if key != 'model' and text not in label.split(', ')]
-        if unsaid:
-            print(f'{label}: also {", ".join(unsaid)}')
-    if not curves:
+    if not found:
         raise errors[0]
     for error in errors:
         print(f'left out: {error}', file=sys.stderr)
-    if warning := not_comparable(drawn):
+    return found
+
+
+def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict:
+    """{label: curve_of(the label's runs)}, the labels those of `group`. Prints what differs and is not in a label.
+
+    Runs that cannot be drawn are left out, and named on stderr. Raises a UserError if none is left.
+    """
+    readable = list(of_each(distinct(runs), read_run))
+    groups, settings = group(readable, besides), differences(readable, besides)
+    curves = of_each(groups, lambda label: curve_of(groups[label]))
+    for label in curves:
+        texts = shorts(settings[groups[label][0]])
+        unsaid = [text for key, text in texts.items() if key != 'model' and text not in label.split(', ')]
+        if unsaid:
+            print(f'{label}: also {", ".join(unsaid)}')
+    if warning := not_comparable([run for label in curves for run in groups[label]]):
         print(warning, file=sys.stderr)
     return curves
 

@@ -27,7 +27,7 @@ if __name__ == '__main__':
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf
 from pathlib import Path
 
 import numpy as np
@@ -172,10 +172,9 @@ def possible(model, prefixes, tokens, end: int):
 
 def effective_rank(states) -> float:
     """exp of the entropy of the normalised singular values of states (N, C) that are at least 1e-12."""
+    from scipy.stats import entropy
     values = torch.linalg.svdvals(states.double())
-    values = values[values >= 1e-12]
-    shares = values / values.sum()
-    return (-(shares * shares.log()).sum()).exp().item()
+    return exp(entropy(values[values >= 1e-12]))
 
 
 @torch.inference_mode()

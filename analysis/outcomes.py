@@ -1,11 +1,10 @@
 """How runs ended: their final validation loss, their size, and what they are compared with."""
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from analysis.figures import is_number
-from analysis.loss_curves import curves_of, flops_per_token, short_number
+from analysis.loss_curves import curves_of, flops_per_token, of_each, short_number
 from common.files import UserError
 from common.runs import blank_run, read_log, read_run
 from common.settings import saved_settings
@@ -72,24 +71,6 @@ def cache_bytes(run, n_tokens: int) -> int | None:
 def speed(run) -> float:
     """Training tokens/s of a run: the median of its log, as a machine may be slow for a while."""
     return statistics.median(record['tokens_per_s'] for record in read_log(run) if 'tokens_per_s' in record)
-
-
-def of_each(items: Iterable, function: Callable) -> dict:
-    """{item: function(item)}. Items for which that raises a UserError or OSError are left out, and named on stderr.
-
-    Raises the first of the errors if no item is left.
-    """
-    found, errors = {}, []
-    for item in items:
-        try:
-            found[item] = function(item)
-        except (UserError, OSError) as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
-    for error in errors:
-        print(f'left out: {error}', file=sys.stderr)
-    return found
 
 
 # ---- what runs are compared with ----

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import distinct, group, not_comparable
+from analysis.loss_curves import curves_of
 from analysis.outcomes import settings_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
@@ -154,11 +154,8 @@ def main(argv: list[str] | None = None) -> None:
         s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
         if not runs:
             raise UserError('which runs? python -m analysis.probes RUN RUN ... --out=NAME, next-token runs first')
-        runs = distinct(runs)
-        if warning := not_comparable(runs):
-            print(warning, file=sys.stderr)
         out = output_path(s.out, runs, 'probes')
-        rows = table({label: [measure(run, s) for run in folders] for label, folders in group(runs).items()})
+        rows = table(curves_of(runs, lambda folders: [measure(run, s) for run in folders]))
         write_csv(f'{out}.csv', rows)
         plot(rows, f'{out}.png')
         for row in rows:

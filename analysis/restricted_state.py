@@ -26,7 +26,7 @@ import torch
 
 from analysis.documents import long_documents
 from analysis.figures import line_styles, new_figure, output_path, save_figure, smoothed, write_csv
-from analysis.loss_curves import group, not_comparable
+from analysis.loss_curves import curves_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
@@ -111,16 +111,15 @@ def fitted(s: Settings, runs: list[str]) -> Settings:
     return replace(s, block_size=block)
 
 
-def table(label: str, runs: list[str], s: Settings) -> list[dict]:
-    """Rows of the CSV: the mean of a label's runs, which differ in the seed, with the settings it was measured with."""
-    measured = [measure(run, s) for run in runs]
-    whole, cut = (sum(parts) / len(runs) for parts in list(zip(*measured))[:2])
+def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
+    """Rows of the CSV: the mean of what `measure` gave for each of a label's runs, with the settings it had."""
+    whole, cut = (sum(parts) / len(measured) for parts in list(zip(*measured))[:2])
     seen = s.omega + 1  # position t reads t earlier ones, so the first omega + 1 lose nothing
     extra = (cut - whole)[seen:].tolist()
     used = {name: asdict(s)[name] for name in ('omega', 'block_size', 'dtype', 'data')}
     columns = zip(extra, smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
     return [{'label': label, 'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll,
-             'restricted_nll': restricted_nll, 'runs': len(runs), 'documents': measured[0][2], **used}
+             'restricted_nll': restricted_nll, 'runs': len(measured), 'documents': measured[0][2], **used}
             for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
 
 
@@ -148,9 +147,8 @@ def main(argv=None):
         if not runs:
             raise UserError('which runs? python -m analysis.restricted_state RUN RUN ... --out=NAME')
         s = fitted(s, runs)
-        if warning := not_comparable(runs):
-            print(warning, file=sys.stderr)
-        rows = [row for label, folders in group(runs).items() for row in table(label, folders, s)]
+        measured = curves_of(runs, lambda folders: [measure(run, s) for run in folders])
+        rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         out = output_path(s.out, runs, 'restricted_state')
         write_csv(f'{out}.csv', rows)
         plot(rows, f'{out}.png')

@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit('bench.prepare: which file? python -m bench.prepare FILE.jsonl.gz [FOLDER with encoder.json '
                  'and vocab.bpe]')
     file, vocabulary = argv[0], argv[1] if len(argv) == 2 else 'gpt2'
-    options = [f'--vocab_dir={vocabulary}'] if vocabulary != 'gpt2' else []
-    write_results('prepare', compare(file, vocabulary, options, rounds=3))
+    write_results('prepare', compare(file, vocabulary, [f'--tokenizer={vocabulary}'], rounds=3))
 
 
 if __name__ == '__main__':

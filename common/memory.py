@@ -4,8 +4,8 @@ What they take and free is counted as it comes, so any model has its estimate, w
 """
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,7 +68,8 @@ def step_memory(model: torch.nn.Module, make_optimizer, dtype: torch.dtype, n_ro
     The model is as it begins, before any `begin_step`, and documents are as long as the window.
     """
     live = LiveBytes()
-    with FakeTensorMode(), live, attention_kernels(on_gpu):
+    # attention takes the way of a GPU's kernels, whose sizes can be told anywhere
+    with FakeTensorMode(), live, mock.patch.object(attn_kernels, 'KERNELS_ON_CPU', on_gpu):
         give_fake_weights(model)
         if hasattr(model, 'choose_scan'):  # which would compare numbers
             form = 'loop' if model.config.scan == 'loop' else 'fast'
@@ -84,17 +85,6 @@ def step_memory(model: torch.nn.Module, make_optimizer, dtype: torch.dtype, n_ro
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return live.peak
-
-
-@contextmanager
-def attention_kernels(on: bool) -> Iterator[None]:
-    """Attention takes the way of a GPU's kernels, whose sizes can be told anywhere."""
-    before = attn_kernels.KERNELS_ON_CPU
-    attn_kernels.KERNELS_ON_CPU = on
-    try:
-        yield
-    finally:
-        attn_kernels.KERNELS_ON_CPU = before
 
 
 def memory_by_rows(make_model: Callable, make_optimizer, dtype: torch.dtype, T: int,

@@ -73,8 +73,8 @@ def open_tokenizer(name) -> Tokenizer:
             return gpt2_tokenizer(name, tiktoken.get_encoding('gpt2'))
         except OSError as error:
             raise UserError('the gpt2 tokenizer is not on this machine and could not be downloaded '
-                            f'({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that has it, or give '
-                            '--vocab_dir, a folder with encoder.json and vocab.bpe')
+                            f'({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that has it, or prepare '
+                            'data with --tokenizer=FOLDER, one with encoder.json and vocab.bpe')
     if task_class(name):
         return symbol_tokenizer(name, make_task(name).symbols)
     if not path.exists():

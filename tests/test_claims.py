@@ -246,7 +246,6 @@ def test_parts_that_are_run_one_by_one_make_one_table(four_claims):
     then = rows_after('b')
     assert [row['verdict'] for row in then.values()] == [SEEN, SEEN, CONTRADICTED, NOT_RUN]
     assert then['a'] == first['a']
-    assert run('-m', 'analysis.claims', f'--recompute={out}/claims.csv').stdout.endswith('\nd: not run\n')
     last_standard, = out.glob('standard_*_seed3')
     (last_standard / 'log.jsonl').write_text('')  # its training is not at its end
     assert rows_after('b')['a']['verdict'] == NOT_RUN
@@ -291,24 +290,28 @@ def test_another_budget_does_not_replace_the_verdicts_of_a_folder(judged):
 
 def test_verdicts_are_computed_again_from_the_file(judged):
     out, _ = judged
-    path = out / 'claims.csv'
-    again = run('-m', 'analysis.claims', f'--recompute={path}')
-    assert again.stdout.splitlines()[0].startswith('a: seen, p ') and len(again.stdout.splitlines()) == 4
+    path, before = out / 'claims.csv', (out / 'claims.md').read_text()
+
+    def again():
+        return run('-m', 'analysis.claims', f'--join={out}', f'--out_dir={out}')
+    assert again().returncode == 0 and (out / 'claims.md').read_text() == before
     path.write_text(path.read_text().replace('contradicted', 'seen'))
-    assert_sentence(run('-m', 'analysis.claims', f'--recompute={path}'),
-                    "calls c 'seen', its numbers say 'contradicted'")
+    assert_sentence(again(), "calls c 'seen', its numbers say 'contradicted'")
     path.write_text('name,verdict\na,seen\n')
-    assert_sentence(run('-m', 'analysis.claims', f'--recompute={path}'), 'has no column our_numbers')
-    assert_sentence(run('-m', 'analysis.claims', f'--recompute={out}/nothing.csv'), 'nothing.csv')
+    assert_sentence(again(), 'has no column our_numbers')
+    path.unlink()
+    assert_sentence(again(), 'claims.csv')
 
 
 def test_committed_verdicts_are_those_of_their_numbers():
     folder = ROOT / 'bench/results/claims'
     rows = claims.read_claims(folder / 'claims.csv')
-    for row, found in zip(rows, claims.judged_again(folder / 'claims.csv'), strict=True):
+    again, parts = claims.joined([folder])
+    for row, found in zip(rows, again, strict=True):
+        assert found['verdict'] == row['verdict'], row['name']
         for key in ('difference', 'low', 'high', 'p'):
             assert found[key] == pytest.approx(float(row[key]) if row[key] else None), (row['name'], key)
-    assert (folder / 'claims.md').read_text() == claims.markdown(*claims.joined([folder]))
+    assert (folder / 'claims.md').read_text() == claims.markdown(again, parts)
     page = (ROOT / 'RESULTS.md').read_text()
     for paper in {row['paper'] for row in rows}:
         counts = Counter('by construction' if row['verdict'] == SEEN and row['statistic'] in claims.BY_CONSTRUCTION else
@@ -403,7 +406,7 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
     assert result.returncode == 0, result.stderr
     rows = list(csv.DictReader((out / 'claims.csv').open()))
     assert [(row['name'], row['verdict']) for row in rows] == [
-        (row['name'], row['verdict']) for row in claims.judged_again(out / 'claims.csv')]
+        (row['name'], row['verdict']) for row in claims.joined([out])[0]]
     assert [row['name'] for row in rows] == [claim.name for claim in CLAIMS]
     assert all((row['verdict'] == NOT_RUN) == (row['paper'] != paper) for row in rows)
     rows = [row for row in rows if row['paper'] == paper]

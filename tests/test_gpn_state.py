@@ -75,11 +75,6 @@ def test_the_running_mean_is_each_windows_own():
         assert near[t] == pytest.approx(want.mean().item())
 
 
-def test_rank_correlation_is_spearmans():
-    assert gpn_state.rank_correlation(torch.tensor([1.0, 5, 3]), torch.tensor([10.0, 1000, 11])) == pytest.approx(1)
-    assert gpn_state.rank_correlation(torch.tensor([1.0, 2, 2, 4]), torch.tensor([4.0, 3, 3, 0])) == pytest.approx(-1)
-
-
 @pytest.mark.parametrize('values', [dict(eos_id=59), dict(n_head=0), dict(n_layer=2), dict(decoder_bias=True)])
 def test_all_measures_of_a_small_model(values, tmp_path):
     model, idx = make(**values)

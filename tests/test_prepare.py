@@ -144,8 +144,8 @@ def test_bad_input_is_a_sentence(prepared, fineweb, tmp_path):
                if k != 'TIKTOKEN_CACHE_DIR'} | {'TIKTOKEN_CACHE_DIR': str(tmp_path / 'empty'),
                                                 'HTTPS_PROXY': 'http://127.0.0.1:9'}
     assert_sentence(run('prepare_fineweb.py', fineweb, f'--out_dir={tmp_path}/gpt2', env=offline), 'TIKTOKEN_CACHE_DIR',
-                    '--vocab_dir')
-    assert_sentence(run('prepare_fineweb.py', fineweb, f'--out_dir={tmp_path}/gpt2', f'--vocab_dir={tmp_path}'),
+                    '--tokenizer=FOLDER')
+    assert_sentence(run('prepare_fineweb.py', fineweb, f'--out_dir={tmp_path}/gpt2', f'--tokenizer={tmp_path}'),
                     'encoder.json is missing', 'sha256')
 
 

@@ -52,13 +52,14 @@ import torch
 import torch.distributed as dist
 
 from common.benchmarks import local_records, task_files
-from common.decoding import check_sampling, generate, say_once
-from common.files import UserError, first_line, friendly_errors, write_file
+from common.decoding import check_sampling, generate
+from common.files import UserError, first_line, friendly_errors, say_once, write_file
 from common.int8 import check_weights_setting, prepare_weights
 from common.llama import export_llama, import_llama
 from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
+from common.parallel import first_of_all, rank, world
 from common.runs import load_run, run_data
-from common.scoring import Scorer, perplexity, rank, validation_loss, world
+from common.scoring import Scorer, perplexity, validation_loss
 from common.settings import check_ranges, load_settings
 from common.speculative import AutoLength, longest_draft, read_length, speculative_generate, weight_bytes
 from data.tokenizers import Tokenizer, load_tokenizer
@@ -245,10 +246,7 @@ def run_tasks(lm, tasks: list[str], s: Settings, **options) -> dict:
         except OverflowError as error:
             raise UserError(f'a perplexity of {", ".join(tasks)} is beyond the largest number ({first_line(error)}): '
                             'the model knows nothing of these texts')
-    box = [found]
-    if world() > 1:  # lm-eval returns them on the first process alone
-        dist.broadcast_object_list(box)
-    return box[0]
+    return first_of_all(found)  # lm-eval returns them on the first process alone
 
 
 def task_metrics(found: dict) -> dict[str, dict[str, float]]:

@@ -5,15 +5,13 @@ neither, or whose `extend` gives other logits than `logits` after an edit of one
 through `Recomputing`.
 """
 import contextlib
-import functools
-import sys
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from common.files import UserError, first_line
+from common.files import UserError, first_line, say_once
 
 MAX_LOGITS = 2 ** 26  # numbers in the logits of one call, at most
 MANY_ROWS = 16  # from here on a cache may have another dtype than for fewer
@@ -373,12 +371,6 @@ def evaluating(model) -> Iterator[None]:
     finally:
         for module, is_training in modes.items():
             module.training = is_training
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """A line on stderr, the first time only."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Recomputing:

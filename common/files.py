@@ -1,5 +1,6 @@
 """Errors told to a person, and files that are old or new but never half of either."""
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -91,6 +92,13 @@ def unforeseen(error: Exception) -> str:
 
 def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), '')
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """A line on stderr, the first time only; of several processes the first says it."""
+    if os.environ.get('RANK', '0') == '0':
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

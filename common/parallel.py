@@ -32,13 +32,17 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def of_all(value) -> list:
+    """The value of each process, by rank."""
+    values = [value] * world()
+    if world() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def first_of_all(value):
     """The first value of any process that is not None, by rank; None if there is none."""
-    if world() == 1:
-        return value
-    values = [None] * world()
-    dist.all_gather_object(values, value)
-    return next((v for v in values if v is not None), None)
+    return next((v for v in of_all(value) if v is not None), None)
 
 
 # ---- the model ----

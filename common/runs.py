@@ -15,7 +15,6 @@ Read `load_run` first: what every script does with a trained run. Then the folde
 """
 import dataclasses
 import difflib
-import functools
 import hashlib
 import importlib
 import inspect
@@ -46,6 +45,7 @@ from common.files import (
     first_line,
     locked,
     read_json,
+    say_once,
     write_file,
     write_json,
 )
@@ -115,16 +115,14 @@ def code_digest(model_name: str) -> str:
     return digest.hexdigest()
 
 
-@functools.cache
 def tell_of_edits(folder) -> None:
     """Says on stderr, once, if the code of a run's model has changed since it was begun. Runs of older code cannot."""
     record = read_run(folder)
     begun_with = record['versions'].get('model_code')
-    if os.environ.get('RANK', '0') != '0' or begun_with in (None, code_digest(record['model'])):
-        return
-    files = ' or '.join(str(path.relative_to(ROOT)) for path in code_files(record['model']))
-    print(f'{files} has changed since {folder} was begun: its equations may be others than those it was trained with',
-          file=sys.stderr, flush=True)
+    if begun_with not in (None, code_digest(record['model'])):
+        files = ' or '.join(str(path.relative_to(ROOT)) for path in code_files(record['model']))
+        say_once(f'{files} has changed since {folder} was begun: its equations may be others than those it was trained '
+                 'with')
 
 
 def make_config(model_name: str, values: dict):

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from math import inf
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from common.decoding import MAX_LOGITS, decodable, pad, roomy_cache
 from common.files import UserError
-from common.parallel import rank, world
+from common.parallel import of_all, rank, world
 
 SHARED = 64  # continuations of up to so many tokens share one reading of their context
 
@@ -49,10 +48,7 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
         for name, mean in find_loss(idx.to(device), targets.to(device)).items():
             totals[name] = totals.get(name, 0.0) + mean.item() * count
         n_counted += count
-    shares = [(totals, n_counted)]
-    if world() > 1:
-        shares = [None] * world()
-        dist.all_gather_object(shares, (totals, n_counted))
+    shares = of_all((totals, n_counted))
     n_counted = sum(count for _, count in shares)
     names = dict.fromkeys(name for totals, _ in shares for name in totals)
     return {name: sum(totals.get(name, 0.0) for totals, _ in shares) / n_counted for name in names}, n_counted
@@ -106,10 +102,7 @@ class Scorer:
         for number, batch in enumerate(self._batches(self._groups(requests))):
             if number % world() == rank():
                 results |= self._score_batch(batch)
-        if world() > 1:
-            shares = [None] * world()
-            dist.all_gather_object(shares, results)
-            results = {i: result for share in shares for i, result in share.items()}
+        results = {i: result for share in of_all(results) for i, result in share.items()}
         return [results[i] for i in range(len(requests))]
 
     def _groups(self, requests) -> list[tuple]:

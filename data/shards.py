@@ -19,7 +19,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import weakref
 import zlib
 from pathlib import Path
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.files import UserError, checked_json, read_json, sha256, write_file, write_json
+from common.files import UserError, checked_json, read_json, say_once, sha256, write_file, write_json
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
 VAL_SHARE = 0.05  # of the documents of built-in data and of texts
@@ -342,9 +341,9 @@ class Data:
                                         stays_open=next(numbers) < KEPT_OPEN) for record in records]
             self.starts[split] = [0, *itertools.accumulate(record['tokens'] for record in records)]
         unchecked = sum(shard.checksums is None for split in self.shards.values() for shard in split)
-        if unchecked and os.environ.get('RANK', '0') == '0':  # of several processes one says so
-            print(f'{folder}: {unchecked} shards have no checksums of their pieces (.crc32): only sizes are checked; '
-                  'train.py --verify reads them all', file=sys.stderr, flush=True)
+        if unchecked:
+            say_once(f'{folder}: {unchecked} shards have no checksums of their pieces (.crc32): only sizes are '
+                     'checked; train.py --verify reads them all')
 
     @property
     def sha256(self) -> str:

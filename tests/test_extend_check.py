@@ -151,3 +151,11 @@ def test_no_model_is_taken_for_an_edited_one(variant):
     if not getattr(model, 'reads_weights', False):
         quantize(model.double())  # in fp32 the two forms round apart, and 8-bit numbers by a whole step
         assert model.extend_fault is None and extend_error(model) < 1e-5
+
+
+def test_of_several_processes_one_says_a_line(capsys, monkeypatch):
+    for rank, said in (('1', ''), ('0', 'a line of its own\n')):
+        decoding.say_once.cache_clear()
+        monkeypatch.setenv('RANK', rank)
+        decoding.say_once('a line of its own')
+        assert capsys.readouterr().err == said

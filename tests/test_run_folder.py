@@ -44,7 +44,7 @@ def edited(monkeypatch, folder, old, new, file='model_standard.py'):
         assert name != file or old in source
         (folder / name).write_text(source.replace(old, new, 1) if name == file else source)
     monkeypatch.setattr(runs, 'ROOT', folder)
-    runs.tell_of_edits.cache_clear()
+    runs.say_once.cache_clear()
     return runs.code_digest('standard.Thing')
 
 
@@ -69,17 +69,17 @@ def test_a_run_whose_model_was_edited_says_so_once(trained, tiny_data, tmp_path,
     result = run(*judge)
     assert result.returncode == 0 and result.stderr.count(f'{said} {out} was begun') == 1, result.stderr
     new, begun_with = runs.code_digest('standard'), runs.read_run(out)['versions']['model_code']
-    runs.tell_of_edits.cache_clear()
+    runs.say_once.cache_clear()
     assert run('train.py', f'--out_dir={out}', '--resume').stderr.count(said) == 1
     assert runs.read_run(out)['versions']['model_code'] == begun_with != new
     assert f'"model_code": "{new}"' in (out / 'log.jsonl').read_text()
-    runs.tell_of_edits.cache_clear()
+    runs.say_once.cache_clear()
     started = train_tiny(tiny_data, tmp_path / 'new', f'--init_from={out}', steps=1)
     assert started.returncode == 0 and started.stderr.count(said) == 1
     older = runs.read_run(out)
     del older['versions']['model_code']
     (out / 'config.json').write_text(json.dumps(older))
-    runs.tell_of_edits.cache_clear()
+    runs.say_once.cache_clear()
     runs.load_run(out)
     assert said not in run(*judge).stderr
 

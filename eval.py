@@ -569,7 +569,7 @@ def chosen(s: Settings) -> tuple[list[str], list[str]]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which run? python eval.py RUN_FOLDER --val')
         if (s.to_llama or s.from_llama) and len(runs) > 1:

@@ -377,7 +377,7 @@ def fill(writer: ShardWriter, encoded_batches, position: dict, save: Callable, m
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, given = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, positional, given = load_settings(Settings, argv)
         if s.merge:
             if others := sorted(given.keys() - {'merge', 'out_dir'}):
                 raise UserError(f'--merge is given with --{others[0]}: the settings are those of the parts; give '

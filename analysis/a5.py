@@ -12,7 +12,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import statistics
-import sys
 from dataclasses import dataclass
 from math import inf
 
@@ -76,7 +75,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.a5 RUN RUN ... --length=36 --out=NAME')
         measured = curves_of(runs, lambda folders: measure(folders, s))

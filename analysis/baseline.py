@@ -15,7 +15,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -79,7 +78,7 @@ def train_cells(s: Settings, out: Path) -> dict[str, list[Path]]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.baseline --data=FOLDER --out_dir=NEW')
         out = Path(s.out_dir)

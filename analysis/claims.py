@@ -40,7 +40,6 @@ if __name__ == '__main__':
 import csv
 import hashlib
 import statistics
-import sys
 from dataclasses import dataclass
 from functools import cache
 from math import inf, log, log2, nan
@@ -826,7 +825,7 @@ def check_parts(s: Settings, out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.claims --out_dir=NEW')
         out = Path(s.out_dir)

@@ -18,7 +18,6 @@ if __name__ == '__main__':
 import re
 import shlex
 import statistics
-import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -133,7 +132,7 @@ def markdown(rows: list[dict], about: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, arguments, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, arguments, _ = load_settings(Settings, argv)
         sides = read_sides(s, arguments)
         rows = table(train_sides(s, sides))
         side, *_ = sides.values()

@@ -19,7 +19,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -146,7 +145,7 @@ def plot(rows, path):
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')
         rows = [analyse(run, s) for run in runs]

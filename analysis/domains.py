@@ -11,7 +11,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def markdown(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         folders = [name.strip() for name in (s.data or '').split(',') if name.strip()]
         if not (runs and folders):
             raise UserError('which runs, and which texts? python -m analysis.domains RUN RUN ... --data=FOLDER,FOLDER')

@@ -16,7 +16,6 @@ if __name__ == '__main__':
 
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +127,7 @@ def plot(rows: list[dict], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.forks --data=FOLDER --out_dir=NEW')
         out = Path(s.out_dir)

@@ -17,7 +17,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import e, inf
@@ -345,7 +344,7 @@ def plot(rows, path, pool_tokens=Settings.pool_tokens):
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if len(runs) != 1:
             raise UserError('which run? python -m analysis.gpn_state RUN --out=NAME')
         device = pick_device(s.device)

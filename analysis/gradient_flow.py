@@ -21,7 +21,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import random
-import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import inf, log10
@@ -300,7 +299,7 @@ def plot(rows: list[dict], path) -> None:
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.gradient_flow RUN RUN ... --out=NAME')
         s = fitted(s, runs)

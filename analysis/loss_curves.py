@@ -328,7 +328,7 @@ def set_loss_axis(axes, lowest: float, highest: float) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.loss_curves RUN RUN ... --out=NAME')
         curves = curves_of(runs, curve)

@@ -24,7 +24,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from math import exp, inf
@@ -324,7 +323,7 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.manhattan RUN RUN ... --out=NAME')
         rows, maps = [], {}

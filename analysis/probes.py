@@ -14,7 +14,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import statistics
-import sys
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -151,7 +150,7 @@ def plot(rows: list[dict], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.probes RUN RUN ... --out=NAME, next-token runs first')
         out = output_path(s.out, runs, 'probes')

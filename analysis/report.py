@@ -310,7 +310,7 @@ def is_numeric(text: str) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.report RUN RUN ... --out=report.html')
         runs = list(dict.fromkeys(run.rstrip('/') for run in runs))

@@ -16,7 +16,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -143,7 +142,7 @@ def plot(rows: list[dict], path) -> None:
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.restricted_state RUN RUN ... --out=NAME')
         s = fitted(s, runs)

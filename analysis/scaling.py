@@ -12,7 +12,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def plot(rows: list[dict], baseline: str, path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.scaling RUN RUN ... --out=NAME')
         sizes = beside(s.baseline, runs, lambda folders: outcome(folders, s.paper))

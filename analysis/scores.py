@@ -15,7 +15,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import re
-import sys
 from dataclasses import dataclass
 
 from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
@@ -135,7 +134,7 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.scores RUN RUN ... --out=NAME')
         parts, rows = by_data(runs) if s.bars else {'': runs}, []

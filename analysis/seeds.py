@@ -129,7 +129,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.seeds RUN RUN ... --out=NAME')
         losses = curves_of(runs, final_losses)

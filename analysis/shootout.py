@@ -23,7 +23,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import statistics
-import sys
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
@@ -424,7 +423,7 @@ def plot(rows: list[dict], length: int, path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, positional, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.shootout --data=FOLDER --out_dir=NEW')
         out, data = Path(s.out_dir), open_data(s.data)

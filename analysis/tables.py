@@ -20,7 +20,6 @@ if __name__ == '__main__':
 import csv
 import dataclasses
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,7 +189,7 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.tables RUN RUN ... --out=NAME')
         paper, measured = read_paper(s.paper), read_inference(s.inference)

@@ -17,7 +17,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import sys
 from dataclasses import dataclass
 
 from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
@@ -116,7 +115,7 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.tokens_to_match RUN RUN ... --out=NAME')
         sizes = beside(s.baseline, runs, constant_rate, LENGTH)

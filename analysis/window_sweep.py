@@ -10,7 +10,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import statistics
-import sys
 from dataclasses import dataclass
 
 from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
@@ -73,7 +72,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('which runs? python -m analysis.window_sweep RUN RUN ... --out=NAME')
         lines = curves_of(runs, sweep, besides={'window'})

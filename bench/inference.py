@@ -10,7 +10,6 @@ method decodes as a CUDA graph. Speed: one process per scale, the methods in tur
 its peak: weights and cache, measured after decoding. 'peak' is the true one, the most that was held at any moment. Both
 through decoding.generate.
 """
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -109,7 +108,7 @@ def figures(s: Settings) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, *_ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, *_ = load_settings(Settings, argv)
         if s.toy:
             s = replace(s, scales='toy', batch=2, prompt=8, new=4)
         write_results('inference', figures(s), toy=s.toy)

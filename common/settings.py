@@ -34,14 +34,15 @@ class Text(str):
     """A value from the command line, still to be read as the type of its setting."""
 
 
-def load_settings(Settings: type, argv: list[str], config_of: Callable | None = None) -> tuple:
+def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | None = None) -> tuple:
     """Reads a script's command line into (settings, positional arguments, {name: value} of what the user gave).
 
-    Settings is a dataclass. With config_of, one positional argument is a config file, and the fields of the dataclass
-    config_of(settings.model), a model's Config, are settings too; they are only in the returned dict. Raises UserError
-    with the nearest valid names for an unknown one. `--help` prints all settings and exits.
+    Settings is a dataclass, argv None for the process's. With config_of, one positional argument is a config file, and
+    the fields of the dataclass config_of(settings.model), a model's Config, are settings too; they are only in the
+    returned dict. Raises UserError with the nearest valid names for an unknown one. `--help` prints all settings and
+    exits.
     """
-    given, where, positional, wants_help = _parse(join_values(argv, Settings))
+    given, where, positional, wants_help = _parse(join_values(sys.argv[1:] if argv is None else argv, Settings))
     if config_of and positional:
         path, *more = positional
         if more:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -262,7 +261,7 @@ def texts_of(paths: list[Path]) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, names, _ = load_settings(Settings, sys.argv[1:] if argv is None else argv)
+        s, names, _ = load_settings(Settings, argv)
         paths = [Path(path) for name in names for path in (glob.glob(name, recursive=True) or [name])]
         check_ranges(s, vocab_size=(257, 10 ** 6))
         if not paths:

@@ -23,6 +23,7 @@ bench.attention, bench.compiled and bench/gpu.py have no --toy.
 import datetime
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -104,10 +106,11 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
-def apart(function: Callable, *args):
-    """function(*args) in a fresh process, whose peak of memory is this call's."""
-    progress(f'{function.__name__}, in a process of its own')
-    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+def apart(function: Callable, *args, **environment: str):
+    """function(*args) in a fresh process, whose peak of memory is this call's, with these variables besides."""
+    progress(f'{function.__name__}{args}, in a process of its own')
+    spawn = multiprocessing.get_context('spawn')
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
         return pool.submit(function, *args).result()
 
 

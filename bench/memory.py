@@ -7,15 +7,11 @@ there was a model, with every large tensor mapped by itself (MALLOC_MMAP_THRESHO
 what its tensors take. The allocator settings of train.py keep freed blocks, which takes up to half more on CPU.
 Gradients exist at the start, as from the second micro-batch of a step on; float32.
 """
-import json
-import os
-import subprocess
-import sys
 
 import torch
 
 import train
-from bench import options, progress, resident, write_results
+from bench import apart, options, resident, write_results
 from common import runs
 from common.memory import memory_by_rows
 
@@ -72,19 +68,10 @@ def steps(name, c, T, rows):
         optimizer.step()  # gradients stay, as between micro-batches
 
 
-def in_a_process(case, toy) -> int:
-    progress(f'measuring {case}')
-    code = f'from bench.memory import measured; print(measured(*{case!r}, toy={toy}))'
-    every_block_apart = {'MALLOC_MMAP_THRESHOLD_': '65536'}
-    ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
-                         env=os.environ | every_block_apart)
-    return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else sys.exit(ran.stderr)
-
-
 def rows(toy: bool):
     for name, differs, T, n_rows in CASES[:1] if toy else CASES:
         case = name, differs, 32 if toy else T, 2 if toy else n_rows
-        peak = in_a_process(case, toy)
+        peak = apart(measured, *case, toy, MALLOC_MMAP_THRESHOLD_='65536')
         needed = estimated(*case, toy)
         yield {'model': name, **differs, 'T': case[2], 'rows': case[3], 'estimated_mib': round(needed / 2 ** 20),
                'measured_mib': round(peak / 2 ** 20), 'estimated_over_measured': round(needed / peak, 3)}

@@ -6,8 +6,6 @@ Decoding of one text by 8 layers of 512, 8-bit and bf16 weights, and training st
 values of GOMP_SPINCOUNT: on a machine that is otherwise idle, and beside a program that keeps one core busy. A process
 for each value, as it is read when PyTorch is loaded; the values take turns. Speeds are over those of the first value.
 """
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from functools import partial
 
 import torch
 
-from bench import alternate, make_model, options, progress, write_results
+from bench import alternate, apart, make_model, options, write_results
 from common.decoding import generate
 from common.int8 import prepare_weights
 
@@ -50,12 +48,9 @@ def figures(toy: bool) -> Iterator[dict]:
         busy = beside and subprocess.Popen([sys.executable, '-c', BUSY])
         try:
             found = {spins: [] for spins in SPINS[:2 if toy else None]}
-            for i in range(1 if toy else ROUNDS):
+            for _ in range(1 if toy else ROUNDS):
                 for spins in found:
-                    progress(f'round {i + 1}: GOMP_SPINCOUNT={spins}, beside {beside}')
-                    child = subprocess.run([sys.executable, '-m', 'bench.spin', 'one', *['--toy'] * toy], check=True,
-                                           env=os.environ | {'GOMP_SPINCOUNT': str(spins)}, stdout=subprocess.PIPE)
-                    found[spins].append(json.loads(child.stdout))
+                    found[spins].append(apart(speeds, toy, GOMP_SPINCOUNT=str(spins)))
         finally:
             if busy:
                 busy.kill()
@@ -69,12 +64,8 @@ def figures(toy: bool) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    given = options(argv, '--toy', 'one')
-    toy = '--toy' in given
-    if 'one' in given:
-        print(json.dumps(speeds(toy)))
-    else:
-        write_results('spin', figures(toy), toy=toy)
+    toy = '--toy' in options(argv, '--toy')
+    write_results('spin', figures(toy), toy=toy)
 
 
 if __name__ == '__main__':

@@ -25,11 +25,7 @@ process.
 import contextlib
 import copy
 import itertools
-import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -38,7 +34,7 @@ import model_bst
 import model_nextlat
 import model_standard
 import train
-from bench import FAMILY, alternate, make_model, nanogpt, options, over_standard, progress, resident, write_results
+from bench import FAMILY, alternate, apart, make_model, nanogpt, options, over_standard, resident, write_results
 from common import llama, machine
 from common.matmul import use_matmul
 
@@ -46,6 +42,7 @@ DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
 T, BATCH, VOCABULARY = 256, 8, 50304
 DTYPES = torch.bfloat16, torch.float32
+TRAINING = {'GOMP_SPINCOUNT': '5000'}  # as train.py has it (common/start.py)
 OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp')), ('bst', 1)]
 
 
@@ -148,7 +145,7 @@ def as_a_user_runs_it() -> Iterator[dict]:
     seconds = {'ours': [], 'hf': []}
     for _ in range(3):
         for side, times in seconds.items():
-            times.append(in_a_process(side))
+            times.append(apart(user_step, side, **({} if side == 'hf' else TRAINING)))
     ours, hf = (statistics.median(times) for times in seconds.values())
     yield {'terms': 'as a user runs it', 'dtype': 'ours default, hf float32',
            'ours_tokens_per_s': round(BATCH * T / ours), 'hf_tokens_per_s': round(BATCH * T / hf),
@@ -248,7 +245,7 @@ def objectives(toy: bool = False) -> Iterator[dict]:
     vocabulary = 320 if DEVICE.type == 'cpu' else VOCABULARY
 
     def peak(side):
-        return peak_memory(*side, toy=True) if toy else in_a_process('peak_memory', *map(str, side))
+        return peak_memory(*side, toy=True) if toy else apart(peak_memory, *side, **TRAINING)
     peak_of_ntp = peak(OBJECTIVES[0])
     for side in OBJECTIVES:
         steps = {name: objective_step(*name, vocabulary, toy) for name in dict.fromkeys([OBJECTIVES[0], side])}
@@ -262,27 +259,18 @@ def objectives(toy: bool = False) -> Iterator[dict]:
 
 # ---- the command line ----
 
-def lines_of_a_process(what: str, *args: str) -> Iterator:
-    """What `python -m bench.train_step WHAT` prints, as it comes; all but 'hf' with train.py's environment."""
-    env = os.environ | ({} if what == 'hf' else {'GOMP_SPINCOUNT': '5000'})
-    command = [sys.executable, '-m', 'bench.train_step', what, *args]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        yield from map(json.loads, process.stdout)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+def same_terms_rows() -> list[dict]:
+    return [*same_terms()]
 
 
-def in_a_process(what: str, *args: str):
-    """The one value that `python -m bench.train_step WHAT` prints."""
-    progress(f'{what} {" ".join(args)}, in a process of its own')
-    value, = lines_of_a_process(what, *args)
-    return value
+def two_streams_rows() -> list[dict]:
+    return [*two_streams()]
 
 
 def figures() -> Iterator[dict]:
-    yield from lines_of_a_process('same')
+    yield from apart(same_terms_rows, **TRAINING)
     yield from as_a_user_runs_it()
-    yield from lines_of_a_process('two_streams')
+    yield from apart(two_streams_rows, **TRAINING)
 
 
 def toy_figures(dtypes=DTYPES) -> Iterator[dict]:
@@ -295,21 +283,7 @@ def float32_figures(toy: bool) -> Iterator[dict]:
     return toy_figures(dtypes) if toy else itertools.chain(same_terms(dtypes=dtypes), two_streams(dtypes=dtypes))
 
 
-def answer(what: str, *args: str) -> None:
-    """Prints what `lines_of_a_process` reads, of a measurement in a process of its own."""
-    if what == 'peak_memory':
-        print(json.dumps(peak_memory(args[0], int(args[1]))))
-    elif what in ('ours', 'hf'):
-        print(json.dumps(user_step(what)))
-    else:
-        for row in same_terms() if what == 'same' else two_streams():
-            print(json.dumps(row), flush=True)
-
-
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in ('ours', 'hf', 'same', 'two_streams', 'peak_memory'):
-        return answer(*argv)
     given = options(argv, '--toy', 'float32', 'nanogpt', 'objectives', 'scales')
     toy = '--toy' in given
     if 'scales' in given:

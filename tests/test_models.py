@@ -312,6 +312,7 @@ def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
     model, idx = small_model('standard', dict(eos_id=None)), some_tokens(2, 64)
     gradients = []
+    torch.compiler.reset()  # what another test has compiled
     for called in (model, train.compile_model(model)):
         model.zero_grad()
         with torch.autocast('cpu', torch.bfloat16):

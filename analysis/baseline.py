@@ -66,7 +66,7 @@ def train_cells(s: Settings, out: Path) -> dict[str, list[Path]]:
     def cell(name, tokens, rate, seed=1):
         return out / f'{"standard" if name == OURS else "nanogpt"}_{tokens}_lr{rate:.3g}_seed{seed}'
     out.mkdir(parents=True, exist_ok=True)
-    first = {OURS: 4.4e-4, NANOGPT: 1e-3}  # the best of 6 layers of 384 after a million tokens
+    first = {OURS: 3e-4, NANOGPT: 1e-3}  # the best of the defaults' size after a million tokens
     rates = best_rates({name: [*arguments(s, name), *budget(s.max_tokens), '--seed=1'] for name in first}, first,
                        lambda name, rate: cell(name, s.max_tokens, rate), s.jobs)
     ours, theirs = (speed(cell(name, s.max_tokens, rates[name])) for name in first)

@@ -310,17 +310,16 @@ def test_compiled_cuda_training_is_one_graph_and_equals_eager(variant):
 
 def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
-    model, idx = small_model('standard', dict(eos_id=None)), some_tokens(2, 64)
+    norm, x = runs.model_file('standard').RMSNorm(32, 1e-6), torch.linspace(-1, 1, 2048).view(64, 32).sin()
     gradients = []
     torch.compiler.reset()  # what another test has compiled
-    for called in (model, train.compile_model(model)):
-        model.zero_grad()
+    for called in (norm, train.compile_model(norm)):
+        norm.zero_grad()
         with torch.autocast('cpu', torch.bfloat16):
-            loss = called(idx, idx)['loss']
-        loss.backward()
-        gradients.append([p.grad.clone() for name, p in model.named_parameters() if 'norm' in name])
-    for eager, compiled in zip(*gradients):  # of norms, which are fp32; a head's depends on the threads
-        torch.testing.assert_close(compiled, eager, rtol=3e-4, atol=1e-7)
+            y = called(x)
+        y.backward(x)  # its sum over rows is an fp32 product
+        gradients.append(norm.weight.grad.clone())
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])

@@ -243,6 +243,8 @@ class Model(nn.Module):
             self.dynamics = Dynamics(config)
         elif config.objective == 'mtp':  # the trunk is all blocks but the last, which is the next token's head
             self.future = nn.ModuleList(Block(config, config.n_layer + i) for i in range(config.horizon))
+            for block in self.future:
+                block.checkpoints = False  # `_future_heads` has them run again in any case
         elif config.objective == 'jtp':
             self.fetch = Fetch(config)
         if config.tied_head:

@@ -267,15 +267,18 @@ def test_a_full_cache_is_a_sentence():
 
 
 @pytest.mark.parametrize('variant', ONE_OF_EACH)
-def test_checkpointed_blocks_give_the_same_gradients(variant):
-    model = make(variant).train()
-    again = copy.deepcopy(model)
-    for module in again.modules():
-        if hasattr(module, 'checkpoints'):
-            module.checkpoints = True
+def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(variant):
+    model, (name, values) = make(variant).train(), VARIANTS[variant]
+    again = small_model(name, {**values, 'checkpoint_blocks': True}).train()
+    again.load_state_dict(model.state_dict())
     idx = some_tokens(2, 20)
+    again(idx, idx)  # a scan is compared, once
+    runs_of = {block: [] for block in again.modules() if type(block).__name__ == 'Block'}
+    for block, calls in runs_of.items():
+        block.gate_up.register_forward_hook(lambda *_, calls=calls: calls.append(1))
     for m in (model, again):
         m(idx, idx)['loss'].backward()
+    assert [len(calls) for calls in runs_of.values()] == [2] * len(runs_of) and runs_of
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), again.parameters()))
 
 

@@ -129,7 +129,6 @@ class Encoder(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
 

@@ -268,7 +268,7 @@ def _attention_differences(device, dtype, head_size, group, two_streams):
 def _decoding_differences(device, dtype, head_size, group, two_streams):
     """Of a step of one token and of one of four over a filled cache, and of what the cache then holds.
 
-    The cache has room for several programs to share a row, and is in dtype, then in fp32, as below autocast.
+    The cache has room for several programs to share a row, and is in dtype, then in fp32, as under autocast.
     """
     x, idx, window = _check_case(device, dtype, head_size, group, two_streams)
     windows, ring_stream = ([None, window], 1) if two_streams else ([window], None)

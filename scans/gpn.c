@@ -30,7 +30,8 @@ enum { BYTES = 32, ROWS = 4 };
 #else
 enum { BYTES = 16, ROWS = 4 };
 #endif
-enum { LANES = BYTES / sizeof(real), PANEL = 2 * LANES, WORTH_THREADS = 1 << 18 /* multiplications of a product */ };
+enum { HALF = ROWS / 2, LANES = BYTES / sizeof(real), PANEL = 2 * LANES };
+enum { WORTH_THREADS = 1 << 18 };  /* multiplications of a product */
 typedef real vector __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 
 /* Neighbouring factors of a product, PAIR of them, are multiplied and added at once. */
@@ -98,6 +99,7 @@ static void product(const real *x, const real *weight, const real *bias, real *y
         long j = p * PANEL, b = 0, columns = n - j < PANEL ? n - j : PANEL;
         const real *some = bias ? bias + j : 0;
         for (; b + ROWS <= B; b += ROWS) tile(ROWS, rows + b * c, w + j * c, some, y + b * n + j, c, n, columns);
+        for (; b + HALF <= B; b += HALF) tile(HALF, rows + b * c, w + j * c, some, y + b * n + j, c, n, columns);
         for (; b < B; b++) tile(1, rows + b * c, w + j * c, some, y + b * n + j, c, n, columns);
     }
 }

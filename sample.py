@@ -26,7 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from common.decoding import check_sampling, decodable, generate, roomy_cache
+from common.decoding import check_sampling, generate, roomy_cache
+from common.extend_check import decodable
 from common.files import UserError, friendly_errors
 from common.int8 import check_weights_setting, prepare_weights
 from common.machine import pick_device, pick_dtype

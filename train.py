@@ -7,34 +7,34 @@
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   makes a run longer, in a folder of its own
 
 Reads top to bottom: settings, the model and its optimizer, evaluation, the loop, and at the end `main`, which tells the
-story. A model needs `forward` and `logits`; what else it may have is used where it is there (docs/own_model.md).
+story. What --resume, --extend and --init_from take over from another run is in common/run_settings.py. A model needs
+`forward` and `logits`; what else it may have is used where it is there (docs/own_model.md).
 """
 if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
 import contextlib
-import importlib.util
+import importlib
 import math
 import os
 import platform
 import random
-import re
 import shlex
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
 from common import checkpoint, parallel, runs
 from common.cpu_forms import use_attention
-from common.decoding import generate, has_right_extend, tell_of_another_loss
-from common.files import UserError, first_line, friendly_errors
+from common.decoding import generate
+from common.dry_run import assumed_data, print_memory, processes_meant
+from common.extend_check import has_right_extend, tell_of_another_loss
+from common.files import UserError, friendly_errors
 from common.machine import (
     caught_signals,
     make_progress,
@@ -46,14 +46,13 @@ from common.machine import (
     start_processes,
 )
 from common.matmul import use_matmul
-from common.memory import memory_by_rows
 from common.muon import MuonAndAdamW, hidden_matrices
+from common.run_settings import check_settings, is_extension, is_new, model_config, read_settings, run_of
 from common.scoring import counted, validation_loss
-from common.settings import check_ranges, join_values, load_settings, saved_settings
+from common.settings import check_ranges, join_values, saved_settings
 from common.speculative import longest_draft, speculative_generate
-from data import open_data
-from data.tasks import builtin_data, task_class
-from data.tokenizers import load_tokenizer, padded_vocab
+from data import has_data, open_data
+from data.tokenizers import load_tokenizer
 
 
 @dataclass
@@ -125,201 +124,10 @@ class Settings:
             shard=(2, math.inf))
 
 
-MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
-    'resume', 'overwrite', 'eval_only', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
-    'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
-    'wandb_project', 'device', 'matmul', 'attention', 'compile', 'parallel', 'shard', 'threads', 'make_data',
-    'assumed_ids',
-    'data',  # where it lies: what it holds is compared by its checksum
-    'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
 
 
-# ---- settings, checked ----
-
-def read_settings(argv: list[str]) -> tuple[Settings, dict, dict | None]:
-    """Settings, the model's Config values given by the user, and the saved record if this continues a run."""
-    argv = with_model_of_run(argv)
-    s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
-    if s.out_dir is None:
-        s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
-    own = {f.name for f in fields(Settings)}
-    record = None
-    if is_extension(s):
-        s, record = extended_settings(s, given)
-    elif s.resume or (s.eval_only and not s.init_from):
-        record = runs.read_run(s.out_dir)
-        if s.dtype == 'auto':
-            given.pop('dtype', None)  # the run recorded what auto was
-        saved = saved_settings(Settings, record['settings'], f'{s.out_dir}/config.json')
-        of_model = {name: value for name, value in given.items() if name not in own or name in ('model', 'documents')}
-        check_unchanged(s.out_dir, {**asdict(saved), **asdict(runs.saved_config(record, s.out_dir))},
-                        given if s.resume else of_model)
-        asked = {name: value for name, value in given.items() if name in own}
-        s = replace(saved, **{**asked, 'out_dir': s.out_dir})
-        if not s.data:
-            raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
-    elif s.init_from:  # what is not given is as in the source
-        if is_new(s) and Path(s.out_dir).resolve() == Path(s.init_from).resolve():
-            raise UserError(f'--init_from={s.init_from} is the source of the weights: give a new folder, --out_dir=NEW')
-        source = runs.read_run(s.init_from)
-        values = asdict(runs.saved_config(source, s.init_from))
-        if source['model'] != s.model:  # what both have; in SPS a window is that of the predict stream
-            known = {f.name for f in fields(runs.model_file(s.model).Config)}
-            known -= {'window'} if 'sps' in (source['model'], s.model) else set()
-            values = {k: v for k, v in values.items() if k in known}
-        if 'documents' not in given and 'eos_id' in values:
-            s.documents = values['eos_id'] is not None
-        given = {k: v for k, v in values.items() if k not in ('n_ids', 'eos_id')} | given
-    return s, {k: v for k, v in given.items() if k not in own}, record
-
-
-def extended_settings(s, given) -> tuple[Settings, dict]:
-    """Settings of a run that makes the run s.extend longer, and that run's record."""
-    record = runs.read_run(s.extend)
-    saved = saved_settings(Settings, record['settings'], f'{s.extend}/config.json')
-    if saved.schedule == 'cosine':
-        raise UserError(f'{s.extend} has schedule = cosine, whose learning rates depend on max_tokens from the start, '
-                        'so it cannot be made longer: train anew with more max_tokens, or use wsd or constant')
-    if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(s.extend).resolve():
-        raise UserError(f'--extend={s.extend} leaves that run as it is: give a new folder, --out_dir=NEW')
-    if s.max_tokens <= saved.max_tokens or 'max_tokens' not in given:
-        raise UserError(f'{s.extend} has max_tokens = {saved.max_tokens}: give --max_tokens, more than that')
-    if s.init_from and 'init_from' in given:
-        raise UserError('--extend and --init_from name two runs to start from: give one')
-    if s.dtype == 'auto':
-        given.pop('dtype', None)
-    known = {**asdict(saved), **asdict(runs.saved_config(record, s.extend))}
-    check_unchanged(s.extend, known, {k: v for k, v in given.items() if k not in ('extend', 'max_tokens')})
-    own = {f.name for f in fields(Settings)} - {'overwrite'}
-    asked = {name: value for name, value in given.items() if name in own}
-    return replace(saved, **{**asked, 'overwrite': s.overwrite}), record
-
-
-def with_model_of_run(argv):
-    """argv; with the model of the run it goes on with or starts from, if it names neither a model nor a config file."""
-    options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
-    source = options.get('extend') or options.get('init_from')
-    is_on = {name for name in ('resume', 'eval_only') if options.get(name, 'False') != 'False'}
-    if 'resume' in is_on or 'eval_only' in is_on and 'init_from' not in options:
-        source = options.get('out_dir')
-    if source and source != 'None' and 'model' not in options and all(arg.startswith('-') for arg in argv):
-        return [*argv, f'--model={runs.read_run(source)["model"]}']
-    return argv
-
-
-def check_unchanged(folder, saved, given):
-    """Raises UserError if a saved run is given other settings than it was started with, but for MAY_CHANGE."""
-    for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: name != 'model'):  # another model has other settings
-        if saved[name] != given[name]:
-            other = 'start another with another --out_dir'
-            if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
-                other = f'make it longer with --extend={folder} --max_tokens={given[name]} --out_dir=NEW'
-            raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: '
-                            f'leave {name} out (a saved run needs no config file either), or {other}')
-
-
-def has_data(name: str) -> bool:
-    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make.
-
-    A task may need a file, as a city.
-    """
-    if task_class(name):
-        return all(Path(file).exists() for file in re.findall(r'=([^,]+\.json)', name))
-    return name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
-
-
-def assumed_data(s, record):
-    """What a dry run takes data to be that is not there: its run's, or text in s.assumed_ids ids."""
-    record = record or (runs.read_run(s.init_from) if s.init_from else None)
-    like = record['data'] if record else {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'sha256': '',
-                                          'n_ids': s.assumed_ids, 'eos_id': s.assumed_ids - 1}
-    print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
-          f'enough text. To make it:\n  {command_for_data(s, like["tokenizer"])}')
-    return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
-                           bos=False, sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
-                           n_windows=lambda split, T: 1)
-
-
-def command_for_data(s, tokenizer: str) -> str:
-    """The command that makes s.data: the config's, if it names that folder, else FineWeb-Edu's in these tokens."""
-    if s.make_data and s.data in s.make_data:
-        return s.make_data
-    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # validation data are held out of them
-    of_tokenizer = '' if tokenizer == 'gpt2' else f'--tokenizer={shlex.quote(tokenizer)} '
-    return f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} {of_tokenizer}--max_tokens={n_tokens}'
-
-
-def check_settings(s, data, world):
-    """Raises UserError for what would fail later."""
-    if s.schedule not in ('wsd', 'cosine', 'constant'):
-        raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
-    if s.optimizer not in ('adamw', 'muon'):
-        raise UserError(f"optimizer is {s.optimizer!r}: expected 'adamw' or 'muon'")
-    if s.optimizer == 'muon' and s.parallel == 'fsdp':
-        raise UserError('optimizer = muon needs whole matrices, of which each process has a part with parallel = fsdp: '
-                        'use --parallel=ddp or --optimizer=adamw')
-    if s.sample_tokens and has_data(s.data):
-        load_tokenizer(data.tokenizer)  # now, not after the training
-    parallel.check_sharding(s.parallel, s.shard, world)
-    if s.batch_size < world:
-        raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
-    if s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world:
-        raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than '
-                        'others, and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the '
-                        f'others would wait: use --micro_batch_size=2, or a batch_size that {world} divides')
-    if s.memory is not None and not s.dry_run:
-        raise UserError(f'--memory={s.memory:g} asks whether a step would fit: add --dry_run, or leave it out to train')
-    if s.acceptance_prompts and hasattr(data, 'score'):
-        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0')
-    if s.wandb_project and importlib.util.find_spec('wandb') is None:
-        raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or '
-                        'leave it out')
-    for split in ('train', 'val'):
-        if data.n_windows(split, s.block_size) < 1:
-            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
-                            f'block_size = {s.block_size}: use a smaller block_size or more data')
-
-
-def is_new(s) -> bool:
-    """Whether a run folder is to be made."""
-    return not (s.resume or s.eval_only)
-
-
-def is_extension(s) -> bool:
-    """Whether this is the start of a longer run of s.extend."""
-    return bool(s.extend) and is_new(s)
-
-
-def run_of(s) -> str:
-    """The run folder that the settings are those of."""
-    return s.extend if is_extension(s) else s.out_dir
-
-
-def model_config(s, given, data, record):
-    """The model's Config: the saved one, or the user's values with the vocabulary of the data."""
-    if record:
-        runs.check_vocabulary(record, data, run_of(s))
-        if not s.eval_only and record['data']['sha256'] != data.sha256:
-            raise UserError(f'{data.folder} is not the data that the run in {run_of(s)} was trained on (its checksums '
-                            'differ): bring that data back, or start another run with --init_from')
-        changed = {name: value for name, value in given.items() if name in MAY_CHANGE}
-        return runs.saved_config({**record, 'model_config': {**record['model_config'], **changed}}, run_of(s))
-    if s.init_from:
-        runs.check_vocabulary(runs.read_run(s.init_from), data, s.init_from)
-    if given.get('n_ids', data.n_ids) != data.n_ids:
-        raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
-                        'n_ids out')
-    eos_id = data.eos_id if s.documents else None
-    vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
-    return runs.make_config(s.model, {**vocabulary, **given})
-
-
 # ---- model, schedule, optimizer ----
-
-def count_parameters(model) -> int:
-    return sum(p.numel() for p in model.parameters())
-
 
 def describe(s, c, data):
     """Prints parameters and costs. Returns a model without storage and the number of steps."""
@@ -335,7 +143,7 @@ def describe(s, c, data):
     amount = 'fresh training rows without end'
     if tokens:
         amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs'
-    print(f'model {s.model}: {count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
+    print(f'model {s.model}: {runs.count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
           f'{n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
@@ -347,57 +155,12 @@ def describe(s, c, data):
     return model, n_steps
 
 
-def print_memory(s, c, blank_model, machine):
-    """Prints the estimated memory of a process, and whether it fits a GPU of s.memory GiB."""
-    n_params = count_parameters(blank_model)
-    n_processes = processes_meant(s, machine.world)
-    most = math.ceil(s.batch_size / n_processes)  # sequences of a process
-    n_rows = min(s.micro_batch_size, most)
-    whole = 16 * n_params  # weights, gradients, two moments
-    if s.optimizer == 'muon':
-        whole -= 4 * sum(p.numel() for p in hidden_matrices(blank_model))  # which have one moment
-    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and moments'  # DDP has buckets besides
-    evaluation = 0
-    if s.parallel == 'fsdp' and n_processes > 1:
-        n_shards = s.shard or n_processes
-        gathered, evaluation = parallel.gathered_bytes(blank_model, n_rows < most)
-        held, what = whole / n_shards + gathered, f'1/{n_shards} of {what}, and gathered parts'
-        evaluation += whole / n_shards
-    # of windows too long for a CPU, the tiles of its attention would take minutes to count
-    on_gpu = s.memory is not None or machine.device.type == 'cuda' or s.block_size > 1024
-    dtype = pick_dtype(s.dtype, 'cuda') if on_gpu else machine.dtype
-    print(f'estimated memory per process: {held / 2**30:.2f} GiB for {what}', end='', flush=True)
-    try:
-        fixed, by_row = memory_by_rows(lambda: runs.blank_model(s.model, c), lambda model: make_optimizer(model, s),
-                                       dtype, s.block_size, on_gpu)
-    except Exception as error:  # an operator that only numbers can answer, in an edited model
-        print(f'; activations cannot be told: {type(error).__name__}: {first_line(error)}')
-        return
-    fixed += held - whole
-    needed = max(fixed + by_row * n_rows, evaluation)
-    print(f', {needed / 2**30:.2f} GiB at the peak of a step, micro-batches of {n_rows}, products in '
-          f'{str(dtype)[6:]}, {"attention as on a GPU" if on_gpu else "on a CPU, whose allocator may take half more"}')
-    if s.memory is None:
-        return
-    room = 0.95 * s.memory * 2 ** 30  # the rest is the driver's, and between tensors
-    largest = min(most, int((room - fixed) / by_row)) if evaluation <= room else 0
-    advice = f'the largest micro_batch_size that does is {largest}'
-    if largest < 1:
-        advice = 'no micro_batch_size does: choose a smaller block_size or model, or see checkpoint_ in --help'
-    print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
-
-
-def processes_meant(s, world):
-    """How many processes there are; in a dry run with --shard=64 and no torchrun, the 64 that would be started."""
-    return s.shard if s.dry_run and s.shard and world == 1 else world
-
-
 def check_memory(s, model, device):
     """Raises UserError for a model that cannot be held: later the kernel would end the process without a word."""
     bytes_per_weight = 8 if s.eval_only else 16  # `loss_error` holds a second copy
     if device.type == 'cuda':  # the model is made on the host
         bytes_per_weight = 4
-    needed = bytes_per_weight * count_parameters(model)
+    needed = bytes_per_weight * runs.count_parameters(model)
     have = memory_bytes()
     if needed > have:
         raise UserError(f'the model needs {needed / 2**30:,.0f} GiB of memory, this machine has {have / 2**30:,.0f}: '
@@ -699,7 +462,7 @@ def save(s, model, optimizer, step, seconds, saving):
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
-        s, given_model, record = read_settings(argv)
+        s, given_model, record = read_settings(Settings, argv)
         machine = start_processes(s)
         is_first = machine.rank == 0
         if not is_first:
@@ -736,7 +499,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(s, c, data, record, machine, argv):
     """Everything after the settings are known to be good: model, optimizer, loop."""
     blank_model, n_steps = describe(s, c, data)
-    is_large = count_parameters(blank_model) >= BF16_PARAMETERS
+    is_large = runs.count_parameters(blank_model) >= BF16_PARAMETERS
     device, world = machine.device, machine.world
     machine.dtype = pick_dtype(s.dtype, device.type, is_large)
     s.matmul = use_matmul(s.matmul, device.type, machine.dtype)
@@ -753,7 +516,7 @@ def run(s, c, data, record, machine, argv):
     if source:
         checkpoint.check_weights(blank_model, runs.adopted(blank_model, weights, source), source)
     if s.dry_run:
-        print_memory(s, c, blank_model, machine)
+        print_memory(s, c, blank_model, machine, lambda model: make_optimizer(model, s))
         return
     check_memory(s, blank_model, device)
 
@@ -766,7 +529,7 @@ def run(s, c, data, record, machine, argv):
         parallel.shard_model(model, device, s.shard)
     if not s.eval_only:
         optimizer = make_optimizer(model, s)
-        step, seconds = restore(s, model, optimizer) if record else (0, 0.0)
+        step, seconds = restore(s, model, optimizer, record) if record else (0, 0.0)
     compiled = compile_model(model) if is_compiled else model
     if s.eval_only:
         val = evaluate(compiled, data, s, machine)['val']
@@ -806,14 +569,14 @@ def run(s, c, data, record, machine, argv):
                 finish(s, model, data, machine, seconds)
 
 
-def restore(s, model, optimizer) -> tuple[int, float]:
-    """(step, seconds of training) of the checkpoint that training goes on from, loaded."""
+def restore(s, model, optimizer, record) -> tuple[int, float]:
+    """(step, seconds of training) of the checkpoint that training goes on from, loaded. record: of that run."""
     if not is_extension(s):
         if s.extend and not checkpoint.checkpoints(s.out_dir):
             raise UserError(f'{s.out_dir} was stopped before it had the weights of {s.extend}: start it once more, '
                             f'with --extend={s.extend} --max_tokens={s.max_tokens} --overwrite in place of --resume')
         return checkpoint.restore_training(s.out_dir, model, optimizer)
-    saved = saved_settings(Settings, runs.read_run(s.extend)['settings'], f'{s.extend}/config.json')
+    saved = saved_settings(Settings, record['settings'], f'{s.extend}/config.json')
     up_to = last_before_decay(saved)
     if not any(up_to is None or checkpoint.step_of(path) <= up_to for path in checkpoint.checkpoints(s.extend)):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'

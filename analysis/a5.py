@@ -15,12 +15,12 @@ import statistics
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import draw_band, line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import curves_of
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, read_run
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 from data import open_data
 from data.a5 import Task
 from data.tasks import make_task, task_class
@@ -75,9 +75,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.a5 RUN RUN ... --length=36 --out=NAME')
+        s, runs = runs_to_read('a5 RUN RUN ... --length=36 --out=NAME', Settings, argv)
         measured = curves_of(runs, lambda folders: measure(folders, s))
         lines = {}
         for label, rows in measured.items():

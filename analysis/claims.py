@@ -50,7 +50,7 @@ import torch
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes, restricted_state
 from analysis.figures import write_csv
 from analysis.loss_curves import short_number
-from analysis.outcomes import cache_bytes, final_loss, n_parameters, settings_of
+from analysis.outcomes import cache_bytes, core_hours, final_loss, n_parameters, settings_of
 from analysis.report import logged
 from analysis.scores import score_names
 from analysis.seeds import difference, interval, lower_test
@@ -59,11 +59,12 @@ from analysis.sweep import is_done, loss_of, train_at_best_rates
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
+from common.run_settings import model_config, read_settings
 from common.runs import blank_model, code_digest, load_run, model_file, read_log, read_run, run_data, saved_config
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
-from train import model_config, read_settings
+from train import Settings as TrainSettings
 
 ALPHA = 0.05  # level of the tests
 EVAL_TOKENS = 500_000  # of a validation loss
@@ -759,7 +760,7 @@ def in_markdown(row: dict) -> dict[str, str]:
 
 def cost(args: list[str], data_of) -> tuple[int, float]:
     """(training tokens, training FLOPs) of a run of train.py with these arguments."""
-    t, given, record = read_settings(args)
+    t, given, record = read_settings(TrainSettings, args)
     model = blank_model(t.model, model_config(t, given, data_of(t.data), record))
     return t.max_tokens, t.max_tokens * model.flops_per_token(t.block_size)
 
@@ -841,11 +842,8 @@ def main(argv: list[str] | None = None) -> None:
         runs, commands = train(s, claims, out)
         torch.set_num_threads(1)
         rows = table(runs, measure(claims, runs, out / 'measured.json'), commands)
-        # the runs of rates that were not the best too
-        logs = [read_log(path.parent) for path in out.glob('*/config.json')]
-        core_hours = sum(log[-1]['seconds'] for log in logs if log) / 3600
         write(out, rows, [{'where': one_line(where_and_when()), 'seeds': s.seeds, 'max_tokens': s.max_tokens,
-                           'core_hours': core_hours}])
+                           'core_hours': core_hours(out)}])
 
 
 if __name__ == '__main__':

@@ -26,12 +26,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, number_log_axis, output_path, runs_to_read, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data
 from common.scoring import perplexity
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 
 DEPTHS = (1, 2, 3, 5, 10)
 ESTIMATES = ('L_pooled', 'L_token', 'L_token_50', 'L_token_90', 'L_token_99')
@@ -145,9 +145,7 @@ def plot(rows, path):
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.context_ready RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv)
         rows = [analyse(run, s) for run in runs]
         out = output_path(s.out, runs, 'context_ready')
         write_csv(f'{out}.csv', rows)

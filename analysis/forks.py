@@ -23,6 +23,7 @@ from analysis.figures import new_figure, save_figure, write_csv
 from analysis.outcomes import final_loss, settings_of, training_flops
 from analysis.seeds import difference
 from analysis.sweep import STEP, train_at_best_rates
+from bench import markdown_table
 from common.files import UserError, friendly_errors, write_file
 from common.settings import load_settings
 
@@ -98,14 +99,12 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = ['| model | FLOPs | lr | loss (lowest to highest) | Standard at its FLOPs | difference (95%) |',
-             '|---|---|---|---|---|---|']
-    for r in rows:
-        beside = '' if r['standard'] is None else f'{r["standard"]:.4f}'
-        difference = '' if r['low'] is None else f'{r["difference"]:+.4f} ({r["low"]:+.4f} to {r["high"]:+.4f})'
-        lines.append(f'| {r["model"]} | {r["flops"]:.2f} | {r["lr"]:.2g} | {r["loss"]:.4f} ({r["lowest"]:.4f} to '
-                     f'{r["highest"]:.4f}) | {beside} | {difference} |')
-    return '\n'.join(lines) + '\n'
+    return markdown_table([{
+        'model': r['model'], 'FLOPs': f'{r["flops"]:.2f}', 'lr': f'{r["lr"]:.2g}',
+        'loss (lowest to highest)': f'{r["loss"]:.4f} ({r["lowest"]:.4f} to {r["highest"]:.4f})',
+        'Standard at its FLOPs': '' if r['standard'] is None else f'{r["standard"]:.4f}',
+        'difference (95%)': ('' if r['low'] is None else
+                             f'{r["difference"]:+.4f} ({r["low"]:+.4f} to {r["high"]:+.4f})')} for r in rows]) + '\n'
 
 
 def plot(rows: list[dict], path) -> None:

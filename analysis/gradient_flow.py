@@ -30,12 +30,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis.documents import long_documents
-from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, smoothed, write_csv
+from analysis.figures import (
+    line_styles,
+    new_figure,
+    number_log_axis,
+    output_path,
+    runs_to_read,
+    save_figure,
+    smoothed,
+    write_csv,
+)
 from analysis.loss_curves import curves_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 
 STREAMS = 'x', 'rho'
 TREND = 21  # offsets that the smoothed line is fitted over (the paper's script)
@@ -299,9 +308,7 @@ def plot(rows: list[dict], path) -> None:
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.gradient_flow RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv)
         s = fitted(s, runs)
         measured = curves_of(runs, lambda folders: [measure(run, s) for run in folders])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]

@@ -28,13 +28,13 @@ from analysis.figures import (
     new_figure,
     number_log_axis,
     output_path,
+    runs_to_read,
     save_figure,
     write_csv,
 )
 from common.files import UserError, friendly_errors
+from common.run_settings import MAY_CHANGE
 from common.runs import blank_run, read_log, read_run
-from common.settings import load_settings
-from train import MAY_CHANGE
 
 # settings that do not change what a curve is; the last three follow from the data and `documents`
 NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
@@ -328,9 +328,7 @@ def set_loss_axis(axes, lowest: float, highest: float) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.loss_curves RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('loss_curves RUN RUN ... --out=NAME', Settings, argv)
         curves = curves_of(runs, curve)
         out = output_path(s.out, runs, 'loss_curves')
         write_csv(f'{out}.csv', [{'label': label} | p for label, points in curves.items() for p in points])

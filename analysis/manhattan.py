@@ -33,12 +33,13 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from analysis.figures import new_figure, output_path, save_figure, write_csv
-from common.decoding import decodable, generate
+from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
+from common.decoding import generate
+from common.extend_check import decodable
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
            'NW': (-1, 1)}
@@ -323,9 +324,7 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.manhattan RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('manhattan RUN RUN ... --out=NAME', Settings, argv)
         rows, maps = [], {}
         for run in runs:
             row, maps[run] = measure(run, s)

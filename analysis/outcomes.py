@@ -6,7 +6,7 @@ from pathlib import Path
 from analysis.figures import is_number
 from analysis.loss_curves import curves_of, flops_per_token, of_each, short_number
 from common.files import UserError
-from common.runs import blank_run, read_log, read_run
+from common.runs import blank_run, count_parameters, read_log, read_run
 from common.settings import saved_settings
 from train import Settings as TrainSettings
 
@@ -52,11 +52,17 @@ def final_losses(runs: list[str]) -> list[float]:
 
 def n_parameters(run: str) -> int:
     """The parameters of a run's model, each counted once."""
-    return sum(p.numel() for p in blank_run(run).parameters())
+    return count_parameters(blank_run(run))
 
 
 def training_flops(run) -> float:
     return flops_per_token(run) * settings_of(run).max_tokens
+
+
+def core_hours(folder: Path) -> float:
+    """Hours of training of all runs in the folder, of one core or GPU each; those at other learning rates count too."""
+    logs = [read_log(config.parent) for config in folder.glob('*/config.json')]
+    return sum(log[-1]['seconds'] for log in logs if log) / 3600
 
 
 def cache_bytes(run, n_tokens: int) -> int | None:

@@ -20,13 +20,13 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import curves_of
 from analysis.outcomes import settings_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, run_data
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 from data.shards import Data
 from train import make_optimizer
 
@@ -150,9 +150,7 @@ def plot(rows: list[dict], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.probes RUN RUN ... --out=NAME, next-token runs first')
+        s, runs = runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv)
         out = output_path(s.out, runs, 'probes')
         rows = table(curves_of(runs, lambda folders: [measure(run, s) for run in folders]))
         write_csv(f'{out}.csv', rows)

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.figures import is_number, line_styles, output_path
+from analysis.figures import is_number, line_styles, output_path, runs_to_read
 from analysis.loss_curves import MINUTES, differences, group, model_name, not_comparable, short_number, unit_for
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.machine import make_progress, pick_device
-from common.runs import blank_run, load_run, read_log, read_run, run_data
-from common.settings import check_ranges, load_settings
+from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
+from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
 
 FRAME = Path(__file__).with_name('report.html')
@@ -74,7 +74,7 @@ def look_at(run: str, s: Settings) -> dict:
         about['model'] = model_name(record)
         with noted('size and FLOPs unknown'):
             model = blank_run(run)
-            about['parameters'] = sum(p.numel() for p in model.parameters())
+            about['parameters'] = count_parameters(model)
             if hasattr(model, 'flops_per_token'):
                 about['flops_per_token'] = model.flops_per_token(record['settings']['block_size'])
         if s.sample_tokens:
@@ -310,9 +310,7 @@ def is_numeric(text: str) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.report RUN RUN ... --out=report.html')
+        s, runs = runs_to_read('report RUN RUN ... --out=report.html', Settings, argv)
         runs = list(dict.fromkeys(run.rstrip('/') for run in runs))
         folders = [run for run in runs if (Path(run) / 'config.json').exists() or (Path(run) / 'log.jsonl').exists()]
         if not folders:

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from analysis.documents import long_documents
-from analysis.figures import line_styles, new_figure, output_path, save_figure, smoothed, write_csv
+from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, smoothed, write_csv
 from analysis.loss_curves import curves_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
 from common.scoring import judge
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 
 TREND = 201  # positions that the smoothed line is fitted over (the paper's script)
 
@@ -142,9 +142,7 @@ def plot(rows: list[dict], path) -> None:
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.restricted_state RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv)
         s = fitted(s, runs)
         measured = curves_of(runs, lambda folders: [measure(run, s) for run in folders])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]

@@ -15,11 +15,10 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.outcomes import beside, final_loss, finished, n_parameters
 from analysis.report import evaluations
 from common.files import UserError, friendly_errors
-from common.settings import load_settings
 from eval import PAPERS
 
 
@@ -93,9 +92,7 @@ def plot(rows: list[dict], baseline: str, path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.scaling RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('scaling RUN RUN ... --out=NAME', Settings, argv)
         sizes = beside(s.baseline, runs, lambda folders: outcome(folders, s.paper))
         rows = [{'size': size} | row for size, (outcomes, baseline) in sizes.items()
                 for row in gains(outcomes, baseline)]

@@ -17,12 +17,11 @@ if __name__ == '__main__':
 import re
 from dataclasses import dataclass
 
-from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import draw_band, line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import curve, curves_of, distinct
 from analysis.outcomes import finished
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
-from common.settings import load_settings
 from data.pointer_chasing import SOLVED
 
 
@@ -134,9 +133,7 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.scores RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('scores RUN RUN ... --out=NAME', Settings, argv)
         parts, rows = by_data(runs) if s.bars else {'': runs}, []
         for data, part in parts.items():
             def scores_of(folders):

@@ -20,11 +20,11 @@ import sys
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import curves_of
 from analysis.outcomes import final_losses, named
 from common.files import UserError, friendly_errors
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 
 
 @dataclass
@@ -129,9 +129,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.seeds RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('seeds RUN RUN ... --out=NAME', Settings, argv)
         losses = curves_of(runs, final_losses)
         rows = tests(losses, s)
         groups = []

@@ -34,20 +34,21 @@ import torch
 from analysis import report
 from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
 from analysis.loss_curves import short_number
-from analysis.outcomes import final_loss, n_parameters, settings_of, speed, training_flops
+from analysis.outcomes import core_hours, final_loss, n_parameters, settings_of, speed, training_flops
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, one_dtype, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.cpu_forms import pack_weights
-from common.decoding import Decoder, decodable, generate, roomy_cache
+from common.decoding import Decoder, generate, roomy_cache
+from common.extend_check import decodable
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_model, blank_run, code_digest, load_run, read_log, read_run
+from common.run_settings import model_config
+from common.runs import blank_model, blank_run, code_digest, count_parameters, load_run, read_run
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
 from train import Settings as TrainSettings
-from train import model_config
 
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # of the parameters, over Standard's
@@ -133,20 +134,16 @@ def blank(model: str, values: dict, data):
     return blank_model(model, model_config(TrainSettings(model=model), values, data, None))
 
 
-def count(model) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
 def sized(method: Method, data, target: int) -> dict:
     """The Config values with which the method has `target` parameters, within 1%; UserError if there are none."""
     values = dict(method.values)
     for name, step in method.free.items():
         def parameters(n, name=name):
-            return count(blank(method.model, {**values, name: n}, data))
+            return count_parameters(blank(method.model, {**values, name: n}, data))
         sizes = range(step, 2 ** 16, step)
         above = bisect_left(sizes, target, key=parameters)
         values[name] = min(sizes[max(0, above - 1):above + 1], key=lambda n: abs(parameters(n) - target))
-    found = count(blank(method.model, values, data))
+    found = count_parameters(blank(method.model, values, data))
     if abs(found - target) > TOLERANCE * target:
         changed = ', '.join(f'{name} = {values[name]}' for name in method.free)
         raise UserError(f'{method.label} has {found:,} parameters where {target:,} are wanted, and {changed} is as '
@@ -178,7 +175,7 @@ def arguments(s: Settings, method: Method, values: dict, tokens: int) -> list[st
 def shapes(s: Settings, data) -> dict[str, tuple[Method, dict, object]]:
     """{name: (method, Config values, its model without storage)}, all with Standard's number of parameters."""
     chosen = methods(s)
-    target = count(blank('standard', chosen['standard'].values, data))
+    target = count_parameters(blank('standard', chosen['standard'].values, data))
     values = {name: sized(method, data, target) for name, method in chosen.items()}
     return {name: (method, values[name], blank(method.model, values[name], data)) for name, method in chosen.items()}
 
@@ -193,7 +190,7 @@ def listing(s: Settings, data) -> str:
         of_budgets = [(s.seeds + 2, n_tokens)]
         if name != 'standard':
             of_budgets.append((2 * s.seeds, whole_steps(s, s.budget / per_token)))
-        lines.append(f'{name}: {count(model):,} parameters, {per_token / 1e6:.3g} MFLOP a token; '
+        lines.append(f'{name}: {count_parameters(model):,} parameters, {per_token / 1e6:.3g} MFLOP a token; '
                      + ', '.join(f'{runs} runs of {short_number(n)} tokens' for runs, n in of_budgets))
         n_runs += sum(runs for runs, _ in of_budgets)
         n_flops += sum(runs * n * per_token for runs, n in of_budgets)
@@ -351,13 +348,13 @@ def decoding_table(rows: list[dict], lengths: list[int]) -> str:
                            for r in rows if r['equal'] == 'tokens'])
 
 
-def markdown(rows: list[dict], s: Settings, core_hours: float) -> str:
+def markdown(rows: list[dict], s: Settings, hours: float) -> str:
     """RESULTS.md."""
     standard = rows[0]
     lines = ['# Every architecture side by side', '',
              f'{one_line(where_and_when())}. Data {s.data}, windows of {s.block_size} tokens, {s.batch_size} a step, '
              f'{s.jobs} runs at a time. Validation loss in nats per token, with 95% intervals over {s.seeds} seeds. '
-             f'Training took {core_hours:.2f} core-hours (GPU-hours on a GPU), the runs of other learning rates among '
+             f'Training took {hours:.2f} core-hours (GPU-hours on a GPU), the runs of other learning rates among '
              'them; evaluation is not counted.', '',
              f'Standard is {s.n_layer} layers of {s.n_embd}; the budget is what it takes for {standard["tokens"]:,} '
              f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
@@ -435,12 +432,9 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         decoded = decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s, out / 'decoding.json')
         rows = table(labels, runs, decoded)
-        # the runs of rates that were not the best too
-        logs = [read_log(path.parent) for path in out.glob('*/config.json')]
-        core_hours = sum(log[-1]['seconds'] for log in logs if log) / 3600
         write_csv(out / 'shootout.csv', rows)
         plot(rows, max(s.lengths), out / 'shootout.png')
-        text = markdown(rows, s, core_hours)
+        text = markdown(rows, s, core_hours(out))
         write_file(out / 'RESULTS.md', text.encode())
         print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')
         report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), '--sample_tokens=0',

@@ -17,9 +17,10 @@ from analysis.outcomes import final_loss
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, write_file
 from common.machine import pick_device, pick_dtype
+from common.run_settings import read_settings
 from common.runs import read_run, tell_of_edits
 from data import open_data
-from train import read_settings
+from train import Settings as TrainSettings
 
 STEP = 1.5  # ratio of neighbouring learning rates
 DIVERGED = 'diverged.txt'  # what train.py said of a run that did, in its folder
@@ -55,7 +56,7 @@ def check_same(folder, args: list[str]) -> None:
 
     That the code of its model has changed since is said on stderr.
     """
-    asked, _, _ = read_settings([*args, f'--out_dir={folder}', '--resume'])
+    asked, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
     if checksum(asked.data) != read_run(folder)['data']['sha256']:
         raise UserError(f'{folder} was trained on other data than {asked.data}: give another --out_dir')
     tell_of_edits(folder)

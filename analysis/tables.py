@@ -23,7 +23,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import output_path, write_csv
+from analysis.figures import output_path, runs_to_read, write_csv
 from analysis.loss_curves import curve, curves_of, model_name, short_number
 from analysis.outcomes import final_loss, finished, n_parameters
 from analysis.report import evaluations, logged, median
@@ -31,7 +31,7 @@ from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, friendly_errors, read_json, write_file
 from common.runs import make_config, read_log, read_run, saved_config
 from common.scoring import perplexity
-from common.settings import load_settings, read_config_file
+from common.settings import read_config_file
 
 PAPERS = Path(__file__).parent / 'papers'
 FIRST = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number}  # column: how a number is written
@@ -189,9 +189,7 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.tables RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('tables RUN RUN ... --out=NAME', Settings, argv)
         paper, measured = read_paper(s.paper), read_inference(s.inference)
         columns = [column for column in paper[0] if ' ' in column]
         groups = curves_of(runs, lambda folders: (own_row(folders, columns, measured),

@@ -19,11 +19,10 @@ if __name__ == '__main__':
 
 from dataclasses import dataclass
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import TOKENS, curve, loss_limits, set_loss_axis, short_number, unit_for
 from analysis.outcomes import beside, settings_of
 from common.files import UserError, friendly_errors
-from common.settings import load_settings
 from train import last_before_decay
 
 LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # what comes after the constant rate
@@ -115,9 +114,7 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.tokens_to_match RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv)
         sizes = beside(s.baseline, runs, constant_rate, LENGTH)
         rows = [{'size': size} | match(target, by, curves) for size, (curves, baseline) in sizes.items()
                 for other in curves if other != baseline for target, by in ((other, baseline), (baseline, other))]

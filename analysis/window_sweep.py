@@ -12,12 +12,11 @@ if __name__ == '__main__':
 import statistics
 from dataclasses import dataclass
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import curves_of
 from analysis.outcomes import final_losses
-from common.files import UserError, friendly_errors
+from common.files import friendly_errors
 from common.runs import read_run, saved_config
-from common.settings import load_settings
 
 
 @dataclass
@@ -72,9 +71,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which runs? python -m analysis.window_sweep RUN RUN ... --out=NAME')
+        s, runs = runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv)
         lines = curves_of(runs, sweep, besides={'window'})
         out = output_path(s.out, runs, 'window_sweep')
         write_csv(f'{out}.csv', [{'label': label} | p | {'window': window_name(p['window'])}

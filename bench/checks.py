@@ -85,7 +85,7 @@ def measure(size: str, model_name: str, config: dict, settings: dict, folder: Pa
     torch.manual_seed(0)
     module = runs.model_file(model_name)
     model = module.Model(module.Config(**config)).to(here.device)
-    here.dtype = machine.pick_dtype('auto', here.device.type, sum(p.numel() for p in model.parameters()) > 1_000_000)
+    here.dtype = machine.pick_dtype('auto', here.device.type, runs.count_parameters(model) >= train.BF16_PARAMETERS)
     optimizer, skips = train.make_optimizer(model, s), torch.zeros(3, device=here.device)
     checked, mapped = make_data(folder, config['n_ids'], 50_000 if toy else 4_000_000)
     steps = iter(range(10 ** 9))

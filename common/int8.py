@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from attn_kernels import constexpr, jit, tl, triton
 from common.cpu_forms import Choices, choose_cache, pack_weights
-from common.decoding import has_right_extend
+from common.extend_check import has_right_extend
 from common.files import UserError
 
 X_ZERO = 128  # x8 is passed as x8 + 128, of 8 bits without a sign

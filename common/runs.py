@@ -168,6 +168,11 @@ def blank_model(model_name: str, config) -> torch.nn.Module:
         raise UserError(f'model {model_name!r} cannot be so large: {first_line(error)}')
 
 
+def count_parameters(model: torch.nn.Module) -> int:
+    """The parameters of a model, each counted once."""
+    return sum(p.numel() for p in model.parameters())
+
+
 def choose_scan(model: torch.nn.Module) -> dict | None:
     """Lets a model with a fast form of its equations choose between the two: its report, None if there is none."""
     if not hasattr(model, 'choose_scan'):

@@ -7,7 +7,8 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from common.decoding import MAX_LOGITS, decodable, pad, roomy_cache
+from common.decoding import pad, roomy_cache
+from common.extend_check import MAX_LOGITS, decodable
 from common.files import UserError
 from common.parallel import of_all, rank, world
 

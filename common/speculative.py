@@ -15,15 +15,14 @@ from common.decoding import (
     check_logits,
     check_prompts,
     check_sampling,
-    decodable,
     draw,
     has_graphs,
-    has_right_extend,
     pad,
     record_graph,
     roomy_cache,
     token_probs,
 )
+from common.extend_check import decodable, has_right_extend
 
 LONGEST_AUTO = 16  # tokens that auto drafts at most
 LONGEST = 1000  # tokens of any draft, at most

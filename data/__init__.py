@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,16 @@ def open_data(name) -> Data | Generated:
             if not folder.exists():  # where it does, another process has built it meanwhile
                 raise
     return Data(folder)
+
+
+def has_data(name: str) -> bool:
+    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make.
+
+    A task may need a file, as a city.
+    """
+    if task_class(name):
+        return all(Path(file).exists() for file in re.findall(r'=([^,]+\.json)', name))
+    return name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
 
 
 def text_data(path: Path, files: list[str]) -> tuple:

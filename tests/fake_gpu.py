@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import attn_kernels
-from common import decoding, int8
+from common import extend_check, int8
 
 aten = torch.ops.aten
 GPU = torch.device('cuda', 0)
@@ -237,7 +237,7 @@ def fake_gpu():
                 patch(torch.cuda, 'stream', contextlib.nullcontext),
                 patch(torch.cuda, 'make_graphed_callables', lambda function, inputs: function),
                 patch(torch.cuda, 'CUDAGraph', _Graph), patch(torch.cuda, 'graph', gpu.capture),
-                patch(decoding, 'extend_error', lambda model: 0.0)):  # there are no numbers to compare
+                patch(extend_check, 'extend_error', lambda model: 0.0)):  # there are no numbers to compare
             patches.enter_context(patched)
         torch._dynamo.reset()
         try:

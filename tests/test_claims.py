@@ -17,7 +17,8 @@ from analysis import claims, sweep
 from analysis.claims import CLAIMS, CONTRADICTED, NOT_RUN, NOT_SEEN, RUNS, SEEN, STATISTICS, Claim, Settings, judge
 from analysis.seeds import difference, equivalence_test
 from common.files import UserError
-from train import read_settings
+from common.run_settings import read_settings
+from train import Settings as TrainSettings
 
 LOW, HIGH, WIDE = [1.0, 1.01, 0.99], [1.2, 1.21, 1.18], [0.8, 1.3, 1.1]
 
@@ -335,7 +336,7 @@ def test_committed_numbers_are_of_runs_as_they_are_now():
 
 def test_path_star_is_trained_as_its_config_has_it():
     run = RUNS['star_nextlat']
-    trained, in_config = (read_settings(args)[0] for args in (
+    trained, in_config = (read_settings(TrainSettings, args)[0] for args in (
         [*claims.arguments(Settings(), run), f'--learning_rate={run.rate}'], ['config/path_star_small.py']))
     assert trained == replace(in_config, dtype='float32', eval_tokens=claims.EVAL_TOKENS)
 

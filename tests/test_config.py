@@ -16,7 +16,7 @@ from conftest import ROOT, run
 
 import model_nextlat
 import train
-from common import checkpoint, runs
+from common import checkpoint, run_settings, runs
 from common.files import UserError
 from common.settings import load_settings, saved_settings
 from data.tokenizers import padded_vocab
@@ -144,8 +144,8 @@ def test_every_config_file_is_a_model_and_settings(path):
 
 
 def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_does():
-    s40, s100 = (train.read_settings(args)[0] for args in (['config/standard_s.py', '--max_tokens=40e9'],
-                                                           ['config/standard_xl_100b.py']))
+    s40, s100 = (run_settings.read_settings(train.Settings, args)[0] for args in (
+        ['config/standard_s.py', '--max_tokens=40e9'], ['config/standard_xl_100b.py']))
     for s, decay in ((s40, 36e9), (s100, 90e9)):
         tokens_per_step = s.batch_size * s.block_size
         assert 0 <= decay - train.last_before_decay(s) * tokens_per_step < tokens_per_step

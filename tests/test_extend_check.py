@@ -8,8 +8,10 @@ from test_models import VARIANTS, make, some_tokens
 import model_context_ready
 import model_standard
 from attn_kernels import attention, document_starts, rope_table, rotate
-from common import decoding
-from common.decoding import extend_error, generate
+from common import extend_check
+from common.decoding import generate
+from common.extend_check import extend_error
+from common.files import say_once
 from common.int8 import quantize
 from common.scoring import Scorer
 from common.speculative import speculative_generate
@@ -33,7 +35,7 @@ def model():
     plain = make('standard, documents')
     edited = WindowInEachSecond(plain.config).eval()
     edited.load_state_dict(plain.state_dict())
-    decoding.say_once.cache_clear()
+    say_once.cache_clear()
     return edited
 
 
@@ -62,18 +64,18 @@ def test_an_edit_by_which_x_reads_rho_is_noticed_where_a_prefill_runs_x_alone():
 @pytest.mark.parametrize('variant', ['standard, documents', 'sps', 'context_ready', 'nextlat', 'bst', 'gpn', 'gdn'])
 def test_an_edit_of_the_logits_alone_is_said_to_be_no_part_of_the_loss(variant, capsys, monkeypatch):
     model = make(variant).train()
-    decoding.say_once.cache_clear()
+    say_once.cache_clear()
     before = torch.random.get_rng_state()
-    decoding.tell_of_another_loss(model)
+    extend_check.tell_of_another_loss(model)
     assert capsys.readouterr().err == '' and model.training and (torch.random.get_rng_state() == before).all()
     for p in model.parameters():  # as training starts: logits are so small that a cap does nothing to them
         p.data.mul_(0.1 if p.dim() > 1 else 1)
     logits = model.logits
     monkeypatch.setattr(model, 'logits', lambda idx: 30 * torch.tanh(logits(idx) / 30))
-    decoding.tell_of_another_loss(model)
+    extend_check.tell_of_another_loss(model)
     assert 'the loss that it trains by differs from that of its logits, by' in capsys.readouterr().err
     monkeypatch.setattr(model, 'logits', lambda: None)
-    decoding.tell_of_another_loss(model)
+    extend_check.tell_of_another_loss(model)
     assert 'its loss cannot be compared with its logits (TypeError: ' in capsys.readouterr().err
 
 
@@ -81,7 +83,7 @@ def test_an_edit_of_the_logits_alone_is_said_to_be_no_part_of_the_loss(variant, 
 def test_a_bias_of_the_head_is_said_to_be_no_part_of_the_loss(variant):
     model = make(variant)
     model.head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
-    assert decoding.loss_error(model) > 0.001
+    assert extend_check.loss_error(model) > 0.001
 
 
 @pytest.mark.parametrize('variant', ['bst', 'bst, documents, half of the pairs'])
@@ -95,21 +97,21 @@ def test_an_edit_of_bsts_prefixes_in_training_or_in_generation_alone_is_said(var
             patch.setattr(model, '_prefix_share', lambda f: share(f).relu())
             return plain(*args)
     monkeypatch.setattr(model, edited, with_another_share)
-    assert decoding.loss_error(model) > 0.001
+    assert extend_check.loss_error(model) > 0.001
     monkeypatch.setattr(model, edited, plain)
     monkeypatch.setattr(model, '_prefix_share', lambda f: share(f).relu())
-    assert decoding.loss_error(model) < 1e-5
+    assert extend_check.loss_error(model) < 1e-5
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_no_model_is_taken_for_one_of_another_loss(variant):
-    assert decoding.loss_error(make(variant)) < 1e-5
+    assert extend_check.loss_error(make(variant)) < 1e-5
 
 
 @pytest.mark.parametrize('variant', ['roformer', 'context_ready, documents, window', 'context_ready, bptt'])
 def test_an_edit_of_context_readys_windows_reaches_its_logits_and_is_decoded(variant, capsys, monkeypatch):
     model, idx = make(variant), some_tokens(1, 20, 1)
-    decoding.say_once.cache_clear()
+    say_once.cache_clear()
     plain, table = model.logits(idx), model_context_ready.rope_table
     # positions of whole windows alone: the cache makes its own table
     monkeypatch.setattr(model_context_ready, 'rope_table', lambda position, D, theta, scaling: table(
@@ -155,7 +157,7 @@ def test_no_model_is_taken_for_an_edited_one(variant):
 
 def test_of_several_processes_one_says_a_line(capsys, monkeypatch):
     for rank, said in (('1', ''), ('0', 'a line of its own\n')):
-        decoding.say_once.cache_clear()
+        say_once.cache_clear()
         monkeypatch.setenv('RANK', rank)
-        decoding.say_once('a line of its own')
+        say_once('a line of its own')
         assert capsys.readouterr().err == said

@@ -5,7 +5,8 @@ from conftest import ROOT
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
 COMMON = {'start', 'files', 'settings', 'machine', 'matmul', 'runs', 'llama', 'decoding', 'speculative', 'scoring',
-          'benchmarks', 'memory', 'muon', 'kernel_check', 'parallel', 'int8', 'checkpoint', 'cpu_forms'}
+          'benchmarks', 'memory', 'muon', 'kernel_check', 'parallel', 'int8', 'checkpoint', 'cpu_forms',
+          'run_settings', 'dry_run', 'extend_check'}
 ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
     'common.start': set(),
     'common.files': set(),
@@ -17,13 +18,17 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.runs': {'common.files', 'common.settings', 'common.checkpoint', 'common.kernel_check', 'data'},
     'common.llama': {'common.files', 'common.runs', 'common.checkpoint', 'data'},
     'common.matmul': {'common.files', 'common.machine', 'common.parallel'},
-    'common.decoding': {'common.files'},
+    'common.extend_check': {'common.files'},
+    'common.decoding': {'common.files', 'common.extend_check'},
     'common.cpu_forms': {'common.files', 'common.machine', 'common.parallel', 'common.decoding', 'attn_kernels'},
-    'common.int8': {'common.files', 'common.decoding', 'common.cpu_forms', 'attn_kernels'},
-    'common.speculative': {'common.decoding'},
-    'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
+    'common.int8': {'common.files', 'common.extend_check', 'common.cpu_forms', 'attn_kernels'},
+    'common.speculative': {'common.decoding', 'common.extend_check'},
+    'common.scoring': {'common.files', 'common.decoding', 'common.extend_check', 'common.parallel'},
     'common.benchmarks': {'common.files'},
     'common.memory': {'attn_kernels'},
+    'common.run_settings': {'common.files', 'common.settings', 'common.runs', 'common.parallel', 'data'},
+    'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.parallel', 'common.memory',
+                       'common.muon'},
     'common.muon': set(),
     'common.kernel_check': {'attn_kernels', 'common.machine'},
     'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},

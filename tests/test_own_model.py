@@ -10,8 +10,9 @@ import torch
 from conftest import ROOT, assert_sentence, run, train_tiny
 
 import eval as judge
-from common import decoding, runs
+from common import runs
 from common.decoding import generate, roomy_cache
+from common.files import say_once
 from common.scoring import Scorer
 from common.speculative import AutoLength, speculative_generate
 
@@ -103,7 +104,7 @@ def test_one_line_puts_it_into_the_tests_of_all_models(bigram, monkeypatch):
 
 
 def test_it_samples_by_recomputing_and_says_so(bigram, capsys):
-    decoding.say_once.cache_clear()
+    say_once.cache_clear()
     sampled = run('sample.py', bigram, 'ab', '--max_new_tokens=12', '--temperature=0', '--dtype=float32')
     assert sampled.returncode == 0 and '12 tokens' in sampled.stderr
     assert sampled.stderr.count('model_bigram has no extend') == 1
@@ -120,7 +121,7 @@ def test_it_samples_by_recomputing_and_says_so(bigram, capsys):
 
 
 def test_it_is_evaluated_and_scored(bigram):
-    decoding.say_once.cache_clear()
+    say_once.cache_clear()
     judged = run('eval.py', bigram, '--val', '--val_tokens=640', '--dtype=float32')
     last = [record['val'] for record in runs.read_log(bigram) if 'val' in record][-1]
     assert 'no extend' not in judged.stderr  # a validation loss needs none

@@ -15,7 +15,7 @@ from test_damage import flip_a_bit
 from torch.distributed.checkpoint.api import CheckpointException
 
 import train
-from common import checkpoint, parallel, runs
+from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError
 from common.machine import Machine
 from data import open_data
@@ -145,7 +145,7 @@ def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):
     for batch_size, micro, world in itertools.product((3, 4, 5, 7), (1, 2, 3), (2, 3)):
         s = train.Settings(batch_size=batch_size, micro_batch_size=micro, block_size=8, parallel='fsdp')
         try:
-            train.check_settings(dataclasses.replace(s, sample_tokens=0), data, world)
+            run_settings.check_settings(dataclasses.replace(s, sample_tokens=0), data, world)
         except UserError as error:
             refused.append((batch_size, micro, world))
             assert '--micro_batch_size=2' in str(error)

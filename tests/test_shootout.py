@@ -11,7 +11,7 @@ from analysis import shootout, sweep
 from analysis.seeds import difference, interval
 from analysis.shootout import Settings
 from common.files import UserError
-from common.runs import make_config
+from common.runs import count_parameters, make_config
 
 DATA = SimpleNamespace(n_ids=257, eos_id=256)
 DECODED = {'speed_up': None, 'accepted': None, 'tokens_per_s_1024': 100.0, 'tokens_per_s_16384': 50.0,
@@ -19,7 +19,7 @@ DECODED = {'speed_up': None, 'accepted': None, 'tokens_per_s_1024': 100.0, 'toke
 
 
 def parameters(method, values):
-    return shootout.count(shootout.blank(method.model, values, DATA))
+    return count_parameters(shootout.blank(method.model, values, DATA))
 
 
 def test_all_models_have_standards_parameters_within_one_percent():

@@ -10,9 +10,11 @@ from conftest import assert_sentence, run
 from common import runs
 from common.decoding import generate
 from common.files import UserError
+from common.run_settings import model_config, read_settings
 from data import open_data, tasks
 from data.tasks import make_task
 from data.tokenizers import load_tokenizer
+from train import Settings as TrainSettings
 
 CHASE, STAR = 'pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6'
 TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=256',
@@ -349,10 +351,9 @@ def test_a_task_resumes_on_the_same_rows_and_does_not_depend_on_processes(traine
 
 @pytest.mark.slow
 def test_other_rows_under_the_same_name_are_not_resumed(trained, tmp_path, monkeypatch):
-    import train
     out = shutil.copytree(trained, tmp_path / 'run')
-    s, given, record = train.read_settings([f'--out_dir={out}', '--resume'])
-    train.model_config(s, given, open_data(s.data), record)
+    s, given, record = read_settings(TrainSettings, [f'--out_dir={out}', '--resume'])
+    model_config(s, given, open_data(s.data), record)
     monkeypatch.setattr(tasks.Generated, 'sha256', 'other')
     with pytest.raises(UserError, match='is not the data that the run in .* was trained on'):
-        train.model_config(s, given, open_data(s.data), record)
+        model_config(s, given, open_data(s.data), record)

@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, config_json, run, run_apart, train_tiny
 
 import train
-from common import checkpoint, machine, runs
+from common import checkpoint, machine, run_settings, runs
 from common.memory import LiveBytes, memory_by_rows
 from common.scoring import counted
 from data import open_data
@@ -351,7 +351,7 @@ def test_a_damaged_config_json_is_a_sentence(undisturbed, tmp_path, change, part
 @pytest.mark.slow
 def test_resume_keeps_the_dtype_that_auto_was(undisturbed):
     record = config_json(undisturbed)
-    s, _, _ = train.read_settings([f'--out_dir={undisturbed}', '--resume', '--dtype=auto'])
+    s, _, _ = run_settings.read_settings(train.Settings, [f'--out_dir={undisturbed}', '--resume', '--dtype=auto'])
     assert s.dtype == record['settings']['dtype'] == 'float32'
 
 

@@ -1,22 +1,35 @@
 """The Context-Ready Transformer ("The Context-Ready Transformer", arXiv 2606.27538) and its baselines.
 
-A token does not enter the blocks as a raw embedding. A small network first adds a correction, made from the block
-output of the position before, which already holds the context. Left to right that is a recurrent network, one pass
-per token (Algorithm 1, streaming). In training all positions run at once and the corrections are refined over K
-unrolls (eq. 5), each from scratch; the fixed point of the unrolls is what streaming computes. K = 1 is the plain
-Transformer, which can be converted later.
+A token does not enter the blocks as a raw embedding. A small network first adds a correction, made from the token's
+embedding and from the block output of the position before, which already holds the context:
 
-Read `step` (eq. 1 to 3) and what it calls, then `_unrolled_states` (eq. 5) and `loop` (Algorithm 1, to train by
-backpropagation through time). `extend` is all of decoding. scans/context_ready.py is `loop` with few operators per
-position and a gradient written by hand; it runs where `choose_scan` has shown that both are one function. Linear
-layers and LayerNorms have biases, but for the head: the paper does not say. With block = 'llama' the blocks are those
-of model_standard.py, so that any pretrained Llama can be converted.
+    correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `correct`; network and LN are one FFN, `correction`
+    x~_t = e_t + correction_t                         eq. 2  `enter`
+    z_t = blocks(x~_t; keys and values of the past)   eq. 3  `_run_blocks`; `Block.forward` is a layer
+    logits_t = W_head LN_f(z_t)                       eq. 4  `head_input`, then `head`
+
+`step` is eq. 1 to 3. There are two ways through a sequence, and the second converges to the first (theorem 2):
+
+    streaming   left to right, a step per token, as z_{t-1} is there when token t comes: a recurrent net (Algorithm 1)
+    unrolls     K times, all positions at once: z^(k) is the step of e and z^(k-1), moved one position on (eq. 5). Each
+                starts from e anew (non-cumulative); in the first the correction is 0, so K = 1 is the plain Transformer
+
+What runs when:
+
+    training, validation    `forward`, `states`: K unrolls (`_unrolled_states`); with bptt streaming (`stream`, `loop`)
+    logits of sequences     `final_hidden`: unrolls until nothing changes (`_fixed_point`), or `loop`: see `prefill`
+    decoding                `extend`, `_read`: a step per token; long prompts as `prefill` says
+
+scans/context_ready.py is `loop` with few operators per position and a gradient written by hand. It runs where
+`choose_scan` has shown that it gives the same states and gradients. The paper does not say which layers have biases:
+here linear layers and LayerNorms have them, the head has none. With block = 'llama' the blocks are those of
+model_standard.py, so that any pretrained Llama can be converted (section 5.7, `adopt`).
 
     B  batch        T  positions        C  width, n_embd        V  vocabulary rows, padded        n  positions of a call
-    H  heads of size D                  L  blocks, n_layer (D in the paper)    K  unrolls    HK key and value heads
-    e  a token's embedding              z  the block output, h^(D) in eq. 3, before the final norm
+    L  blocks, n_layer; the paper's D (N in a plain Transformer)    H  heads, HK of keys and values, each of size D
+    K  unrolls      e  a token's embedding      z  the block output, the paper's h^(D), before the final norm
     correction^(k), z^(k)  after k unrolls, with correction^(0) = 0
-    is_doc_start  marks a document's first token, before which z is 0
+    is_doc_start  marks a document's first token, before which z is 0 (z_{-1} in section 3.1, z_0 in 3.2)
 """
 import math
 from dataclasses import dataclass
@@ -44,13 +57,13 @@ from attn_kernels import (
 )
 
 fast = import_scan('context_ready')  # None without the folder scans/
-VARIANTS = (  # the correction of eq. 1; what the paper leaves open of the last three is inferred
-    'add',  # FFN(z + e)
-    'concat',  # FFN([z, e])
-    'token_blind',  # FFN(z)
-    'tied',  # FFN(z + e), its matrices those of the last block's FFN
-    'block_head',  # LayerNorm(z), no network of its own
-    'extra_ffn',  # none: a plain Transformer with one FFN more, after its last block
+VARIANTS = (  # what corrects a token; corr_ffn is Linear, GELU, Linear. Inferred: the paper does not say
+    'add',  # corr_ffn(LN(z + e)), eq. 1; corr_ffn_add in table A3
+    'concat',  # corr_ffn(LN([z, e])), 2C -> 4C -> C; corr_ffn_concat in table A3
+    'token_blind',  # corr_ffn(LN(z)); corr_ffn in tables A2 and A3
+    'tied',  # as add, with the linear layers of the last block's FFN (section 5.8; that it is the last one: inferred)
+    'block_head',  # LN(z): "the block's own residual" (section 5.8, table A2; that this is z, and the LN: inferred)
+    'extra_ffn',  # none: a plain Transformer with an FFN more, after its last block (inferred); Roformer-hFFN, table A2
 )
 
 
@@ -59,7 +72,7 @@ class Config:
     n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
-    n_ffn: int | None = None  # inner width of feed-forward nets, of llama the blocks' alone; None: 4 n_embd, llama 3
+    n_ffn: int | None = None  # width inside FFNs, None: 4 n_embd; of llama the blocks' alone, None: 3 n_embd
     block: str = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none; both rotary
     n_kv_head: int | None = None  # of llama: key and value heads, each read by H / HK query heads; None: n_head
     head_size: int | None = None  # of llama; None: n_embd / n_head
@@ -67,17 +80,17 @@ class Config:
     qk_norm: bool = False  # of llama: an RMSNorm of each head's query and key before the rotation, as Qwen3 has it
     tied_head: bool = False  # the output head shares the embedding's weights
     variant: str = 'add'  # of VARIANTS: the correction, or extra_ffn, the paper's Roformer-hFFN
-    K: int = 5  # unrolls of a training step, at most; 1: no correction, the plain Transformer (Roformer)
+    K: int = 5  # unrolls of a training step (with k_min: at most) and of validation; 1: the plain Transformer, Roformer
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly (paper: 2); None: always K
-    last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only; None: through all
+    last_unrolls: int | None = None  # backpropagate through so many of the last unrolls only (ours); None: all
     bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
     scan: str = 'auto'  # of bptt: loop, as it reads; fast: scans/, unchecked; auto: fast where both are shown to agree
     segment_len: int = 32  # positions that the loop's backward computes again at a time: fewer need less memory
     checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
-    prefill: str = 'parallel'  # of long calls, and `logits`: unroll to the fixed point; sequential: Algorithm 1
+    prefill: str = 'parallel'  # how prompts and `logits` are read: unrolls to the fixed point; sequential: Algorithm 1
     prefill_tol: float = 1e-6  # parallel prefill stops when no block output changes by this share of its size
-    window: int | None = None  # positions of the past that a query sees besides its own; None: all
-    dropout: float = 0.0  # on what enters the blocks and on their residual branches, fresh in every unroll (paper: 0.2)
+    window: int | None = None  # positions before its own that a query sees, [t - W, t] in appendix A.4; None: all
+    dropout: float = 0.0  # on x~ and the blocks' branches (inferred), anew in every unroll (section 3.2); paper: 0.2
     rope_theta: float = 10000.0  # base of the rotary wavelengths
     rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', as '8,1,4,8192'; None: none
     norm_eps: float = 1e-5  # added to the variance in LayerNorm, to the mean square in RMSNorm
@@ -197,8 +210,8 @@ class Block(nn.Module):
     def forward(self, h, rotate, attend):
         """A layer of eq. 3. h (B, T, C) -> (B, T, C); rotate and attend as in `Attention.forward`."""
         p = self.config.dropout
-        h = h + F.dropout(self.attn(h, rotate, attend), p, self.training)
-        return h + F.dropout(self.ffn(h), p, self.training)
+        h = h + F.dropout(self.attn(h, rotate, attend), p, self.training)  # a^(i), from h^(i-1)
+        return h + F.dropout(self.ffn(h), p, self.training)  # h^(i), from a^(i)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -237,14 +250,15 @@ class LlamaBlock(nn.Module):
 
 
 class Cache(KVCache):
-    """`KVCache` and z of the last call, as the next token's correction is made from the z before it."""
+    """`KVCache` and z of the last call's tokens, as the next token's correction is made from the z before it."""
 
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype, z_dtype):
         c = config
         super().__init__(c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd, [c.window],
                          rope_theta=c.rope_theta, rope_scaling=c.rope_scaling, eos_id=c.eos_id, device=device,
                          dtype=dtype)
-        # z[:, 1 + i] belongs to hidden[:, i]; z[:, 0] to the token before the call: what a rollback of all of it leaves
+        # z[:, 0] is of the token before the last call, z[:, 1 + i] of that in hidden[:, i]: decoding can go on from
+        # any of them, also after a rollback of the whole call. At first it is 0, the paper's z_{-1}.
         self.z = torch.zeros(batch_size, max_run + 1 if c.K > 1 else 0, c.n_embd, device=device, dtype=z_dtype)
         self.n_unrolls = None  # of the last parallel prefill
 
@@ -253,7 +267,10 @@ class Cache(KVCache):
         return self.z[self.batch_idx, 1 + self.last[:, None]]
 
     def keep_z(self, place, z):
-        """Takes z (B, n, C) of a call, of a long one the tail; before `end`."""
+        """Notes z (B, n, C) of a call, and the z before it; of a call longer than max_run, of its last tokens.
+
+        Before `end`, which moves `last`.
+        """
         z = torch.cat([self.last_z(), z.to(self.z.dtype)], 1)
         tail = torch.cat([place.tail_idx[:, :1], 1 + place.tail_idx], 1)
         self.z[:, :tail.shape[1]] = z[self.batch_idx, tail]
@@ -282,7 +299,8 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.n_unrolls = c.K  # K of this training step
         self.scan_report = None  # of `choose_scan`: which form of streaming runs, and why
-        # This sets every matrix and bias: what is to start otherwise is set after it.
+        # This sets every matrix and bias: what is to start otherwise is set after it. The paper does not say how; as in
+        # model_standard.py, attention's output alone is scaled down with depth.
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 scale = (2 * c.n_layer) ** -0.5 if name.endswith(('attn.out.weight', 'attn_out.weight')) else 1.0
@@ -292,10 +310,14 @@ class Model(nn.Module):
 
     # ---- eq. 1 to 4 ----
 
+    def embed_tokens(self, idx):
+        """idx (B, n) -> e (B, n, C)."""
+        return self.embed(idx)
+
     def correct(self, z, e, is_doc_start):
         """Eq. 1: the correction (B, n, C) of tokens e (B, n, C), from z (B, n, C) of the position before each.
 
-        z counts as 0 where is_doc_start (B, n).
+        Where is_doc_start (B, n), nothing comes before: z counts as 0, the paper's z_{-1}.
         """
         z = z.masked_fill(is_doc_start.unsqueeze(-1), 0)
         if self.config.variant == 'concat':
@@ -304,9 +326,9 @@ class Model(nn.Module):
             return self.correction(z)
         return self.correction(z + e)
 
-    def embed_tokens(self, idx):
-        """idx (B, n) -> e (B, n, C)."""
-        return self.embed(idx)
+    def enter(self, e, correction):
+        """Eq. 2: x~, what enters the blocks (B, n, C). Of e, not of the last unroll's x~: corrections do not add up."""
+        return e + correction
 
     def _run_blocks(self, x, rotate, attend):
         """Eq. 3: what enters (B, n, C) -> z (B, n, C). rotate and attend as in `Attention.forward`."""
@@ -315,10 +337,6 @@ class Model(nn.Module):
             x = block(x, rotate, attend)
         return x
 
-    def enter(self, e, correction):
-        """Eq. 2: what enters the blocks (B, n, C), of tokens e and their correction (B, n, C)."""
-        return e + correction
-
     def first_unroll(self, e, rotate, attend):
         """Eq. 2 and 3 with correction^(0) = 0: z of tokens e (B, n, C). With K = 1 that is the model."""
         return self._run_blocks(self.enter(e, torch.zeros_like(e)), rotate, attend)
@@ -326,7 +344,7 @@ class Model(nn.Module):
     def step(self, e, z, is_doc_start, rotate, attend):
         """Eq. 1 to 3: z of tokens e (B, n, C), from z (B, n, C) of the position before each.
 
-        Of one position that is a step of Algorithm 1; of all positions, with z^(k-1), it is an unroll (eq. 5).
+        Of one position that is a step of Algorithm 1, of all positions an unroll (`_unroll`).
         """
         return self._run_blocks(self.enter(e, self.correct(z, e, is_doc_start)), rotate, attend)
 
@@ -338,20 +356,21 @@ class Model(nn.Module):
 
     # ---- whole sequences ----
 
-    def _prepare(self, idx):
-        """Of sequences idx (B, T): e (B, T, C), is_doc_start (B, T), rotate, attend.
-
-        Unrolls alone come here: `loop` and `KVCache` have positions and the pattern for theirs.
-        """
-        c = self.config
+    def places(self, idx):
+        """Of sequences idx (B, T): e (B, T, C), doc_start or None, is_doc_start (B, T), the rotary table (cos, sin)."""
+        c, position = self.config, torch.arange(idx.shape[1], device=idx.device)
         doc_start = document_starts(idx, c.eos_id)
-        position = torch.arange(idx.shape[1], device=idx.device)
         is_doc_start = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
-        cos, sin = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
+        rope = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
+        return self.embed_tokens(idx), doc_start, is_doc_start, rope
+
+    def _prepare(self, idx):
+        """Of sequences idx (B, T), for unrolls: e (B, T, C), is_doc_start (B, T), rotate, attend."""
+        e, doc_start, is_doc_start, rope = self.places(idx)
 
         def attend(layer, q, k, v):
-            return attention(q, k, v, doc_start, c.window)
-        return self.embed_tokens(idx), is_doc_start, lambda qk: rotate(qk, cos, sin), attend
+            return attention(q, k, v, doc_start, self.config.window)
+        return e, is_doc_start, lambda qk: rotate(qk, *rope), attend
 
     def states(self, idx):
         """z as training sees it: streamed with bptt, else after this step's unrolls. idx (B, T) -> z (B, T, C)."""
@@ -371,26 +390,32 @@ class Model(nn.Module):
             with_gradient = k >= K - (c.last_unrolls or K)
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_gradient):
                 z = unroll(e, z, z_before, is_doc_start, rotate, attend)
-        if K == 1 < c.K:  # every process must have gradients of all weights
+        if K == 1 < c.K:  # then nothing uses the correction's weights, and processes average gradients of all weights
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
 
     def _unroll(self, e, z, z_before, is_doc_start, rotate, attend):
-        """z^(k) from z^(k-1) (eq. 5), which is None for k = 1. z_before (B, 1, C): z of the position before e."""
+        """An unroll (eq. 5): z^(k) of tokens e (B, n, C), from z^(k-1), None for k = 1.
+
+        The correction of t is made from z^(k-1) of t - 1 (past-only): z moves one on, and z_before (B, 1, C), that of
+        the position before e, comes first. The paper ends unroll k with correction^(k); here unroll k + 1 begins with
+        it, so that an unroll is a `step`, and the last correction, which nothing reads, is not made.
+        """
         if z is None:
             return self.first_unroll(e, rotate, attend)
         return self.step(e, torch.cat([z_before.to(z.dtype), z[:, :-1]], 1), is_doc_start, rotate, attend)
 
     def _checkpointed_unroll(self, *args):
         """`_unroll`, computed again in the backward."""
-        # a function of its own, as a compiler sees no `checkpoint` outside of one
+        # a method, as `_unrolled_states` runs outside the compiler: here it sees `checkpoint` and the unroll as one
         return checkpoint(self._unroll, *args, use_reentrant=False)
 
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
 
-        Of the last unroll (section 3.2), which in training is the one that `begin_step` drew, or of streaming. With
-        documents on, positions whose input is eos do not count.
+        The loss is that of the last unroll alone (section 3.2): in training after the K that `begin_step` drew, in
+        evaluation after the setting's K. With bptt it is that of streaming. With documents on, positions whose input is
+        eos do not count.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -410,43 +435,40 @@ class Model(nn.Module):
     def iterates(self, idx):
         """Of sequences idx (B, T), without end: (z^(k), correction^(k)), each (B, T, C), for k = 1, 2, ..."""
         e, is_doc_start, rotate, attend = self._prepare(idx)
-        z_before = torch.zeros_like(e[:, :1])
-        for z in self._unrolls(e, z_before, is_doc_start, rotate, attend):
-            yield z, self.correct(torch.cat([z_before, z[:, :-1]], 1), e, is_doc_start)
-
-    def _unrolls(self, e, z_before, is_doc_start, rotate, attend):
-        """Yields z^(k) for k = 1, 2, ... (eq. 5). z_before (B, 1, C): z of the position before e."""
-        z = None
+        z, z_before = None, torch.zeros_like(e[:, :1])
         while True:
             z = self._unroll(e, z, z_before, is_doc_start, rotate, attend)
-            yield z
+            yield z, self.correct(torch.cat([z_before, z[:, :-1]], 1), e, is_doc_start)
 
     def _fixed_point(self, e, z_before, is_doc_start, is_token, rotate, attend):
-        """The unrolls' fixed point: z (B, n, C), and the number of unrolls. is_token (B, n): false for padding.
+        """The unrolls' fixed point (theorem 2): z (B, n, C), and how many it took. is_token (B, n): false for padding.
 
-        Ends when no z that a token after it reads changes by more than prefill_tol of its norm; or when the changes
-        are as small as rounding and shrink no more; or when all are exact (Lemma 1).
+        Ends when no z changes by more than prefill_tol of its norm; or when the changes are as small as rounding and
+        shrink no more; or after one unroll more than there are tokens, when all are exact (Lemma 1). A row's last z is
+        not looked at: it is made from the z before it one unroll ago, which move no more.
         """
         device = e.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps  # of a few layers
-        n_tokens, last, last_change = int(is_token.sum(1).max()), None, math.inf
-        for k, z in enumerate(self._unrolls(e, z_before, is_doc_start, rotate, attend), 1):
-            change = math.inf
-            if k > 1 and n_tokens > 1:
-                changes = (z - last).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
-                change = changes[:, :-1][is_token[:, 1:]].max().item()
-            at_rounding = last_change <= change < rounding
-            if k > n_tokens or change < self.config.prefill_tol or at_rounding:
-                return z, k
-            last, last_change = z, change
+        n_tokens, z, last_change = int(is_token.sum(1).max()), None, math.inf
+        for k in range(1, n_tokens + 2):
+            last, z = z, self._unroll(e, z, z_before, is_doc_start, rotate, attend)
+            if k == 1 or n_tokens == 1:
+                continue
+            changes = (z - last).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
+            change = changes[:, :-1][is_token[:, 1:]].max().item()
+            if change < self.config.prefill_tol or last_change <= change < rounding:
+                break
+            last_change = change
+        return z, k
 
     def adopt(self, tensors):
-        """Named weights of a K = 1 run, or with block = 'llama' of a model_standard run, with a new correction network
-        beside them, whose last layer is 0: the same function.
+        """Named weights of the run that this model is made from (section 5.7), and those of a new correction network.
 
-        Weights that have a correction already, or are for a model without one, come back as they are. Raises
-        ValueError for variants without a last layer of their own.
+        The source is a K = 1 run, or with block = 'llama' a model_standard run. The network's last layer is 0, so the
+        model computes what its source does. Weights that have a correction already, or are for a model without one,
+        come back as they are. Raises ValueError for a variant without a last layer of its own, and for weights of
+        model_standard's blocks where block is 'gpt'.
         """
         if self.config.block == 'gpt' and 'blocks.0.gate_up.weight' in tensors:
             raise ValueError("these are weights of model_standard's blocks: set block = 'llama'")
@@ -488,6 +510,7 @@ class Model(nn.Module):
             return None
         window = None if c.window is None else min(c.window, 5)
         scan = fast if c.block == 'gpt' else None
+        # in the check's 8 or 12 tokens the window then has an edge, and a segment an end
         self.scan_report = attn_kernels.choose_scan(self, scan, segment_len=4, window=window)
         return self.scan_report
 
@@ -504,15 +527,12 @@ class Model(nn.Module):
         segments. compiled: compiles the step, which is one graph, as its shapes do not depend on the position.
         """
         c, (B, T) = self.config, idx.shape
-        doc_start = document_starts(idx, c.eos_id)
+        e, doc_start, is_doc_start, (cos, sin) = self.places(idx)
         position = torch.arange(T, device=idx.device)
-        cos, sin = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
         n_keys = T if c.window is None else min(c.window + 1, T)  # that a query may see: its own is the last of them
         key_pos = position[:, None] + torch.arange(1 - n_keys, 1, device=idx.device)  # (T, n_keys)
-        first_key = torch.zeros_like(idx) if doc_start is None else doc_start
+        first_key = torch.zeros_like(idx) if doc_start is None else doc_start  # 0 hides slots that hold no key yet
         mask = visible(position[:, None], key_pos, first_key[..., None], c.window).squeeze(2)  # (B, T, n_keys)
-        is_doc_start = position == first_key
-        e = self.embed_tokens(idx)
         step = torch.compile(self._step_at) if compiled else self._step_at
 
         def segment(start, end, z, keys, values):
@@ -533,10 +553,10 @@ class Model(nn.Module):
         return torch.cat(segments, 1)
 
     def _step_at(self, e, z, is_doc_start, cos, sin, mask, keys, values):
-        """`step` at one position, after keys and values of those before: of each layer (B, HK, n_keys, D), newest last.
+        """`step` at one position. keys, values: of each layer (B, HK, n_keys, D), of the last positions, newest last.
 
-        mask (B, 1, n_keys): which of them the position sees, once its own are there. Returns z (B, 1, C), and keys and
-        values with its own at the end instead of the oldest.
+        The position's own come in at the end and the oldest go, so that all shapes are the same at every position: one
+        compiled graph. mask (B, 1, n_keys): which keys it sees, its own among them. Returns z (B, 1, C), keys, values.
         """
         keys, values = list(keys), list(values)
 
@@ -556,9 +576,10 @@ class Model(nn.Module):
 
     @property
     def exact_len(self):
-        """Tokens of a sequence on which the loss is that of streaming, None for all.
+        """How many tokens of a sequence have the loss of streaming; None: all.
 
-        K unrolls make K - 1 exact, one each after the first, which has no correction (Lemma 1).
+        By Lemma 1 correction^(k) is exact at the first k positions. z^(K) is made with correction^(K-1), so it is exact
+        at the first K - 1.
         """
         return None if self.config.bptt or self.config.K == 1 else self.config.K - 1
 
@@ -632,28 +653,23 @@ class Model(nn.Module):
         return torch.cat(zs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T, for the mean number of unrolls.
-
-        6 a weight used (2 forward, 4 backward), 2 in unrolls without a backward, and attention's pairs.
-        """
+        """Matmul FLOPs of training one token in sequences of T, attention's among them, mean over the unrolls drawn."""
         c = self.config
         n_keys = T if c.window is None else min(c.window + 1, T)
         keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
+        unrolls = [1] if c.bptt else c.K_choices  # streaming is one pass
+        corrections = [1] if c.bptt else [K - 1 for K in c.K_choices]  # the first unroll has none
 
         def n_weights(module):
             return sum(p.numel() for p in module.parameters() if p.dim() >= 2)
 
-        def mean(values):
-            return sum(values) / len(values)
-        K_choices = [1] if c.bptt else c.K_choices
-        with_backward = [min(K, c.last_unrolls or K) for K in K_choices]
+        def passes(counts):
+            """FLOPs of a weight, mean over the steps: 2 forward, and in the last unrolls 4 backward."""
+            return sum(2 * n + 4 * min(n, c.last_unrolls or c.K) for n in counts) / len(counts)
         blocks = n_weights(self.blocks) + 2 * c.n_layer * c.n_head * c.head_size * keys
         if c.variant == 'extra_ffn':
             blocks += n_weights(self.extra)
-        flops = 6 * self.head.weight.numel() + blocks * mean([2 * K + 4 * n for K, n in zip(K_choices, with_backward)])
-        if c.bptt:
-            flops += 6 * n_weights(self.correction)
-        elif c.K > 1:  # the first unroll has no correction
-            passes = mean([2 * (K - 1) + 4 * min(n, K - 1) for K, n in zip(K_choices, with_backward)])
-            flops += passes * n_weights(self.correction)
+        flops = 6 * self.head.weight.numel() + passes(unrolls) * blocks
+        if c.K > 1:
+            flops += passes(corrections) * n_weights(self.correction)
         return flops

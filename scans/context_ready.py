@@ -26,8 +26,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import document_starts, rope_table
-
 
 def stream(model, idx, graphs=True):
     """Algorithm 1 over whole windows, in the dtype of the weights, differentiable. idx (B, T) -> z (B, T, C).
@@ -36,9 +34,8 @@ def stream(model, idx, graphs=True):
     the next forward.
     """
     c = model.config
-    e, doc_start = model.embed_tokens(idx), document_starts(idx, c.eos_id)
+    e, doc_start, _, rope = model.places(idx)
     B, T, C = e.shape
-    rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
     dropout = None  # factors: on what enters the blocks, then on the two branches of each block
     if c.dropout and model.training:
         dropout = F.dropout(e.new_ones(1 + 2 * c.n_layer, T, B, C), c.dropout)  # by name: the check exchanges it
@@ -57,7 +54,7 @@ def _parameters(model):
 
 
 def _scan(model, inputs, params):
-    """Every operator launched by Python."""
+    """Without graphs: Python launches every operator."""
     e, cos, sin, doc_start, dropout = inputs
     return Scan.apply(model, e, doc_start, dropout, (cos, sin), *params)
 
@@ -102,6 +99,7 @@ class Scan(torch.autograd.Function):
                 x = x + y if dropout is None else torch.addcmul(x, y, dropout[1 + i, t])
             z[t] = x
         ctx.save_for_backward(*params)  # so that a change of the weights in between is an error
+        # params may stand in for the model's own (`_recorded`), by which tapes name gradients
         ctx.tapes, ctx.dropout, ctx.params = (correct, branches), dropout, _parameters(model)
         return z.transpose(0, 1)
 
@@ -135,7 +133,8 @@ class Scan(torch.autograd.Function):
 
 
 class _NormTape:
-    """LayerNorm. x (T, B, n) takes its inputs. What comes after it is a product, whose weight `back` is given."""
+    """LayerNorm before a linear layer, x (T, B, n) its inputs. `back` takes that layer's weight and the gradient of its
+    output."""
 
     def __init__(self, norm, x):
         self.norm, self.x = norm, x

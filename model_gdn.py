@@ -4,10 +4,10 @@ A Transformer whose attention is exchanged for a matrix memory of fixed size. Ea
 what its key still finds there, and writes the difference from its value: the gated delta rule. Queries, keys and values
 first pass a short causal convolution. This is the second baseline of the GPN paper (arXiv 2605.10643).
 
-Read `Model.step`, which is the memory's equation, then `Block.forward`, and `Model.loop`, which repeats the step over a
-window. They train, evaluate and decode by themselves. scans/gdn.py has the same function in matrix products over chunks
-of tokens, and `Model.choose_scan` takes it where both are shown to agree: after an edit of the equation they do not,
-and the equation runs. `extend` and `Cache` are decoding.
+Read `Model.step`, which is the memory's equation, then `Block.forward`, and `Model.loop`, which repeats the step over
+tokens. Nothing else is needed to train, evaluate and decode. scans/gdn.py computes the same function in matrix products
+over chunks of tokens; `Model.choose_scan` compares the two and takes it only where they agree: edit the equation and
+your equation runs. `extend` and `Cache` are decoding.
 
     B  batch     T  positions    C  width, n_embd    V  vocabulary rows, padded    F  feed-forward width, n_ffn
     L  layers    H  heads        K  d_k, rows of a head's memory: its keys         D  d_v, its columns: its values
@@ -140,10 +140,10 @@ class Block(nn.Module):
 
         x = self.memory_norm(h)
         q, k, v = map(heads, F.silu(convolve(self.layer, self.qkv(x), self.conv)).split(self.sizes, -1))
-        q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
+        q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)  # 1 / sqrt(K): official code
         beta = torch.sigmoid(heads(self.beta(x)).squeeze(-1))  # (B, n, H)
-        log_decay = -self.log_rate.exp() * F.softplus(heads(self.decay(x)).squeeze(-1) + self.dt_bias)
-        memory_read = self.out_norm(remember(self.layer, q, k, v, log_decay, beta))  # the norm is of each head
+        log_decay = -self.log_rate.exp() * F.softplus(heads(self.decay(x)).squeeze(-1) + self.dt_bias)  # log alpha
+        memory_read = self.out_norm(remember(self.layer, q, k, v, log_decay, beta))  # a norm of each head: official code
         gated = memory_read.flatten(2).to(x.dtype) * F.silu(self.read_gate(x))
         h = h + self.read_out(gated)
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
@@ -322,8 +322,8 @@ class Cache:
 
         a row's tokens   [ older, written to the memory | tail, the last max_run of the last call ]
 
-    The tail is kept as what `Model.step` is given of it, and the next call writes what is left of it: so `rollback`
-    only shortens the tail.
+    Of the tail it keeps q, k, v, log_decay and beta, not yet written to the memory. The next call writes what is left
+    of them: so `rollback` only shortens the tail.
     """
 
     def __init__(self, config, memory, max_tokens, max_run, dtype):

@@ -5,11 +5,11 @@ token is added), a feed-forward net and a read from one matrix memory then predi
 the next token and carried on. The memory is written once a token, by the gated delta rule: the key is the last grounded
 state, the value this one.
 
-Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over a
-window. They train, evaluate and decode by themselves. RMSNorms before each matrix, where eq. 4, 8, 9 and 11 show none,
-and biases of gates, queries, keys and decay are the official code's. scans/gpn.py has the same function in a faster
-form, and `Model.choose_scan` takes it where both are shown to agree: after an edit of an equation they do not, and the
-equations run. `extend` and `Cache` are decoding.
+Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over
+tokens. Nothing else is needed to train, evaluate and decode. scans/gpn.py computes the same function faster;
+`Model.choose_scan` compares the two and takes it only where they agree: edit an equation and your equation runs.
+RMSNorms before each matrix, where eq. 4, 8, 9 and 11 show none, and biases of gates, queries, keys and decay are the
+official code's. `extend` and `Cache` are decoding.
 
     B  batch      T  positions      C  width of the state, n_embd (d in the paper)    E  width of the embedding, d_emb
     L  layers     F  feed-forward width, n_ffn       H  memory heads                  V  vocabulary rows, padded
@@ -94,7 +94,10 @@ def l2_normalize(x):
 
 
 def read(memory, x):
-    """M^T x of each head: memory (B, H, K, D), x (B, H, K) -> (B, H, D). Autocast would make a matrix product bf16."""
+    """M^T x of each head, M x in the paper: memory (B, H, K, D), x (B, H, K) -> (B, H, D).
+
+    Autocast would make a matrix product bf16.
+    """
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
@@ -105,10 +108,10 @@ class Write(nn.Module):
         super().__init__()
         c, self.n_head = config, config.n_head
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
-        self.key = nn.Linear(c.n_embd, c.n_head * c.d_k)
-        self.value = nn.Linear(c.n_embd, c.n_head * c.d_v, bias=False)
-        self.beta = nn.Linear(c.n_embd, c.n_head, bias=False)
-        self.decay = nn.Linear(c.n_embd, c.n_head, bias=False)
+        self.key = nn.Linear(c.n_embd, c.n_head * c.d_k)  # W_k and
+        self.value = nn.Linear(c.n_embd, c.n_head * c.d_v, bias=False)  # W_v, eq. 8
+        self.beta = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_beta and
+        self.decay = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_a, eq. 9
         rate = torch.empty(c.n_head).uniform_(0, 16).clamp(min=1e-8)
         self.log_rate = nn.Parameter(rate.log())  # A in eq. 9; initial values as Gated DeltaNet
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
@@ -120,7 +123,8 @@ class Write(nn.Module):
 
     def log_decay(self, g):
         """gamma (..., H) of grounded states g (..., C), eq. 9; the bias is the official code's."""
-        return -self.log_rate.exp() * F.softplus(self.decay(self.norm(g)) + self.dt_bias)
+        a = self.decay(self.norm(g)).to(g.dtype)  # wide: a slow head's e^-0.001 would be 1 in bf16
+        return -self.log_rate.exp() * F.softplus(a + self.dt_bias)
 
     def forward(self, last, g, memory):
         """Grounded states of the last token and of this one (B, C), M (B, H, K, D) -> M of this token."""
@@ -140,14 +144,14 @@ class Layer(nn.Module):
     def __init__(self, config):
         super().__init__()
         c, self.n_head, C = config, config.n_head, config.n_embd
-        self.gate_norm, self.gate = RMSNorm(C, c.norm_eps), nn.Linear(C, C)
-        self.ffn_norm, self.gate_up = RMSNorm(C, c.norm_eps), nn.Linear(C, 2 * c.n_ffn, bias=False)
-        self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
+        self.gate_norm, self.gate = RMSNorm(C, c.norm_eps), nn.Linear(C, C)  # of Gate_p
+        self.ffn_norm, self.gate_up = RMSNorm(C, c.norm_eps), nn.Linear(C, 2 * c.n_ffn, bias=False)  # W_1^g, W_1^v and
+        self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)  # W_2, eq. 5
         if c.n_head:
-            self.read_norm, self.query = RMSNorm(C, c.norm_eps), nn.Linear(C, c.n_head * c.d_k)
-            self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)
+            self.read_norm, self.query = RMSNorm(C, c.norm_eps), nn.Linear(C, c.n_head * c.d_k)  # W_q, eq. 8
+            self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)  # W_rg and
             self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
-            self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)
+            self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
 
     def forward(self, x, memory):
         """x (B, C), the grounded state or the layer before, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
@@ -168,10 +172,11 @@ class Model(nn.Module):
         super().__init__()
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.d_emb)
-        self.embed_norm, self.fuse = RMSNorm(c.d_emb, c.norm_eps), nn.Linear(c.d_emb, c.n_embd, bias=False)
-        self.ground_norm, self.ground_gate = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)
+        self.embed_norm, self.fuse = RMSNorm(c.d_emb, c.norm_eps), nn.Linear(c.d_emb, c.n_embd, bias=False)  # W_fuse
+        self.ground_norm, self.ground_gate = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)  # W_f, eq. 4
         self.write = self.write_type(c) if c.n_head else None
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.n_layer))
+        # W_dec of eq. 6 is head.weight @ decode.weight: through the embedding's width, and tied to it (official code)
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
         self.decode = nn.Linear(c.n_embd, c.d_emb, bias=c.decoder_bias)
         self.head = nn.Linear(c.d_emb, c.vocab_size, bias=False)
@@ -188,7 +193,7 @@ class Model(nn.Module):
     # ---- the paper's equations ----
 
     def ground_input(self, idx):
-        """What each token adds to the state: W_fuse emb(x_t) in eq. 4, of the embedding's RMSNorm (official code).
+        """W_fuse RMSNorm(emb(x_t)): what each token adds to the state in eq. 4. The RMSNorm is the official code's.
 
         idx (B, n) -> u (B, n, C).
         """
@@ -214,7 +219,7 @@ class Model(nn.Module):
         return s, g, memory
 
     def head_input(self, s):
-        """Predicted states (..., C) -> what the head compares with every token's embedding (..., E); eq. 6."""
+        """W_dec RMSNorm(s) of eq. 6 up to the embedding's table, which `head` is. s (..., C) -> (..., E)."""
         return self.decode(self.norm(s))
 
     def first_state(self, batch_size, device=None):
@@ -225,28 +230,34 @@ class Model(nn.Module):
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
 
     @outside_graphs  # a compiler would unroll all T steps: it gets `step` alone
-    def loop(self, u, carry_mask=None, compiled=False):
-        """`step` over windows: u (B, T, C), carry_mask (B, T, 1) or None -> the predicted states (B, T, C).
+    def loop(self, u, carry_mask=None, active=None, state=None, compiled=False):
+        """`step` for each of n tokens, from state (s, g, M), None for that of a document's start.
 
-        For the backward only s, g and M at the start of each segment are held; its steps are taken a second time.
+        u (B, n, C); carry_mask (B, n, 1), 0 where a document starts, or None; active (B, n), where a row takes the
+        token, or None for all. Returns the predicted states (B, n, C), and s, g, M after them. For the backward only s,
+        g and M at the start of each segment are held; its steps are taken a second time.
         """
         step = torch.compile(self.step) if compiled else self.step
-        state, states = self.first_state(len(u), u.device), []
+        state, states = state or self.first_state(len(u), u.device), []
         with torch.autocast('cpu', enabled=False):  # on CPU bf16 would be slower here, and less exact
             for start in range(0, u.shape[1], self.config.segment_len):
-                part, *state = checkpoint(self._segment, step, start, u, carry_mask, *state, use_reentrant=False)
+                segment = step, start, u, carry_mask, active, *state
+                if torch.is_grad_enabled():
+                    part, *state = checkpoint(self._segment, *segment, use_reentrant=False)
+                else:
+                    part, *state = self._segment(*segment)
                 states.append(part)
-        return torch.cat(states, 1)
+        return torch.cat(states, 1), state
 
-    def _segment(self, step, start, u, carry_mask, *state):
+    def _segment(self, step, start, u, carry_mask, active, *state):
         """Steps of `loop` from `start` on, segment_len at most -> their states (B, S, C) and the last s, g, M."""
         c, states, first = self.config, [], self.first_state(len(u), u.device)
         for t in range(start, min(start + c.segment_len, u.shape[1])):
             if t > 0 and c.bptt_len and t % c.bptt_len == 0:
                 state = [x.detach() for x in state]
-            if carry_mask is not None:
-                state = start_documents(state, first, carry_mask[:, t])
-            state = step(u[:, t], *state)
+            before = state if carry_mask is None else start_documents(state, first, carry_mask[:, t])
+            new = step(u[:, t], *before)
+            state = new if active is None else choose_rows(active[:, t], new, state)
             states.append(state[0])
         return torch.stack(states, 1), *state
 
@@ -287,7 +298,7 @@ class Model(nn.Module):
             carry_mask = F.pad(idx[:, :-1] != self.config.eos_id, (1, 0), value=True).to(u.dtype).unsqueeze(-1)
         if self._uses_fast_form():
             return fast.scan_window(self, u, carry_mask)
-        return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
+        return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())[0]
 
     def cached_states(self, idx):
         """`states`, as decoding gives them, of a prompt and then of single tokens: what `choose_scan` compares besides.
@@ -297,7 +308,7 @@ class Model(nn.Module):
         cache, states = self.new_cache(*idx.shape, max_run=2), []
         for tokens in (idx[:, :5], *idx[:, 5:].split(1, 1)):
             n_new = torch.full_like(cache.lengths, tokens.shape[1])
-            states += cache.append(tokens, self.ground_input(tokens), n_new)[:2]  # of the early ones, and of the tail
+            states.append(cache.append(tokens, self.ground_input(tokens), n_new)[0])
         return torch.cat(states, 1)
 
     def final_hidden(self, idx):
@@ -347,19 +358,11 @@ class Model(nn.Module):
         decoding and the verification of a draft are this one call. Shapes are static for a given n, and
         nothing waits for the device.
         """
-        n = tokens.shape[1]
-        n_new = torch.full_like(cache.lengths, n) if lengths is None else lengths
-        early, tail, tail_start = cache.append(tokens, self.ground_input(tokens), n_new)
-        h = self.head_input(tail)
-        cache.hidden[:, :h.shape[1]] = h
-        if not all_positions:
-            return self._logits(h[cache.batch_idx[:, 0], n_new - tail_start - 1])
-        if early.shape[1]:  # [early | tail] -> positions: a row's tail starts at tail_start
-            position = torch.arange(n, device=tokens.device)
-            in_tail = early.shape[1] + position - tail_start[:, None]
-            place = torch.where(position < tail_start[:, None], position, in_tail).clamp(max=n - 1)
-            h = self.head_input(torch.cat([early, tail], 1))[cache.batch_idx, place]
-        return self._logits(h)
+        n_new = torch.full_like(cache.lengths, tokens.shape[1]) if lengths is None else lengths
+        states, tail_idx = cache.append(tokens, self.ground_input(tokens), n_new)
+        h = self.head_input(states)
+        last = cache.end(h, tail_idx)
+        return self._logits(h if all_positions else last)
 
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and the memory's products.
@@ -386,7 +389,7 @@ def choose_rows(mask, a, b):
 
 
 class LoopDecoder:
-    """Decoding by `Model.step`, from s, g, M to s, g, M. scans.gpn.Decoder is the same on folded weights."""
+    """Decoding by `Model.loop`. scans.gpn.Decoder is the same on folded weights."""
 
     def __init__(self, model, device):
         self.model, self.device = model, device
@@ -396,20 +399,16 @@ class LoopDecoder:
 
     def steps(self, state, u, carry_mask, active):
         """Next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), new state."""
-        states, first = [], self.first_state(len(u))
-        with torch.autocast('cpu', enabled=False):  # as in `Model.loop`
-            for t in range(u.shape[1]):
-                new = self.model.step(u[:, t], *start_documents(state, first, carry_mask[:, t]))
-                state = choose_rows(active[:, t], new, state)
-                states.append(state[0])
-        return torch.stack(states, 1), state
+        return self.model.loop(u, carry_mask, active, state)
 
 
 class Cache:
     """State and memory of each row, of one size for any number of tokens, and what a rollback needs.
 
-        a row's new tokens   [ early | tail, the last max_run ]      rollback(n): back to the snapshot,
-                                     ^ snapshot of the state                      and the tail's first tokens once more
+        new tokens of a row   [ early | tail: the last max_run ]
+                                      ^ snapshot of state and memory
+
+    `rollback(n)` goes back to the snapshot and takes the tail once more, without its last n tokens.
     """
 
     def __init__(self, config, decoder, batch_size, max_tokens, max_run, device, dtype):
@@ -441,10 +440,9 @@ class Cache:
         return states
 
     def append(self, tokens, u, n_new):
-        """Takes n_new (B,) of tokens (B, n), u (B, n, C).
+        """Takes n_new (B,) of tokens (B, n), u (B, n, C) -> the states after them (B, n, C), and which are of the tail.
 
-        Returns states (B, n - m, C) of the early ones, (B, m, C) of the tail, m = min(n, max_run), and where each row's
-        tail starts (B,). Beyond a row's tokens the states mean nothing.
+        These are positions (B, m), m = min(n, max_run). Beyond a row's tokens the states mean nothing.
         """
         n, m = tokens.shape[1], min(tokens.shape[1], self.max_run)
         u, position = u.to(self.tail_u.dtype), torch.arange(n, device=u.device)
@@ -462,7 +460,17 @@ class Cache:
         self.tail_u[:, :m], self.tail_carry[:, :m] = u[self.batch_idx, tail_idx], carry_mask[self.batch_idx, tail_idx]
         tail = self.advance(self.tail_u[:, :m], self.tail_carry[:, :m], position[:m] < self.tail_len[:, None])
         self.lengths += n_new
-        return early, tail, tail_start
+        if n == m:
+            return tail, tail_idx
+        # [early | tail] -> positions: a row's tail starts at tail_start
+        place = torch.where(position < tail_start[:, None], position, n - m + position - tail_start[:, None])
+        return torch.cat([early, tail], 1)[self.batch_idx, place.clamp(max=n - 1)], tail_idx
+
+    def end(self, h, tail_idx):
+        """Keeps what the head multiplies (B, n, C) of the tail (B, m); returns that of each row's last token (B, C)."""
+        tail = h if h.shape[1] == tail_idx.shape[1] else h[self.batch_idx, tail_idx]
+        self.hidden[:, :tail.shape[1]] = tail
+        return tail[self.batch_idx[:, 0], self.tail_len - 1]
 
     @torch.no_grad()
     def rollback(self, n):

@@ -63,12 +63,12 @@ def training_step(model, tokens):
 class PlainLoop(model_gpn.Model):
     """Autograd through every step: what the loop does without segments that are taken again."""
 
-    def loop(self, u, carry_mask=None, compiled=False):
+    def loop(self, u, *others, **kwargs):
         state, states = self.first_state(len(u), u.device), []
         for t in range(u.shape[1]):
             state = self.step(u[:, t], *state)
             states.append(state[0])
-        return torch.stack(states, 1)
+        return torch.stack(states, 1), state
 
 
 def with_switch(name, on, step):

@@ -365,6 +365,16 @@ def test_a_cache_is_as_large_for_any_length(form):
     assert model.new_cache(2, 10).nbytes > 2 * 2 * 8 * (c.n_embd + c.n_head * c.d_k * c.d_v)  # state and snapshot
 
 
+def test_slow_heads_forget_with_bf16_weights():
+    """A decay of e^-0.001, which bf16 would round to 1."""
+    model, _ = make()
+    write = model.float().write
+    for p, value in ((write.decay.weight, 0.0), (write.dt_bias, 0.0), (write.log_rate, math.log(1e-3 / math.log(2)))):
+        torch.nn.init.constant_(p, value)
+    decay = write.to(torch.bfloat16).log_decay(torch.randn(2, model.config.n_embd)).exp()
+    assert ((decay.double() - math.exp(-1e-3)).abs() < 1e-4).all()
+
+
 @pytest.mark.parametrize('narrow', ['autocast', 'weights'])
 def test_state_and_memory_are_in_fp32(narrow, form):
     """With bf16 weights; and under autocast, which on CPU reaches the products in C alone, where it has bf16 units."""

@@ -143,7 +143,7 @@ class Block(nn.Module):
         q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)  # 1 / sqrt(K): official code
         beta = torch.sigmoid(heads(self.beta(x)).squeeze(-1))  # (B, n, H)
         log_decay = -self.log_rate.exp() * F.softplus(heads(self.decay(x)).squeeze(-1) + self.dt_bias)  # log alpha
-        memory_read = self.out_norm(remember(self.layer, q, k, v, log_decay, beta))  # a norm of each head: official code
+        memory_read = self.out_norm(remember(self.layer, q, k, v, log_decay, beta))  # a norm a head: official code
         gated = memory_read.flatten(2).to(x.dtype) * F.silu(self.read_gate(x))
         h = h + self.read_out(gated)
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)

@@ -7,7 +7,7 @@ as one likes.
 
 One `objective` says what is trained beside the next token:
 
-    ntp      nothing: the baseline
+    ntp      nothing: the baseline, GPT in the paper's tables
     nextlat  h_{t+i} and its softmax from h_t and x_{t+1} ... x_{t+i}, by p_psi applied i times
     mtp      x_{t+1+i} from what enters the last block, by a last block of its own for each i (Gloeckle et al. 2024)
     jtp      x_{t+1+i} from h_t and x_{t+1} ... x_{t+i}, by one self-attention over these, Fetch (Ahn et al. 2025)
@@ -17,9 +17,9 @@ training, prefill and decoding share; `extend` is all of decoding.
 
     B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
     L  layers       H  heads of size D    F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
-    HK key and value heads
-    h  the final normalised vector, before the head, of a token x        n  positions of one `extend` call; of a draft
-    h^ what p_psi predicts of h
+    HK key and value heads                n  positions of one `extend` call; tokens of a draft
+    x  tokens; e their embeddings         h  what the head multiplies: the last block's output after the final norm
+    h^ what p_psi predicts of h           t  where a prediction is made; s = t + i is where it is compared
 """
 from dataclasses import dataclass
 from functools import partial
@@ -48,11 +48,11 @@ from attn_kernels import (
 class Config:
     objective: str = 'nextlat'  # ntp, nextlat, mtp or jtp
     horizon: int = 1  # d: positions ahead that are trained beside the next token
-    lambda_h: float = 1.0  # weight of the next hidden state's Smooth L1 loss in nextlat; 0: without it
-    lambda_kl: float = 1.0  # weight of the KL loss in nextlat; 0: without it
-    lambda_mtp: float = 1.0  # weight of the further tokens in mtp and jtp
+    lambda_h: float = 1.0  # lambda_next-h: weight of the Smooth L1 loss between h^ and h in nextlat; 0: without it
+    lambda_kl: float = 1.0  # lambda_KL: weight of the KL loss, or of what token_loss has in its place; 0: without it
+    lambda_mtp: float = 1.0  # lambda_MTP: weight of the further tokens in mtp and jtp
     n_dynamics: int | None = None  # width of p_psi's two hidden layers; None: 3 n_embd (paper: 6528 at 2048)
-    token_loss: str = 'kl'  # kl, or ce: p_psi's softmax learns from the token itself instead (appendix, ablations)
+    token_loss: str = 'kl'  # kl, or ce: cross-entropy of h^'s softmax with the token itself (appendix, ablations)
     stop_target: bool = True  # no gradient into the hidden state that is to be predicted; False: appendix, ablations
     stop_head: bool = True  # no gradient into the head from p_psi's softmax; False: appendix, ablations
     n_layer: int = 12  # blocks, L
@@ -153,7 +153,7 @@ class Block(nn.Module):
 class Dynamics(nn.Module):
     """p_psi: h^_{t+1} = h_t + f(LayerNorm([h_t, emb(x_{t+1})])).
 
-    f is three linear layers with GELU between them (appendix, "More details").
+    f is three linear layers with GELU between them (appendix, "More details"), here without biases.
     """
 
     def __init__(self, config):
@@ -173,8 +173,7 @@ class Dynamics(nn.Module):
 class Fetch(nn.Module):
     """JTP's head: causal self-attention over h_t, emb(x_{t+1}), ..., emb(x_{t+i}), read at the last of them.
 
-    The paper says no more than that: both norms, the sum with the embedding and the rotation are inferred. Training
-    and drafting both call `project` and `forward`.
+    The paper says no more than that: both norms, the sum with the embedding and the rotation are inferred.
     """
 
     def __init__(self, config):
@@ -187,22 +186,22 @@ class Fetch(nn.Module):
         self.out_norm = RMSNorm(C, config.norm_eps)
 
     def project(self, x, rotate):
-        """x (B, T, C) -> q, k, v (B, T, H, D), q and k rotated.
-
-        Only differences of positions matter, so any start will do.
-        """
+        """h or embeddings (B, T, C) -> q, k, v (B, T, H, D), q and k rotated: only differences of positions matter."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.n_head, -1)).unbind(2)
         return rotate(q), rotate(k), v
 
-    def forward(self, e, q, keys, values):
-        """e (B, T, C), the last elements -> what the head multiplies (B, T, C).
+    def forward(self, i, e, q, k, v, k_h, v_h):
+        """What the head multiplies to predict x_{t+1+i}, for t = 0 ... T - 1 - i: (B, T - i, C).
 
-        q (B, T, H, D): their queries; keys, values: i + 1 of (B, T, H, D), one for each element.
+        e (B, T, C) is emb(x_t); q, k, v (B, T, H, D) are `project` of e, k_h and v_h of h.
         """
-        scores = torch.stack([(q * k).sum(-1) for k in keys], -1) * q.shape[-1] ** -0.5
+        n = e.shape[1] - i
+        keys = [k_h[:, :n], *(k[:, j:j + n] for j in range(1, i + 1))]  # of h_t, x_{t+1}, ..., x_{t+i}
+        values = [v_h[:, :n], *(v[:, j:j + n] for j in range(1, i + 1))]
+        scores = torch.stack([(q[:, i:] * key).sum(-1) for key in keys], -1) * q.shape[-1] ** -0.5
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
-        mixed = sum(weight.unsqueeze(-1) * v for weight, v in zip(weights.unbind(-1), values))
-        return self.out_norm(e + self.attn_out(mixed.flatten(2)))
+        mixed = sum(weight.unsqueeze(-1) * value for weight, value in zip(weights.unbind(-1), values))
+        return self.out_norm(e[:, i:] + self.attn_out(mixed.flatten(2)))
 
 
 class Cache(KVCache):
@@ -215,15 +214,14 @@ class Cache(KVCache):
     def __init__(self, config, batch_size, max_tokens, max_run, device, dtype):
         c, D = config, config.head_size
         n_future = c.horizon if c.objective == 'mtp' and max_run > 1 else 0
-        n_fetched = c.horizon + 1 if c.objective == 'jtp' else 0
         super().__init__(c.n_layer + n_future, c.n_kv_head, D, batch_size, max_tokens, max_run, c.n_embd, [None],
                          rope_theta=c.rope_theta, rope_scaling=c.rope_scaling, eos_id=c.eos_id, device=device,
                          dtype=dtype)
         like = dict(device=device, dtype=dtype)
         self.drafted = 0  # tokens drafted since the last call
-        self.states = torch.zeros(batch_size, max_run, c.n_embd, **like)  # nextlat: h^_{t+i} of the drafted tokens
+        self.states = torch.zeros(batch_size, max_run, c.n_embd, **like)  # nextlat: h^ of the drafted tokens
+        self.tokens = torch.zeros(batch_size, max_run, device=device, dtype=torch.int64)  # jtp: the drafted tokens
         self.future = torch.zeros(batch_size, max_run, n_future, c.n_embd, **like)  # mtp: `hidden` of each further head
-        self.fetched = torch.zeros(2, n_fetched, batch_size, 1, c.n_head, D, **like)  # jtp: Fetch's keys and values
 
     def rollback(self, n):
         """Forgets the last n tokens of the last call, and all that was drafted: n an int, or (B,) int64, one a row."""
@@ -234,7 +232,7 @@ class Cache(KVCache):
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, self.checkpoints = config, config.checkpoint_blocks  # of p_psi, as of the blocks
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
@@ -273,18 +271,24 @@ class Model(nn.Module):
             h = block(h, rotate, attend)
         return self.norm(h), trunk
 
+    def _rotation(self, T, device):
+        """`rotate` of `Block.forward` for positions 0 ... T - 1."""
+        c = self.config
+        cos, sin = rope_table(torch.arange(T, device=device), c.head_size, c.rope_theta, c.rope_scaling)
+        return lambda qk: rotate(qk, cos, sin)
+
     def _prepare(self, idx):
         """Of whole windows idx (B, T): `rotate` and `attend` as in `Block.forward`, and where their documents start."""
-        c = self.config
-        doc_start = document_starts(idx, c.eos_id)
-        cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
-        return lambda qk: rotate(qk, cos, sin), lambda layer, q, k, v: attention(q, k, v, doc_start), doc_start
+        doc_start = document_starts(idx, self.config.eos_id)
+        rotate = self._rotation(idx.shape[1], idx.device)
+        return rotate, lambda layer, q, k, v: attention(q, k, v, doc_start), doc_start
 
     def state(self, idx, which='head'):
         """States of whole windows for analyses. idx (B, T) -> (B, T, C): what the head multiplies, or 'trunk'.
 
-        The trunk is what all that is trained reads: in mtp what enters the last block, which is the next token's head;
-        in the others h, in jtp before Fetch. Raises ValueError for another word.
+        'trunk' is the last state that the next token's own layers do not touch yet: in mtp what enters the last block,
+        from which all heads start; in the others h, in jtp before Fetch. The paper probes the trunk (TinyStories), and
+        takes the latent rank of 'head' (Manhattan). Raises ValueError for another word.
         """
         if which not in ('head', 'trunk'):
             raise ValueError(f"which = {which!r}: expected 'head' or 'trunk'")
@@ -303,9 +307,10 @@ class Model(nn.Module):
         'further_tokens' of mtp and jtp. Each part is the mean over i = 1 ... d of a mean over positions. In eval mode
         nextlat has 'next_hidden' and 'kl' even where they have no weight.
 
-        With documents on, positions whose input is eos do not count: what follows them is another document. What
-        position s - i predicts for position s counts if both are in one document; on a prompt (target -1 at s) only
-        its Smooth L1 does. Raises ValueError for a window that is not longer than the horizon.
+        With documents on, positions whose input is eos do not count: what follows them is another document. A
+        prediction made at s - i about position s counts where both are in one document. Where the target at s is -1, as
+        on a prompt, only its Smooth L1 counts (appendix, "More details"). Raises ValueError for a window that is not
+        longer than the horizon.
         """
         c, T = self.config, idx.shape[1]
         self._check_window(T)
@@ -313,9 +318,6 @@ class Model(nn.Module):
             targets = targets.masked_fill(idx == c.eos_id, -1)
         rotate, attend, doc_start = self._prepare(idx)
         h, trunk = self._run_blocks(idx, rotate, attend)
-        if c.objective == 'ntp':
-            nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
-            return {'loss': nll, 'nll': nll.detach()}
         # same_document[i - 1][b, s]: is position s - i in the window, and in the document of s
         # future_targets[i - 1][b, s]: the token predicted from s - i; -1 where that is in another document
         position = torch.arange(T, device=idx.device)
@@ -326,6 +328,8 @@ class Model(nn.Module):
             return self._next_latent(idx, targets, h, same_document, future_targets)
         # linear_cross_entropy makes logits in parts: all (B, T, V) would not fit
         nll = linear_cross_entropy(h.flatten(0, 1), self.loss_weight, targets.flatten())
+        if c.objective == 'ntp':
+            return {'loss': nll, 'nll': nll.detach()}
         if c.objective == 'mtp':
             predictions = self._future_heads(trunk, rotate, attend)
         else:
@@ -359,25 +363,28 @@ class Model(nn.Module):
             return torch.cat([part.flatten(0, 1) for part in parts])
         return linear_cross_entropy(all_rows(predictions), weight, all_rows(targets), row_weights=all_rows(row_weights))
 
+    @checkpointed
     def p_psi(self, h, token):
         """h (..., C) and the token (...) after it -> h^ of that token (..., C), in training and in drafting."""
         return self.dynamics(h, self.embed(token))
 
     def _next_latent(self, idx, targets, h, same_document, future_targets):
-        """The three losses of nextlat: the paper's algorithm 1. same_document (d, B, T), future_targets d of (B, T)."""
+        """L_NextLat and its parts, algorithm 1: L_next-token is 'nll', L_next-h 'next_hidden', L_KL 'kl'.
+
+        same_document (d, B, T), future_targets d of (B, T).
+        """
         c = self.config
         predicted, predictions = h, []  # predictions[i - 1][:, s] is h^_s, made from h_{s-i}
         for _ in range(c.horizon):  # h^_{t+i} = p_psi(h^_{t+i-1}, x_{t+i}), as in a draft (`_draft_hidden`)
-            if c.checkpoint_blocks and self.training:
-                predicted = checkpoint(self.p_psi, predicted[:, :-1], idx[:, 1:], use_reentrant=False)
-            else:
-                predicted = self.p_psi(predicted[:, :-1], idx[:, 1:])
-            predicted = F.pad(predicted, (0, 0, 1, 0))  # position 0 has no prediction: same_document masks it
+            predicted = self.p_psi(predicted[:, :-1], idx[:, 1:])
+            predicted = F.pad(predicted, (0, 0, 1, 0))  # positions before i have no prediction: same_document masks it
             predictions.append(predicted)
         parts = {}  # name: (lambda, loss); validation has Smooth L1 and KL whatever their weights, as the figures do
         evaluates = not self.training
         lambda_kl, lambda_ce = (c.lambda_kl, 0.0) if c.token_loss == 'kl' else (0.0, c.lambda_kl)
-        if lambda_kl or evaluates:  # KL(p(.|sg h_s) || p(.|h^_s)), as `linear_cross_entropy_kl_reference` reads
+        if lambda_kl or evaluates:
+            # L_KL is KL(p(.|sg h_s) || p(.|h^_s)), as `linear_cross_entropy_kl_reference` reads: edit it there, and the
+            # check before training finds that the fused form differs, so that the definition runs.
             counts = (same_document & (targets >= 0)).flatten(1)
             states = torch.stack([h, *predictions]).flatten(1, 2)
             nll, kl = linear_cross_entropy_kl(states, self.loss_weight, targets.flatten(), counts, c.stop_head)
@@ -407,23 +414,19 @@ class Model(nn.Module):
         return [checkpoint(prediction, i, use_reentrant=False) for i in range(1, self.config.horizon + 1)]
 
     def _future_state(self, i, trunk, rotate, attend):
-        """What further head i gives the output head in training and in drafting: trunk (B, T, C) -> (B, T, C)."""
+        """norm(further head i of the trunk), which the output head multiplies, in training and in drafting.
+
+        trunk (B, T, C) -> (B, T, C).
+        """
         return self.norm(self.future[i - 1](trunk, rotate, attend))
 
     def _fetched(self, idx, h, rotate):
-        """What Fetch(h_t, x_{t+1} ... x_{t+i}) gives the head to predict x_{t+1+i}, i = 1 ... d: each (B, T - i, C).
-
-        Its elements stand in `_draft_hidden` again, one after the other: edit both.
-        """
-        T, e = idx.shape[1], self.embed(idx)
-        _, k_h, v_h = self.fetch.project(h, rotate)
+        """What Fetch(h_t, x_{t+1} ... x_{t+i}) gives the head to predict x_{t+1+i}, i = 1 ... d: each (B, T - i, C)."""
+        e = self.embed(idx)
         q, k, v = self.fetch.project(e, rotate)
-
-        def fetched(i):
-            keys = [k_h[:, :T - i], *(k[:, j:T - i + j] for j in range(1, i + 1))]
-            values = [v_h[:, :T - i], *(v[:, j:T - i + j] for j in range(1, i + 1))]
-            return self.fetch(e[:, i:], q[:, i:], keys, values)
-        return [checkpoint(fetched, i, use_reentrant=False) for i in range(1, self.config.horizon + 1)]
+        _, k_h, v_h = self.fetch.project(h, rotate)
+        return [checkpoint(self.fetch, i, e, q, k, v, k_h, v_h, use_reentrant=False)
+                for i in range(1, self.config.horizon + 1)]
 
     def adopt(self, tensors):
         """Named weights of a model_standard run, with the parts of this objective new beside them: the same logits."""
@@ -488,31 +491,25 @@ class Model(nn.Module):
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def _draft_hidden(self, token, cache):
-        """What the head multiplies (B, C) in place of h of token (B,), which follows those in the cache and drafted."""
-        c, i, dtype = self.config, cache.drafted, self.embed.weight.dtype
+        """What the head multiplies (B, C) to draft x_{t+1+i}: what training gives it for horizon i.
+
+        t is the last token in the cache, x_{t+1} ... x_{t+i-1} are drafted, and token (B,) is x_{t+i}.
+        """
+        c, i, dtype = self.config, cache.drafted + 1, self.embed.weight.dtype
         batch_idx = cache.batch_idx[:, 0]
-        h = cache.hidden[batch_idx, cache.last].to(dtype)
         if c.objective == 'mtp':
             if not cache.future.shape[2]:
                 raise ValueError('drafting needs a cache with max_run of at least 2')
-            return cache.future[batch_idx, cache.last, i].to(dtype)
+            return cache.future[batch_idx, cache.last, i - 1].to(dtype)
+        h = cache.hidden[batch_idx, cache.last].to(dtype)  # h_t
         if c.objective == 'nextlat':
-            h = self.p_psi(h if i == 0 else cache.states[:, i - 1].to(dtype), token)
-            cache.states[:, i] = h
+            h = self.p_psi(h if i == 1 else cache.states[:, i - 2].to(dtype), token)  # h^_{t+i}
+            cache.states[:, i - 1] = h
             return h
-        if i == 0:  # jtp: h_t is Fetch's element 0, the drafted tokens are 1, 2, ...
-            cache.fetched[:, 0] = torch.stack(self._fetch_project(h, 0)[1:])
-        e = self.embed(token)
-        q, k, v = self._fetch_project(e, i + 1)
-        cache.fetched[:, i + 1] = torch.stack([k, v])
-        keys, values = cache.fetched[:, :i + 2].to(dtype)
-        return self.fetch(e.unsqueeze(1), q, keys, values).squeeze(1)
-
-    def _fetch_project(self, x, position):
-        """`Fetch.project` of one element a row, x (B, C)."""
-        c = self.config
-        cos, sin = rope_table(torch.full((1,), position, device=x.device), c.head_size, c.rope_theta, c.rope_scaling)
-        return self.fetch.project(x.unsqueeze(1), lambda qk: rotate(qk, cos, sin))
+        cache.tokens[:, i - 1] = token
+        x = torch.cat([h.unsqueeze(1), self.embed(cache.tokens[:, :i])], 1)  # jtp: as `_fetched` of a window with one t
+        q, k, v = self.fetch.project(x, self._rotation(i + 1, x.device))
+        return self.fetch(i, x, q, k, v, k, v).squeeze(1)
 
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token in windows of T: 6 a weight used (2 forward, 4 backward), and attention.

@@ -338,12 +338,15 @@ def two_stream_attention(q, k, v, windows, doc_start=None, queries='both'):
     j >= t - window; nothing before doc_start[t].
 
     k, v (B, 2, T, HK, D), stream 0 = x (input), 1 = rho (predict). q (B, 2, T, H, D), or (B, 1, T, H, D) of the one
-    stream that queries = 'input' or 'predict' names. windows: those of the x keys and of the rho keys, in positions,
-    None for all (`stream_windows`); doc_start (B, T) int64. Returns the shape of q.
+    stream that queries = 'input' or 'predict' names. Or x alone: one stream each, and queries = 'input'. windows: those
+    of the x keys and of the rho keys, in positions, None for all (`stream_windows`); doc_start (B, T) int64. Returns
+    the shape of q.
     """
     if q.shape[1] != len(STREAMS[queries]):
         raise ValueError(f"q has {q.shape[1]} streams and queries = {queries!r}: expected 2 with 'both', "
                          "1 with 'input' or 'predict'")
+    if k.shape[1] == 1:  # x alone, in layers without rho
+        return attention(q[:, 0], k[:, 0], v[:, 0], doc_start, windows[0]).unsqueeze(1)
     if REFERENCE:
         return two_stream_attention_reference(q, k, v, windows, doc_start, queries)
     if use_triton(q):
@@ -1409,9 +1412,7 @@ class KVCache:
         k_cache[batch_idx, :, slots] = k.to(k_cache.dtype)
         v_cache[batch_idx, :, slots] = v.to(v_cache.dtype)
         if place.is_prefill:  # the cache was empty: the new tokens see only each other
-            if streams == 'both':
-                return two_stream_attention(q, k, v, self.windows, place.doc_start, queries)
-            return attention(q[:, 0], k[:, 0], v[:, 0], place.doc_start, self.windows[0]).unsqueeze(1)
+            return two_stream_attention(q, k, v, self.windows, place.doc_start, queries)
         seen, mask = place.seen_by_x if streams == 'input' else place.seen_by_both
         if streams != 'input' and queries != 'both':
             mask = mask.chunk(2, 1)[STREAMS[queries][0]]

@@ -9,6 +9,9 @@ A pair of them is named (p, q) after the two tokens that it predicts, x_p and x_
     x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T         p = t and q = t + k - 2, as papers count from x_1
     prefix, f_{p-1}   hidden        suffix, b_{q+1}
 
+    h(p, q) = text_out(GELU(text_f(f_{p-1}) + text_b(b_{q+1})))                                     `_text_state`
+    loss = mean of -log softmax(head(h(p, q)))[x_p]  +  mean of -log softmax(previous_head(h(p, q)))[x_q]   `forward`
+
 k = 2 hides one token, p = q, and it is predicted from both sides. k = 1 hides none, q = p - 1: the suffix has x_p and
 the prefix has x_q. An empty prefix and an empty suffix have vectors of their own. Pairs stay within a document.
 
@@ -16,12 +19,13 @@ Read `Model.forward`, then `_pair_states`. `extend` is all of decoding: the forw
 
 The NextLat paper's 2.57B parameters at the 1.3B shape say that the encoders share no block (else 1.46B). With one table
 of embeddings, two matrices of V rows for the two tokens, and a text head of two layers with n_ffn units between them it
-is 2.569B. The last is inferred, and so are the GELU, the vectors of nothing, and how pairs are drawn.
+is 2.569B. The text head's sizes are inferred. So are its GELU, the learned vectors of an empty prefix and suffix, and
+how pairs are drawn.
 
     B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs of a window
-    f, b  the final normalised vectors of the forward and of the backward encoder
-    t_f, t_b  their shares of the text head's hidden layer, (n_text,)       n  positions of one `extend` call
+    f, b  h_{1:t} and h_{t+k:T} of the NextLat paper: the final normalised vectors of the two encoders
+    t_f, t_b  what each adds to the text head's hidden layer, (n_text,)     n  positions of one `extend` call
 """
 from dataclasses import dataclass
 
@@ -41,7 +45,7 @@ from attn_kernels import (
     rotate,
 )
 
-PAIRS_AT_ONCE = 2 ** 16  # the text head's hidden layer exists for that many pairs at a time
+PAIRS_AT_ONCE = 2 ** 16  # pairs whose hidden layer in the text head exists at a time; the backward makes it again
 
 
 @dataclass
@@ -147,8 +151,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, C)
         self.forward_encoder = Encoder(config)
         self.backward_encoder = Encoder(config)
-        self.no_prefix = nn.Parameter(torch.zeros(C))  # f of nothing
-        self.no_suffix = nn.Parameter(torch.zeros(C))  # b of nothing
+        self.no_prefix = nn.Parameter(torch.zeros(C))  # f of the empty prefix
+        self.no_suffix = nn.Parameter(torch.zeros(C))  # b of the empty suffix
         # The text head, of [f, b]: its first layer is a matrix for each of the two, so each is multiplied once a
         # position and not once a pair.
         self.text_f = nn.Linear(C, config.n_text, bias=False)
@@ -173,17 +177,17 @@ class Model(nn.Module):
         """The text head before its two output matrices. t_f, t_b (..., n_text) -> (..., C)."""
         return self.text_out(F.gelu(t_f + t_b))
 
-    def _prefix_share(self, f):
+    def _from_prefix(self, f):
         """t_f (..., n_text) of the vectors f (..., C) of prefixes."""
         return self.text_f(f)
 
-    def _suffix_share(self, b):
+    def _from_suffix(self, b):
         """t_b (..., n_text) of the vectors b (..., C) of suffixes."""
         return self.text_b(b)
 
     def _next_state(self, f):
         """f (..., C) -> what the head multiplies (..., C): the text head with the empty suffix."""
-        return self._text_state(self._prefix_share(f), self._suffix_share(self.no_suffix))
+        return self._text_state(self._from_prefix(f), self._from_suffix(self.no_suffix))
 
     def state(self, idx, which='head'):
         """States of whole windows for analyses. idx (B, T) -> (B, T, C): what the head multiplies, or 'trunk', f.
@@ -210,12 +214,8 @@ class Model(nn.Module):
         counts in pairs, though not in the nll.
         """
         c, T = self.config, idx.shape[1]
-        x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)
-        labels = torch.cat([idx[:, :1].masked_fill(targets[:, :1] < 0, -1), targets], 1)
+        x, labels, start = self._sequence(idx, targets)
         position = torch.arange(T + 1, device=idx.device)
-        start = document_starts(x, c.eos_id) if c.eos_id is not None else torch.zeros_like(x)
-        # A last target of -1 is no token: it is set apart, as a document of its own.
-        start = torch.cat([start[:, :T], start[:, T:].masked_fill(targets[:, -1:] < 0, T)], 1)
         joined = start[:, 1:] < position[1:]  # (B, T): is x_s in the document of x_{s+1}?
 
         f = self._encode(self.forward_encoder, idx, document_starts(idx, c.eos_id))
@@ -239,18 +239,31 @@ class Model(nn.Module):
         with torch.no_grad():
             if c.eos_id is not None:
                 targets = targets.masked_fill(idx == c.eos_id, -1)
+            # by the pairs' code, p = t and q = T: an edit of it that generation does not have then shows in the nll
             to_the_end = self._pair_states(f, b, joined, position[1:], torch.full_like(position[1:], T))
             nll = linear_cross_entropy(to_the_end.flatten(0, 1), self._loss_weight(self.head), targets.flatten())
         return {'loss': loss, 'nll': nll} | {name: part.detach() for name, part in parts.items()}
 
+    def _sequence(self, idx, targets):
+        """x_0 ... x_T, its labels (-1 where a token does not count), and where documents start: (B, T + 1) each.
+
+        A last target of -1 is no token: it is set apart, as a document of its own.
+        """
+        T, eos_id = idx.shape[1], self.config.eos_id
+        x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)
+        labels = torch.cat([idx[:, :1].masked_fill(targets[:, :1] < 0, -1), targets], 1)
+        start = torch.zeros_like(x) if eos_id is None else document_starts(x, eos_id)
+        start = torch.cat([start[:, :T], start[:, T:].masked_fill(targets[:, -1:] < 0, T)], 1)
+        return x, labels, start
+
     def loss_count(self, idx, targets):
         """How many pairs the loss of idx and targets (B, T) is a mean over, before a share of them is drawn.
 
-        So micro-batches weigh as their pairs. Of windows whose targets all count, as those of texts.
+        train.py weighs micro-batches by it. Exact where all targets count, as in texts: a prompt's pairs are counted,
+        too.
         """
-        x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)
-        position = torch.arange(x.shape[1], device=x.device)
-        start = torch.zeros_like(x) if self.config.eos_id is None else document_starts(x, self.config.eos_id)
+        start = self._sequence(idx, targets)[2]
+        position = torch.arange(start.shape[1], device=idx.device)
         n_pairs = (position + 1 - start).sum()  # p from the start of q's document to q
         if self.config.min_k == 1:
             n_pairs += (start[:, 1:] == start[:, :-1]).sum()  # p = q + 1
@@ -267,7 +280,7 @@ class Model(nn.Module):
 
     def _draw_pairs(self, T, device):
         """p and q (N,) of the pairs: the same for all windows. At random in training, evenly spaced in evaluation."""
-        pairs = torch.triu_indices(T + 1, T + 1, self.config.min_k - 2, device=device)
+        pairs = torch.triu_indices(T + 1, T + 1, self.config.min_k - 2, device=device)  # q = p + k - 2, and k >= min_k
         n_all, n = self._n_pairs(T)
         if n == n_all:
             return pairs
@@ -282,10 +295,10 @@ class Model(nn.Module):
         some pairs at a time: all of it would be N n_text numbers a window.
         """
         joined = joined.unsqueeze(-1)
-        t_empty = self._prefix_share(self.no_prefix).expand(len(f), 1, -1)
-        t_f = torch.cat([t_empty, torch.where(joined, self._prefix_share(f), t_empty)], 1)  # [:, p]: before x_p
-        t_empty = self._suffix_share(self.no_suffix).expand(len(f), 1, -1)
-        t_b = torch.cat([torch.where(joined, self._suffix_share(b), t_empty), t_empty], 1)  # [:, q]: after x_q
+        t_empty = self._from_prefix(self.no_prefix).expand(len(f), 1, -1)
+        t_f = torch.cat([t_empty, torch.where(joined, self._from_prefix(f), t_empty)], 1)  # [:, p]: prefix before x_p
+        t_empty = self._from_suffix(self.no_suffix).expand(len(f), 1, -1)
+        t_b = torch.cat([torch.where(joined, self._from_suffix(b), t_empty), t_empty], 1)  # [:, q]: suffix after x_q
 
         def some_states(p, q):
             return self._text_state(t_f[:, p], t_b[:, q])
@@ -328,7 +341,8 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token in windows of T: weights (2 forward, 4 backward), and attention.
 
-        A weight used for each pair counts so often. The nll is a forward alone.
+        The text head's second layer and the two output matrices run once a pair, so they count N / T times a token. The
+        nll is a forward alone.
         """
         c = self.config
 

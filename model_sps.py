@@ -6,6 +6,14 @@ A standard Transformer's vectors both predict the next token and are the memory 
 x_i is followed by a learned <predict> token rho_i at the same position. In SPS itself the stream of x is the memory and
 that of rho makes the prediction. The weights are those of model_standard.py; only who sees whom differs (`METHODS`).
 
+    x_1 rho_1  x_2 rho_2  ...  x_T rho_T, every rho_i = <predict>          eq. 3  `_run_blocks`
+    loss = mean over i of -log p(x_{i+1} | x_1, rho_1, ..., x_i, rho_i)    eq. 4  `forward`, at rho alone
+    x_i   sees x_k for k <= i, and rho_k for i - w <= k < i                eq. 5  `two_stream_visible`
+    rho_i sees x_k for k <= i, and rho_k for i - w <= k <= i
+
+Eq. 5 is that of SPS; `METHODS` has the others. To change who sees whom, edit `two_stream_visible` in attn_kernels.py:
+it trains and decodes, slower where a fast form does not follow.
+
 Read `METHODS`, `Block.forward`, then `Model._run_blocks`, shared by training, prefill and decoding. `extend` is all of
 decoding. The pattern of eq. 5 is drawn at the top of attn_kernels.py; `KVCache` there says how both streams are stored.
 
@@ -24,7 +32,6 @@ import torch.nn.functional as F
 
 from attn_kernels import (
     KVCache,
-    attention,
     checkpointed,
     document_starts,
     linear_cross_entropy,
@@ -49,8 +56,8 @@ class Config:
     method: str = 'sps'  # sps, two_x_memory, delayed_state or reverse_sps
     window: int | None = 64  # w: past positions that a query sees of the windowed stream; None: all, as 2x Memory needs
     predict_layers: int | None = None  # beyond the paper: rho in the top n layers only, x alone below; None: in all
-    predict_input: str = 'predict'  # rho_i starts as e_predict (eq. 3); beyond the paper, token: + e_x, state: + h_x
-    persistent_window: int | None = None  # for analysis (section 5): limits the persistent stream too; None: no limit
+    predict_input: str = 'predict'  # rho_i starts as <predict> (eq. 3); beyond the paper: token, state (`_run_blocks`)
+    persistent_window: int | None = None  # omega of section 5's analysis: limits the persistent stream too; None: none
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
@@ -83,8 +90,8 @@ class Config:
         for name in ('window', 'persistent_window'):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ValueError(f'{name} = {getattr(self, name)}: expected 0 or more positions, or None for all')
-        if self.method == 'two_x_memory' and self.window is not None:
-            raise ValueError(f'window = {self.window} with method = two_x_memory, where both streams persist: '
+        if self.persistent == 'both' and self.window is not None:
+            raise ValueError(f'window = {self.window} with method = {self.method}, where both streams persist: '
                              'set window = None')
         if self.predict_layers is not None and not 1 <= self.predict_layers <= self.n_layer:
             raise ValueError(f'predict_layers = {self.predict_layers}: expected 1 to n_layer = {self.n_layer}, '
@@ -119,7 +126,10 @@ class Config:
 
     @property
     def windows(self):
-        """[window of the x keys, window of the rho keys], None for all. The limits of eq. 5: of SPS [None, w]."""
+        """[window of the x keys, window of the rho keys], None for all: the limits of eq. 5, of SPS [None, w].
+
+        A query sees its own step and w past ones: in Delayed State too, where the paper counts w entries.
+        """
         return stream_windows(self.persistent, self.window, self.persistent_window)
 
     @property
@@ -139,10 +149,10 @@ class Block(nn.Module):
         self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
         self.checkpoints = config.checkpoint_blocks
         self.attn_norm = RMSNorm(C, config.norm_eps)
-        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)  # W_Q, W_K, W_V
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
-        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
+        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)  # W_O
         self.ffn_norm = RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)
@@ -162,8 +172,8 @@ class Block(nn.Module):
         if self.q_norm is not None:
             q, k = qk.split([H, HK], -2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
-        q, k = rotate(qk).split([H, HK], -2)
-        if queries != streams:  # the last layer: of the other stream it needs keys and values alone
+        q, k = rotate(qk).split([H, HK], -2)  # R_i of eq. 8
+        if queries != streams:  # the last layer: of the other stream it uses keys and values alone
             asking = slice(0, 1) if queries == 'input' else slice(1, 2)
             h, q = h[:, asking], q[:, asking]
         h = h + self.attn_out(attend(self.layer, q, k, v, streams, queries).flatten(-2))  # eq. 8, 9
@@ -175,7 +185,7 @@ class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # row n_ids is <predict>
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # E; row n_ids is <predict>
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -190,10 +200,10 @@ class Model(nn.Module):
                 nn.init.zeros_(p)
 
     def _run_blocks(self, idx, rotate, attend, streams='both'):
-        """idx (B, T) -> the final normalised vectors (B, T, C) of the output stream.
+        """idx (B, T) -> the final normalised vectors (B, T, C) of the output stream. rotate, attend as in `Block`.
 
-        With streams 'input' or 'predict' those of that stream, which alone is computed, 'predict' after the layers
-        below it. rotate and attend as in `Block.forward`.
+        With streams 'input' or 'predict' only that stream's: 'input' runs x alone through all layers; 'predict' runs x
+        alone through those below first_predict_layer and rho alone from there on, beside x's keys in the cache.
         """
         c = self.config
         x = self.embed(idx)
@@ -203,7 +213,8 @@ class Model(nn.Module):
                 rho = self.embed.weight[c.n_ids].expand_as(x)  # eq. 3: <predict> after every x_i
                 if c.predict_input != 'predict':
                     rho = rho + (x if c.predict_input == 'token' else h[:, 0])
-                h, active = torch.stack([rho] if streams == 'predict' else [h[:, 0], rho], 1), streams
+                h = torch.stack([rho] if streams == 'predict' else [h[:, 0], rho], 1)
+                active = streams
             queries = c.output_stream if active == 'both' and layer == c.n_layer - 1 else active
             h = block(h, rotate, attend, active, queries)
         return self.norm(h[:, 0])
@@ -215,8 +226,6 @@ class Model(nn.Module):
         cos, sin = rope_table(torch.arange(idx.shape[1], device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
 
         def attend(layer, q, k, v, streams, queries):
-            if streams == 'input':
-                return attention(q[:, 0], k[:, 0], v[:, 0], doc_start, c.windows[0]).unsqueeze(1)
             return two_stream_attention(q, k, v, c.windows, doc_start, queries)  # eq. 5
         return self._run_blocks(idx, lambda qk: rotate(qk, cos, sin), attend)
 
@@ -235,9 +244,11 @@ class Model(nn.Module):
 
     def adopt(self, tensors):
         """Named weights of a model_standard run; where the row of <predict> is empty, it gets a random vector."""
-        embed, n_ids = tensors['embed.weight'].clone(), self.config.n_ids
-        if not embed[n_ids].any():
-            embed[n_ids].normal_(std=embed[:n_ids].std().item())
+        embed, n_ids = tensors.get('embed.weight'), self.config.n_ids
+        if embed is None or len(embed) <= n_ids or embed[n_ids].any():
+            return tensors  # if they do not fit, loading them says so
+        embed = embed.clone()
+        embed[n_ids].normal_(std=embed[:n_ids].std().item())
         return {**tensors, 'embed.weight': embed}
 
     def logits(self, idx):
@@ -270,17 +281,18 @@ class Model(nn.Module):
         Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have
         static shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.begin`).
         """
-        c, place, n, piece = self.config, cache.begin(tokens, lengths), tokens.shape[1], cache.piece_len
+        c, n, place = self.config, tokens.shape[1], cache.begin(tokens, lengths)
         x_alone = (c.persistent, c.output_stream, c.window) == ('input', 'predict', 0)  # x reads no rho
         if x_alone and n > cache.max_run and not all_positions:
-            # the prefill of a standard Transformer, then rho for the last tokens alone
+            # The prefill of a standard Transformer, then rho for the last max_run tokens alone: `cache.hidden` keeps
+            # theirs, and nothing later reads another rho.
             self._read(tokens, cache, place, 'input')
             tail = cache.batch_idx, place.tail_idx
             h = self._read(tokens[tail], cache, place[tail], 'predict')
-        elif n <= piece or place.is_prefill:
+        elif n <= cache.piece_len or place.is_prefill:
             h = self._read(tokens, cache, place)
         else:  # the ring has no room for more at a time
-            parts = [slice(a, a + piece) for a in range(0, n, piece)]
+            parts = [slice(a, a + cache.piece_len) for a in range(0, n, cache.piece_len)]
             h = torch.cat([self._read(tokens[:, part], cache, place[:, part]) for part in parts], 1)
         last = cache.end(place, h)
         return self._logits(h if all_positions else last)

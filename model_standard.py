@@ -94,10 +94,10 @@ class Block(nn.Module):
         self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
         self.checkpoints = config.checkpoint_blocks
         self.attn_norm = RMSNorm(C, config.norm_eps)
-        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)  # W_Q, W_K, W_V
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
-        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
+        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)  # W_O
         self.ffn_norm = RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
         self.ffn_out = nn.Linear(n_ffn, C, bias=False)

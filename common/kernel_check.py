@@ -244,7 +244,7 @@ def _check_case(device, dtype, head_size, group, two_streams):
 
 
 def _attention_differences(device, dtype, head_size, group, two_streams):
-    """Of attention with documents and a window, and of its gradients; with two streams also where rho asks alone."""
+    """Of attention with documents and a window, and of its gradients; with two streams also where one asks alone."""
     x, idx, window = _check_case(device, dtype, head_size, group, two_streams)
     doc_start, (q, k, v) = K.document_starts(idx, 1), x.transpose(1, 2).split([2 * group, 2, 2], -2)
 
@@ -260,7 +260,7 @@ def _attention_differences(device, dtype, head_size, group, two_streams):
                            lambda q, k, v: K.two_stream_attention_reference(q, k, v, windows, doc_start, queries))
 
     if two_streams:
-        return two_streams_asking('both') | two_streams_asking('predict')
+        return two_streams_asking('both') | two_streams_asking('predict') | two_streams_asking('input')
     return differences(q, [window, None], 'input', lambda q, k, v: K.attention_reference(
         q[:, 0], k[:, 0], v[:, 0], doc_start, window).unsqueeze(1))
 

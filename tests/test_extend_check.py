@@ -90,16 +90,16 @@ def test_a_bias_of_the_head_is_said_to_be_no_part_of_the_loss(variant):
 @pytest.mark.parametrize('edited', ['_next_state', '_pair_states'])
 def test_an_edit_of_bsts_prefixes_in_training_or_in_generation_alone_is_said(variant, edited, monkeypatch):
     model = make(variant)
-    share, plain = model._prefix_share, getattr(model, edited)
+    share, plain = model._from_prefix, getattr(model, edited)
 
     def with_another_share(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(model, '_prefix_share', lambda f: share(f).relu())
+            patch.setattr(model, '_from_prefix', lambda f: share(f).relu())
             return plain(*args)
     monkeypatch.setattr(model, edited, with_another_share)
     assert extend_check.loss_error(model) > 0.001
     monkeypatch.setattr(model, edited, plain)
-    monkeypatch.setattr(model, '_prefix_share', lambda f: share(f).relu())
+    monkeypatch.setattr(model, '_from_prefix', lambda f: share(f).relu())
     assert extend_check.loss_error(model) < 1e-5
 
 

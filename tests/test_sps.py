@@ -251,3 +251,14 @@ def test_bad_values_are_sentences(values, sentence):
     with pytest.raises(ValueError) as error:
         model_sps.Config(**values)
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize('tensors', [{'table': torch.ones(60, 32)}, {'embed.weight': torch.zeros(60, 32)}])
+def test_weights_without_a_row_for_predict_are_left_to_the_check_that_names_them(tensors):
+    assert make(eos_id=None).adopt(tensors) is tensors
+
+
+def test_two_persistent_streams_of_another_method_refuse_a_window_too(monkeypatch):
+    monkeypatch.setitem(model_sps.METHODS, 'mine', ('both', 'input'))
+    with pytest.raises(ValueError, match='window = 64 with method = mine'):
+        model_sps.Config(**SMALL, method='mine')

@@ -41,13 +41,17 @@ x_t does not see rho_t.
 The streams stay apart in memory: a tile of queries of both reads a triangle of one stream's keys and a short band of
 the other's.
 
-A GPU runs the Triton kernels, a CPU PyTorch's operators in tiles. In the environment, ATTENTION=reference makes every
-pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on CPU.
+A GPU runs the Triton kernels, a CPU PyTorch's operators, in tiles where these skip keys. One stream without documents
+or a window is PyTorch's own causal attention, but for a CPU on which tiles are faster (`tiles_in_bf16`). In the
+environment, ATTENTION=reference makes every pattern its definition, and TRITON_INTERPRET=1 runs the kernels in Triton's
+interpreter on CPU.
 
-A new pattern is an edit of `visible` or `two_stream_visible`: before training and decoding the fast forms are compared
-with these (common/kernel_check.py), and where they differ the definition runs. They have it again, as ranges of keys:
-`attention` and `_tiles` in PyTorch; `_key_walk`, `_mask`, `_key_gradient_kernel` and `_decode_kernel` in Triton. For
-decoding, `KVCache` keeps in its ring what the windows reach, and `Place._filled` reads no more of the memory than that.
+To change the pattern, edit `visible` or `two_stream_visible`. Before training and decoding the fast forms are compared
+with these (common/kernel_check.py); where they differ, the definition runs, slower. To be fast again, the same edit
+belongs where the fast forms have the pattern as ranges of keys: in PyTorch `attention` (`plain`) and `_tiles`; in
+Triton `_key_walk` and `_mask` (forward, dq), `_key_gradient_kernel` and `_key_gradient_tile` (dk, dv), and
+`_decode_kernel`. `KVCache` holds in its ring what the windows reach, and `Place._filled` reads no more of the memory: a
+pattern that sees further needs more there.
 
 Keys and values may have fewer heads than queries have (grouped queries): with HK of them, query head h reads key head
 h // (H / HK).
@@ -84,8 +88,8 @@ refused = set()
 # Up to this T, attention in tiles keeps its probabilities for the backward: faster (bench/attention_cpu.py), but T^2
 # memory.
 DENSE_T = 1024
-# Of two forms on a CPU, in bf16: tiles, and plain products over the slots of a cache, where PyTorch's fused attention
-# would do too. common/cpu_forms.py sets these to what is faster on the machine at hand.
+# On a CPU in bf16, where PyTorch's fused attention would do too: whether attention goes in tiles, and whether a cache
+# is read by plain products. common/cpu_forms.py sets both to what is faster on the machine at hand.
 tiles_in_bf16 = products_over_slots = True
 QUERY_ROWS = 128  # of a tile on CPU, those of both streams: few enough to skip most of the upper triangle
 
@@ -149,7 +153,7 @@ def attention(q, k, v, doc_start=None, window=None):
     dense = q.dtype == torch.bfloat16 and T <= DENSE_T and (tiles_in_bf16 or not plain)
     if q.device.type == 'cpu' and (dense or not plain and T > 2 * QUERY_ROWS):  # else tiles skip nothing
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        return _tiled_attention_on_cpu(q, k, v, [window], doc_start, 'input').squeeze(1)
+        return _tiled_attention(q, k, v, [window], doc_start, 'input').squeeze(1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # PyTorch's attention wants (B, H, T, D)
     mask = None if plain else _once_a_step(_full_mask, doc_start, T, window, q.dtype, q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain).transpose(1, 2)
@@ -175,15 +179,6 @@ def _additive_mask(seen, dtype):
     """What is added to scores, for all heads the same: seen (..., n, S) -> (..., 1, n, S), 0 where seen, else -inf."""
     seen = seen.unsqueeze(-3)
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float('-inf'))
-
-
-def _tiled_attention(q, k, v, windows, doc_start, queries):
-    """Attention by dense products: tile by tile, queries with the keys that one of them sees at least.
-
-    q (B, 1 or 2, T, H, D) of the streams `queries`; k, v (B, 1 or 2, T, H, D) and a window for each of their streams.
-    """
-    return _TiledAttention.apply(q, k, v, _once_a_step(_tiles, doc_start, q.shape[2], tuple(windows), queries, q.dtype,
-                                                       q.device))
 
 
 def _tiles(doc_start, T, windows, queries, dtype, device):
@@ -218,7 +213,7 @@ def outside_graphs(function):
 
 
 def checkpointed(forward):
-    """A module's forward(self, *tensors): where self.checkpoints, training keeps its input alone and runs it again.
+    """Of a module's method: where self.checkpoints, training keeps its arguments alone, and runs it again backward.
 
     Inside the module: FSDP's hooks on its call would otherwise run under the checkpoint, which a compiler leaves out.
     """
@@ -231,8 +226,13 @@ def checkpointed(forward):
 
 
 @outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
-def _tiled_attention_on_cpu(*args):
-    return _tiled_attention(*args)
+def _tiled_attention(q, k, v, windows, doc_start, queries):
+    """Attention by dense products: tile by tile, queries with the keys that one of them sees at least.
+
+    q (B, 1 or 2, T, H, D) of the streams `queries`; k, v (B, 1 or 2, T, H, D) and a window for each of their streams.
+    """
+    return _TiledAttention.apply(q, k, v, _once_a_step(_tiles, doc_start, q.shape[2], tuple(windows), queries, q.dtype,
+                                                       q.device))
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -352,8 +352,7 @@ def two_stream_attention(q, k, v, windows, doc_start=None, queries='both'):
     if use_triton(q):
         return _kernel_attention(q, k, v, doc_start, windows, STREAMS[queries][0])
     k, v = (each_head(x, q.shape[3]) for x in (k, v))
-    tiled = _tiled_attention_on_cpu if q.device.type == 'cpu' else _tiled_attention
-    return tiled(q, k, v, windows, doc_start, queries)
+    return _tiled_attention(q, k, v, windows, doc_start, queries)
 
 
 # ---- attention in Triton: every pattern is a range of keys per query ----
@@ -876,7 +875,7 @@ def _decode_kernel(q, k, v, k_cache, v_cache, out, shares, statistics, positions
     n positions of NQ streams of queries and NK of keys, of HEADS of the GROUP query heads that read the key head.
     """
     b, h = (tl.program_id(0) // (H // HEADS)).to(tl.int64), tl.program_id(0) % (H // HEADS) * HEADS
-    key_h = h // GROUP
+    key_h = (h // GROUP).to(tl.int64)  # in a cache heads are S D apart, which times h may pass 2^31
     share, n_shares = tl.program_id(1), tl.num_programs(1)
     row = tl.arange(0, 16)
     asks, part, i = row < NQ * HEADS * n, row // (HEADS * n), row % n  # rows: streams, heads, positions
@@ -983,6 +982,7 @@ def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: t
                    cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                    doc_start: torch.Tensor | None, ring_positions: torch.Tensor | None, windows: list[int], first: int,
                    ring_stream: int, reads: str) -> torch.Tensor:
+    """`decode_attention` with its defaults filled in: what the operator runs. first: as in `attention_forward`."""
     (B, NQ, n, H, D), NK, group = q.shape, k.shape[1], q.shape[3] // k.shape[3]
     heads = max(heads for heads in range(1, group + 1) if group % heads == 0 and (heads == 1 or heads * NQ * n <= 16))
     programs = B * H // heads
@@ -1001,7 +1001,7 @@ def decode_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: t
             q, k, v, k_cache, v_cache, out, shares, statistics, positions, slots, doc_start, ring_positions, cos, sin,
             slots.stride(0), *strides, tuple(windows), H, R, D ** -0.5 * math.log2(math.e), n, group, heads, NQ, NK,
             first, ring_stream, reads != 'memory', reads != 'ring', D, half, wide, A, keys, num_warps=4,
-            num_stages=2 if q.dtype == torch.float32 else 3)
+            num_stages=2 if k_cache.dtype == torch.float32 else 3)  # a stage holds tiles of the cache
         if n_shares > 1:
             _combine_kernel[programs,](shares, statistics, out, H, n_shares, n, heads, NQ, D, wide, num_warps=4,
                                        num_stages=2)
@@ -1031,6 +1031,7 @@ def decode_attention(q, k, v, k_cache, v_cache, rope, positions, slots, doc_star
     what each ring slot holds, None without a ring; ring_stream: the stream whose keys are there; reads: 'ring',
     'memory' or 'both'. Returns (B, NQ, n, H, D).
     """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     windows = [2 ** 31 - 1 if w is None else w for w in windows]
     doc_start = None if doc_start is None else doc_start.contiguous()
     return _decode_op(q, k, v, k_cache, v_cache, *rope, positions.contiguous(), slots, doc_start, ring_positions,
@@ -1042,15 +1043,21 @@ def rms_norm(x, weight, eps):
 
     x (..., C), weight (C,). Under autocast the result already has the dtype that the product after it wants.
     """
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if 'norm' in refused:
-        return _rms_norm(x, weight, eps, dtype)[0]
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps, dtype)
-    if (x.is_cuda or KERNELS_ON_CPU) and x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps).to(dtype)  # one kernel, where the definition launches eight
+    dtype = _product_dtype(x)
+    if 'norm' not in refused:
+        if torch.is_grad_enabled():
+            return _RMSNorm.apply(x, weight, eps, dtype)
+        if (x.is_cuda or KERNELS_ON_CPU) and x.dtype == weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps).to(dtype)  # one kernel, where the definition launches eight
     return _rms_norm(x, weight, eps, dtype)[0]
+
+
+def _product_dtype(x):
+    """Of products with x: autocast's dtype where that is on. As in PyTorch's operators it leaves float64 alone."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def _rms_norm(x, weight, eps, dtype):
@@ -1147,19 +1154,19 @@ MOST_PARTS_OF_A_GRAPH = 40  # of the logits; each is 48 nodes of the compiler's 
 
 def linear_cross_entropy_reference(hidden, weight, targets, row_weights=None):
     """`linear_cross_entropy` as its definition, with all logits in memory."""
-    logits = (hidden @ weight.T).float()
+    nll = F.cross_entropy((hidden @ weight.T).float(), targets, ignore_index=-1, reduction='none')
     if row_weights is None:
-        return F.cross_entropy(logits, targets, ignore_index=-1)
-    return (row_weights * F.cross_entropy(logits, targets, ignore_index=-1, reduction='none')).sum()
+        return nll.sum() / (targets >= 0).sum().clamp(min=1)
+    return (row_weights * nll).sum()
 
 
 def linear_cross_entropy(hidden, weight, targets, max_logits=2 ** 26, row_weights=None):
     """Mean negative log-likelihood in nats of targets under softmax(hidden weight^T), without holding all logits.
 
-    hidden (N, C), weight (V, C), targets (N,) int64 with -1 for rows that do not count; at most max_logits logits exist
-    at a time, on a CPU in bf16 twice as many. Products run in the autocast dtype, the softmax in fp32. Returns a
-    scalar; 0 if no row counts. With row_weights (N,) it is the sum of row_weights times the rows' negative
-    log-likelihoods.
+    hidden (N, C), weight (V, C), targets (N,) int64 with -1 for rows that do not count. Logits are made in parts of
+    whole 256s of rows, at least 256: as many as max_logits numbers hold, on a CPU in bf16 twice as many. Products run
+    in the autocast dtype, the softmax in fp32. Returns a scalar; 0 if no row counts. With row_weights (N,) it is the
+    sum of row_weights times the rows' negative log-likelihoods.
     """
     if 'loss' in refused:
         return linear_cross_entropy_reference(hidden, weight, targets, row_weights)
@@ -1169,8 +1176,9 @@ def linear_cross_entropy(hidden, weight, targets, max_logits=2 ** 26, row_weight
 def linear_cross_entropy_kl_reference(states, weight, targets, counts, head_frozen=True):
     """`linear_cross_entropy_kl` as its definition, with all logits in memory."""
     nll = linear_cross_entropy_reference(states[0], weight, targets)
-    p = (states[0] @ weight.T).detach().log_softmax(-1)
-    q = (states[1:] @ (weight.detach() if head_frozen else weight).T).log_softmax(-1)
+    of_p, of_q = states[0] @ weight.T, states[1:] @ (weight.detach() if head_frozen else weight).T
+    wide = torch.promote_types(of_p.dtype, torch.float32)  # autocast on a CPU would leave log_softmax in bf16
+    p, q = of_p.detach().log_softmax(-1, dtype=wide), of_q.log_softmax(-1, dtype=wide)
     kl = (p.exp() * (p - q)).sum(-1) * counts
     return nll, (kl.sum(1) / counts.sum(1).clamp(min=1)).mean()
 
@@ -1189,8 +1197,7 @@ def linear_cross_entropy_kl(states, weight, targets, counts, head_frozen=True, m
 
 
 def _fused_losses(states, weight, targets, row_weights, counts, head_frozen, max_logits):
-    device = states.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    device, dtype = states.device.type, _product_dtype(states)
     if device == 'cpu' and dtype == torch.bfloat16:
         max_logits *= 2  # in the memory of fp32 ones: fewer, larger products
     chunk_rows = max(1, max_logits // (256 * weight.shape[0] * len(states))) * 256  # whole tiles of the products
@@ -1239,10 +1246,11 @@ class _FusedLosses(torch.autograd.Function):
                     else:  # the target's probability may underflow, the largest one cannot
                         nll = _log_sum_exp(part[0], p) - part[0].gather(1, index).squeeze(1)
                     loss += (nll * by_row[here]).sum()
+                    log_z = _log_sum_exp(part[0], p) if S > 1 else None  # before the gradient is written over part[0]
                     for i in range(1, S):  # KL = sum p (log p - log q), and its gradient by q's logits is q - p
                         q = torch.softmax(part[i], -1, dtype=softmax_dtype)
                         divergence = (p * (part[0].to(p.dtype) - part[i])).sum(-1)
-                        divergence += _log_sum_exp(part[i], q) - _log_sum_exp(part[0], p)
+                        divergence += _log_sum_exp(part[i], q) - log_z
                         kl += (divergence * kl_by_row[i - 1, here]).sum()
                         if with_grad:
                             part[i].copy_(q.sub_(p).mul_(kl_by_row[i - 1, here].unsqueeze(1)))
@@ -1307,9 +1315,9 @@ class KVCache:
         [ memory | spare ]            [ ring | memory | spare ]         position p:  memory  slot R + p
           0 ...                         0 .... R ...                                 ring    slot R - 1 - p % R
 
-    So what is filled is one range around R. The ring has as many slots as its window, those of the longest call that is
-    written before it is read (after its rollback, the window before it is still there), and one for padding. What lands
-    in the spare slot is never seen.
+    So what is filled is one range around R. The ring's slots are those that the window reaches; those of the longest
+    call that is written before it is read, so that after its rollback the window before it is still there; and one for
+    padding. Where that is not fewer than max_tokens, it holds all. What lands in the spare slot is never seen.
 
     n_layer layers of n_kv_head key heads of head_size; max_run: the longest call that has static shapes and can be
     rolled back; width: of the vectors in `hidden`; windows: one for each stream of keys, in positions, None for
@@ -1494,8 +1502,8 @@ class Place:
     def _key_positions(self):
         """What the slots to read hold: positions of the ring (B, r) and of the memory (m,)."""
         (ring, memory), R = self._filled, self.cache.ring_slots
-        in_memory = torch.arange(memory.start - R, memory.stop - R, device=self.positions.device)
-        return None if R == 0 else self.cache.ring_positions[:, ring], in_memory
+        in_ring = self.cache.ring_positions[:, ring] if R else None
+        return in_ring, torch.arange(memory.start - R, memory.stop - R, device=self.positions.device)
 
     @functools.cached_property
     def seen_by_x(self):
@@ -1703,24 +1711,21 @@ def _compare_once(model, with_scan, weights, idx):
             if not with_scan or 'decoding' in report:
                 return report
             report['difference'], report['where'] = compare(loop, weights)
-        if not report['difference'] <= TOLERANCE[dtype]:
-            if dtype == torch.float64 or report['difference'] == math.inf:
-                return report
-            if dtype != torch.bfloat16:
-                digits = {name: _in_float64(w) for name, w in weights.items()}
-                exact = run('loop', digits)
-                difference, where = compare(exact, digits)
-                if not difference <= TOLERANCE[torch.float64]:  # two functions, then, not one and its rounding
-                    return report | {'difference': difference, 'where': where}
-                report['rounding'] = True
-            if not report['difference'] <= AMPLIFIED[dtype] * _difference(exact, loop)[0]:
-                return report
+            if not report['difference'] <= TOLERANCE[dtype]:
+                if dtype == torch.float64 or report['difference'] == math.inf:
+                    return report
+                if dtype != torch.bfloat16:
+                    digits = {name: w.detach().double().requires_grad_(w.requires_grad) if w.is_floating_point() else w
+                              for name, w in weights.items()}
+                    exact = run('loop', digits)
+                    difference, where = compare(exact, digits)
+                    if not difference <= TOLERANCE[torch.float64]:  # two functions, then, not one and its rounding
+                        return report | {'difference': difference, 'where': where}
+                    report['rounding'] = True
+                if not report['difference'] <= AMPLIFIED[dtype] * _difference(exact, loop)[0]:
+                    return report
         exact = loop
     return report | {'scan': 'fast'}
-
-
-def _in_float64(w):
-    return w.detach().double().requires_grad_(w.requires_grad) if w.is_floating_point() else w
 
 
 def _noisy_weights_and_tokens(model, device, seed):

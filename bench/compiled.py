@@ -137,6 +137,7 @@ def short_variants():
         yield 'one stream, groups of 4', True, D, torch.bfloat16
     for D in (64, 128):
         yield 'one stream, groups of 4', True, D, torch.bfloat16, 1
+    yield 'two streams', True, 128, torch.bfloat16, 1, torch.float32
     for sizes in GPN_SIZES if scan else ():
         yield 'gpn', True, sizes, torch.bfloat16
     for sizes in GDN_SIZES if gdn else ():
@@ -162,6 +163,7 @@ def variants():
         for run in runs:
             for D, dtype in ((64, torch.bfloat16), (70, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)):
                 yield pattern, True, D, dtype, run
+    yield 'two streams', True, 128, torch.bfloat16, 1, torch.float32  # over a cache in fp32, as under autocast
     for sizes in GPN_SIZES if scan else ():
         for documents in (False, True):
             yield 'gpn', documents, sizes, torch.bfloat16
@@ -192,7 +194,8 @@ def build(variant, measure=resources):
     q, k = empty(B, NQ, T, H, D), empty(B, NK, T, H // group, D)
     doc_start = empty(B, T, dtype=torch.int64) if documents else None
     if run:
-        cache, table = empty(B, H // group, 4096, D), empty(4096, 1, D // 2, dtype=torch.float32)
+        cache = empty(B, H // group, 4096, D, dtype=(run[1:] or [dtype])[0])
+        table = empty(4096, 1, D // 2, dtype=torch.float32)
         positions = empty(B, T, dtype=torch.int64)
         slots, ring_positions = empty(B, NK, T, dtype=torch.int64), None if NK == 1 else empty(B, 81, dtype=torch.int64)
         K.decode_forward(q, k, k, cache, cache, table, table, positions, slots, doc_start, ring_positions,

@@ -277,7 +277,8 @@ def test_an_unedited_model_is_fast_and_says_nothing(values, dtype, trained, caps
     assert capsys.readouterr().err == ''
 
 
-def test_weights_that_amplify_rounding_are_no_edit(capsys):
+@pytest.mark.parametrize('autocast', [False, True])
+def test_weights_that_amplify_rounding_are_no_edit(autocast):
     """A chaotic recurrence, where fp32 is 1e-3 off by itself."""
     apart = []
     for seed in range(4):
@@ -285,7 +286,8 @@ def test_weights_that_amplify_rounding_are_no_edit(capsys):
         model = G.Model(G.Config(**SMALL | dict(n_layer=2, n_embd=64, n_head=4, d_k=16, d_v=32, n_ffn=128)))
         for p in model.parameters():
             torch.nn.init.normal_(p, std=0.2 if p.dim() == 2 else 0.7)
-        model.choose_scan()
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+            model.choose_scan()
         assert model.scan_report['scan'] == 'fast', model.scan_report
         apart.append(model.scan_report['difference'])
     assert max(apart) > 10 * attn_kernels.TOLERANCE[torch.float32]

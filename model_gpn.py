@@ -156,7 +156,8 @@ class Layer(nn.Module):
     def forward(self, x, memory):
         """x (B, C), the grounded state or the layer before, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
         ffn_gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
-        y = torch.sigmoid(self.gate(self.gate_norm(x))) * x + self.ffn_out(F.silu(ffn_gate) * up)  # Gate_p, FFN
+        gate = torch.sigmoid(self.gate(self.gate_norm(x)).to(x.dtype))  # wide, as in `Model.ground`
+        y = gate * x + self.ffn_out(F.silu(ffn_gate) * up)  # Gate_p, FFN
         if self.n_head == 0:
             return y
         x_normed = self.read_norm(x)
@@ -201,7 +202,8 @@ class Model(nn.Module):
 
     def ground(self, u, s):
         """The state predicted before, s (B, C), and what a token adds to it, u (B, C) -> g (B, C); eq. 4."""
-        return torch.sigmoid(self.ground_gate(self.ground_norm(s))) * s + u  # Gate_f
+        gate = torch.sigmoid(self.ground_gate(self.ground_norm(s)).to(s.dtype))  # wide: 0.999 would be 1 in bf16
+        return gate * s + u  # Gate_f
 
     def predict(self, last, g, memory):
         """Grounded states of the last token and of this one (B, C), M before it -> s (B, C), M; eq. 5, 7 to 11."""
@@ -265,7 +267,7 @@ class Model(nn.Module):
 
     @property
     def all_eps(self):
-        """What scans/gpn.py must add too, as no check could see it: to RMSNorm's mean squares, and to keys' lengths."""
+        """The two eps that scans/gpn.py takes from here, as no check could see others: of RMSNorms, and of keys."""
         return [self.config.norm_eps, KEY_EPS]
 
     @outside_graphs

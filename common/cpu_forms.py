@@ -33,8 +33,8 @@ KEPT = 'decoding.json'  # in a run folder
 def use_attention(name: str, device: str, dtype: torch.dtype, T: int) -> str:
     """Chooses the attention of this process where no key is skipped, and returns it: 'tiles' or 'fused'.
 
-    name: one of these, or 'auto', the faster one here for windows of T tokens. In bf16 on a CPU alone; elsewhere
-    nothing is chosen: name. UserError for another name.
+    name: one of these, or 'auto', the faster one here for windows of T tokens. It is chosen in bf16 on a CPU, for
+    windows of at most `DENSE_T` tokens; elsewhere name comes back as it is. UserError for another name.
     """
     if name not in ('auto', 'tiles', 'fused'):
         raise UserError(f"attention is {name!r}: expected 'auto', 'tiles' or 'fused'")
@@ -70,6 +70,7 @@ class Choices:
         self.known = self.of_machines.setdefault(machine, {})
         self.is_new = False
 
+    @torch.no_grad()  # as decoding runs: the plain weight's graph would be timed too
     def is_faster(self, question: str, f, g, x) -> bool:
         """`machine.is_faster`, asked once. With several processes all ask, and the first one's answer holds."""
         if question not in self.known:

@@ -136,7 +136,6 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, value)
 
 
-@torch.no_grad()
 @contextmanager
 def one_thread() -> Iterator[None]:
     """PyTorch on one thread: a process forked from one that used OpenMP's others would wait for these in vain."""

@@ -21,7 +21,7 @@ def use_matmul(name: str, device: str, dtype: torch.dtype) -> str:
     """Chooses what multiplies fp32 matrices in this process from now on, and returns it: 'blas' or 'onednn'.
 
     name: one of these, or 'auto', the faster one here. It is timed, in 10 ms, by the first of several processes, as
-    both round differently. On a GPU, or for products in another dtype, nothing is chosen: name. UserError for another
+    both round differently. On a GPU, or for products in another dtype, name comes back as it is. UserError for another
     name, or where PyTorch has no oneDNN.
     """
     global _chosen

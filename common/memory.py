@@ -65,7 +65,8 @@ def step_memory(model: torch.nn.Module, make_optimizer, dtype: torch.dtype, n_ro
 
     model: one without storage (`runs.blank_model`), which is of no use afterwards. make_optimizer(model) makes the
     optimizer; products are in dtype. on_gpu: with a GPU's attention kernels; other operators are always those of a CPU.
-    The model is as it begins, before any `begin_step`, and documents are as long as the window.
+    The model is as it begins, before any `begin_step`, and documents are as long as the window. Of an operator of our
+    own, as GPN's scan, only the results are counted, and not what it holds inside.
     """
     live = LiveBytes()
     # attention takes the way of a GPU's kernels, whose sizes can be told anywhere

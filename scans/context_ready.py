@@ -40,8 +40,8 @@ def stream(model, idx, graphs=True):
     if c.dropout and model.training:
         dropout = F.dropout(e.new_ones(1 + 2 * c.n_layer, T, B, C), c.dropout)  # by name: the check exchanges it
     params = _parameters(model)
-    # a graph reads the weights where they lay when it was recorded: none of those that functional_call lends for a
-    # call, nor of those that FSDP gathers anew for each step
+    # A graph reads the weights where they lay when it was recorded. So none is recorded for weights that
+    # functional_call lends for one call, or that FSDP gathers anew for each step.
     stay = all(isinstance(p, nn.Parameter) for p in params) and not hasattr(model, 'set_requires_gradient_sync')
     records = graphs and e.is_cuda and torch.is_grad_enabled() and stay
     scan = _recorded if records else _scan

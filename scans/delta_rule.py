@@ -33,7 +33,7 @@ def delta_step(memory, k, v, decay, beta, q, carry_mask=None):
     emptied first. Returns what q reads (B, H, D).
     """
     if use_triton(memory):
-        read = torch.empty(v.shape, device=v.device, dtype=v.dtype)
+        read = v.new_empty(v.shape)
         _delta_steps_in_triton(memory, memory, k, v, decay, beta, q, read, carry_mask, 1)
         return read
     if carry_mask is not None:
@@ -168,7 +168,7 @@ def _delta_backward_in_triton(grad, memory, k, v, decay, beta, q, grad_read, car
     B, H, K, D = memory.shape
     tiles = triton.cdiv(D, DELTA_COLUMNS)
     shares, scalars = memory.new_empty(tiles, 2, B, H, K), memory.new_empty(tiles, 2, B, H)
-    grad_v = torch.empty(v.shape, device=v.device, dtype=v.dtype)
+    grad_v = v.new_empty(v.shape)
     tensors = (x if x is None else x.contiguous() for x in (k, v, decay, beta, q, grad_read, carry_mask))
     with torch.cuda.device_of(memory):
         _delta_backward_kernel[B * H, tiles](grad, memory, *tensors, shares, grad_v, scalars, B * H, H, D, K,

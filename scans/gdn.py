@@ -45,7 +45,7 @@ def _scan_chunks(memory, q, k, v, log_decay, beta, starts, active, chunk_len):
 
     if active is not None:  # no decay and no write
         log_decay, beta = (x.masked_fill(~active.unsqueeze(-1), 0) for x in (log_decay, beta))
-    # The sum before its axes move, so that its gradient is contiguous: a compiler takes softplus' to be (PyTorch 2.13).
+    # cumsum before the axes move: its gradient is then contiguous, as PyTorch 2.13's compiler takes softplus' to be
     log_g = cut(log_decay).cumsum(2).movedim(1, 0).movedim(3, 2)
     q, k, v, beta = map(chunks, (q, k, v, beta.unsqueeze(-1)))
     is_seen, from_memory = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(), log_g.exp().unsqueeze(-1)  # g_t
@@ -96,8 +96,7 @@ def walk(memory: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: tor
 
 
 def _empty_results(memory, add):
-    written, last = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (add, memory))
-    return memory.new_empty(len(add), *memory.shape), written, last
+    return memory.new_empty(len(add), *memory.shape), add.new_empty(add.shape), memory.new_empty(memory.shape)
 
 
 @walk.register_fake

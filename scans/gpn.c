@@ -15,7 +15,7 @@
 
 #ifdef DOUBLE
 typedef double real;
-typedef long integer;
+typedef long long integer;
 enum { LARGEST = 708, TERMS = 13, BIAS = 1023, MANTISSA = 52 };
 #else
 typedef float real;
@@ -47,9 +47,10 @@ enum { PAIR = 2 };
 typedef real factor;
 enum { PAIR = 1 };
 #endif
-typedef struct { long S, B, C, F, H, K, D, L; real state_eps, read_eps, key_eps; } sizes;
+typedef struct { long S, B, C, F, H, K, D, L, threads; real state_eps, read_eps, key_eps; } sizes;
 
-/* EACH: where two arrays may be one, only equal places meet. SHARED: by all threads, which then wait for each other. */
+/* EACH: no iteration needs another: where two pointers are to one array, iteration i touches only its place i.
+   SHARED: by all threads, which then wait for each other. */
 #define EACH(i, n) _Pragma("GCC ivdep") for (long i = 0; i < (n); i++)
 #define SHARED(i, n) _Pragma("omp for") for (long i = 0; i < (n); i++)
 #define INLINE static inline __attribute__((always_inline))
@@ -80,7 +81,7 @@ INLINE void tile(const int R, const factor *x, const factor *w, const real *bias
         EACH(j, columns) y[r * n + j] = ((real *)sum[r])[j] + (bias ? bias[j] : 0);
 }
 
-/* room for B (c + 1) factors */
+/* room: B (c + 1) factors, where -DBF16 puts the rounded x */
 static void product(const real *x, const real *weight, const real *bias, real *y, long B, long c, long n,
                     factor *room) {
     const factor *rows = (const factor *)x, *w = (const factor *)weight;
@@ -202,10 +203,10 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
            const char *active, real *const *saved) {
     const long B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L, Y = F + H * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    real *scratch = malloc(sizeof(real) * B * (4 * C + 2 * Y + 1));
-    real *ground = scratch, *normed = ground + B * C, *sum = normed + B * C, *y = sum + B * C;
+    real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * Y + 1));
+    real *ground = scratch, *normed = ground + B * C, *y = normed + B * C;
     factor *room = (factor *)(y + B * Y);
-#pragma omp parallel if (B * C * width(n, 0) > WORTH_THREADS)
+#pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > WORTH_THREADS)
     for (long t = 0; t < n->S; t++) {
         const real *x = ground;
         real *z0 = saved[L] + t * B * C;
@@ -249,9 +250,9 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                 EACH(i, F) out[i] = silu[i] * sigmoid(silu[i]) * up[i];
                 EACH(i, H * D) out[F + i] *= silu[F + i] * sigmoid(silu[F + i]);
             }
-            product(y, w[4 + 3 * l], 0, sum, B, Y, C, room);
+            product(y, w[4 + 3 * l], 0, next, B, Y, C, room);
             SHARED(b, B) {
-                EACH(i, C) next[b * C + i] = sum[b * C + i] + sigmoid(z[b * W + i]) * x[b * C + i];  /* eq. 7, 11 */
+                EACH(i, C) next[b * C + i] += sigmoid(z[b * W + i]) * x[b * C + i];  /* eq. 7, 11 */
                 l2_normalize(next + b * C, normed + b * C, C, n->state_eps);
                 if (l == L - 1 && (!active || active[t * B + b]))
                     EACH(i, C) s[b * C + i] = next[b * C + i];
@@ -275,12 +276,11 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
     const long S = n->S, B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L;
     const long Y = F + H * D, M = B * H * K * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * width(n, 0) + Y + H * D + 2 + S * H * K));
-    real *state = scratch, *ground = state + B * C, *back = ground + B * C, *cut = back + B * C;
-    real *dy = cut + B * width(n, 0), *dread = dy + B * Y, *inverse = dread + B * H * D;
-    real *keys = inverse + B;  /* that each step writes under */
+    real *scratch = malloc(sizeof(real) * B * (2 * C + 2 * width(n, 0) + Y + 2 + S * H * K));
+    real *state = scratch, *ground = state + B * C, *cut = ground + B * C, *dy = cut + B * width(n, 0);
+    real *inverse = dy + B * Y, *keys = inverse + B;  /* keys: that each step writes under */
     factor *room = (factor *)(keys + S * B * H * K);
-#pragma omp parallel if (B * C * width(n, 0) > WORTH_THREADS)
+#pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > WORTH_THREADS)
     {
         SHARED(j, B * H)
             for (long t = 0; t < S; t++) {
@@ -319,17 +319,17 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 product(d, w[4 + 3 * l], 0, dy, B, C, Y, room);
                 SHARED(b, B) {
                     const long silu = b * W + W - F - Y, up = silu + Y;
-                    real other[Y], dother[Y];
+                    real other[Y], *dother = dy + b * Y;  /* in the place of dy */
                     const real length = l2_normalize(memory_read + b * H * D, other + F, H * D, n->read_eps);
                     EACH(i, F) other[i] = z[up + i];
                     EACH(i, Y) {
-                        const real gate = sigmoid(z[silu + i]), gated = z[silu + i] * gate;
+                        const real gate = sigmoid(z[silu + i]), gated = z[silu + i] * gate, g = dother[i];
                         y[b * Y + i] = gated * other[i];
-                        dz[silu + i] = dy[b * Y + i] * other[i] * gate * (1 + z[silu + i] - gated);
-                        dother[i] = dy[b * Y + i] * gated;
+                        dz[silu + i] = g * other[i] * gate * (1 + z[silu + i] - gated);
+                        dother[i] = g * gated;
                     }
                     EACH(i, F) dz[up + i] = dother[i];
-                    l2_normalize_backward(dother + F, other + F, length, dread + b * H * D, H * D);
+                    l2_normalize_backward(dother + F, other + F, length, dother + F, H * D);  /* of what was read */
                     EACH(i, C) {
                         real gate = sigmoid(z[b * W + i]);
                         dz[b * W + i] = d[b * C + i] * x[b * C + i] * gate * (1 - gate);
@@ -341,7 +341,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                     const long write_gate = b * W + values(n) + H * D + h, decay_gate = write_gate + H;
                     real *g = dm + j * K * D, normalized_key[K], dkey[K];
                     real length = key(z + query, normalized_key, K, n->key_eps);
-                    read_backward(g, memories + t * M + j * K * D, normalized_key, dread + j * D, dkey, K, D);
+                    read_backward(g, memories + t * M + j * K * D, normalized_key, dy + b * Y + F + h * D, dkey, K, D);
                     key_backward(dkey, normalized_key, length, dz + query, K);
                     if (l == 0) {
                         const real on = carries_on(carry_mask, t * B + b);
@@ -362,9 +362,9 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                         EACH(i, W) cut[b * W + i] = dz[b * W + i];
                         EACH(i, H * K) cut[b * W + C + H * K + i] = 0;
                     }
-                product(ends ? cut : dz, w[2 + 3 * l], 0, back, B, W, C, room);
+                product(ends ? cut : dz, w[2 + 3 * l], 0, dx, B, W, C, room);
                 SHARED(b, B) {
-                    l2_normalize_backward(back + b * C, normed + b * C, inverse[b], dx + b * C, C);
+                    l2_normalize_backward(dx + b * C, normed + b * C, inverse[b], dx + b * C, C);
                     EACH(i, C) dx[b * C + i] += d[b * C + i] * sigmoid(z[b * W + i]);
                 }
             }
@@ -373,12 +373,12 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 const real gate = sigmoid(z0[at]);
                 dz0[at] = dground[at] * state[at] * gate * (1 - gate);
             }
-            product(dz0, w[0], 0, back, B, C, C, room);
+            product(dz0, w[0], 0, ds, B, C, C, room);  /* ds of this step was read at its start */
             SHARED(b, B) {
                 const long row = b * C;
                 const real on = carries_on(carry_mask, t * B + b);
                 const real length = l2_normalize(state + row, n0 + row, C, n->state_eps);
-                l2_normalize_backward(back + row, n0 + row, length, ds + row, C);
+                l2_normalize_backward(ds + row, n0 + row, length, ds + row, C);
                 EACH(i, C) ds[row + i] = on * (ds[row + i] + dground[row + i] * sigmoid(z0[row + i]));
             }
         }

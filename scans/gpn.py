@@ -23,6 +23,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -451,18 +452,18 @@ KEPT = Path(__file__).with_name('__pycache__')  # for built libraries: who can w
 @functools.cache
 def _build(dtype):
     """gpn.c for this machine and dtype; None where that fails, as without a C compiler."""
-    compiler = shutil.which(os.environ.get('CC', 'cc'))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get('CC', 'cc'))
+    if not compiler or shutil.which(compiler[0]) is None:
         return None
-    command = [compiler, '-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros', '-fno-trapping-math',
+    command = [*compiler, '-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros', '-fno-trapping-math',
                '-fassociative-math', '-shared', '-fPIC']
     command += {torch.float64: ['-DDOUBLE'], torch.bfloat16: ['-DBF16']}.get(dtype, [])
     source = Path(__file__).with_name('gpn.c')
-    library = _library([*command, '-fopenmp'], source) or _library(command, source)  # gcc's threads are PyTorch's
+    library = _library([*command, '-fopenmp'], source) or _library(command, source)  # OpenMP where there is one
     if library is None:
         return None
     real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
-    fields = [(name, ctypes.c_long) for name in 'SBCFHKDL']
+    fields = [(name, ctypes.c_long) for name in (*'SBCFHKDL', 'threads')]
     fields += [(name, real) for name in ('state_eps', 'read_eps', 'key_eps')]
     library.sizes = type('sizes', (ctypes.Structure,), {'_fields_': fields})
     return library
@@ -516,11 +517,13 @@ class StepsInC:
     def __init__(self, products, rate, first_key, sizes, eps, dtype):
         """products: as in `Weights` (the backward has no biases), to be multiplied in dtype.
 
-        eps: added to the lengths of state, read and key.
+        eps: of state, read and key, whose lengths are sqrt(|x|^2 + eps^2).
         """
-        self.library, self.sizes, self.dtype = _build(dtype), sizes, rate.dtype
-        self.numbers = self.library.sizes(0, 0, *sizes, *eps)
-        panels = [w if w is None else w.to(rate.dtype) if w.dim() == 1 else self._panels(w.to(dtype)) for w in products]
+        self.library, self.sizes = _build(dtype), sizes
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32  # C's `real`
+        self.numbers = self.library.sizes(0, 0, *sizes, 0, *eps)
+        panels = [w if w is None else w.to(rate.dtype).contiguous() if w.dim() == 1 else self._panels(w.to(dtype))
+                  for w in products]
         self.weights = [*panels, rate, first_key]  # held: C has only their addresses
         self.pointers = self._pointers(self.weights)
 
@@ -542,7 +545,7 @@ class StepsInC:
 
     def _call(self, function, u, *arguments):
         assert u.dtype == self.dtype, f'{u.dtype} with weights of {self.dtype}'
-        self.numbers.S, self.numbers.B = u.shape[:2]
+        self.numbers.S, self.numbers.B, self.numbers.threads = *u.shape[:2], torch.get_num_threads()
         function(ctypes.byref(self.numbers), self.pointers, *map(self._convert, arguments))
 
     def steps(self, s, k, memory, u, carry_mask=None, active=None):
@@ -639,10 +642,10 @@ def segment_backward(w, is_cut, u, carry_mask, s, k, memory, grad, ds, dk, dm, *
 
     s (S, B, C), the predicted states that the steps start from; k (B, H, K), memory: before the first; grad (S, B, C),
     of the predicted states; ds, dk, dm: of the last state, of the next key and of the memory, from what comes after;
-    is_cut: that is another piece of truncated BPTT, and dk then reaches the weights only; saved: what `steps` gave, (S,
-    B, ...) each, the states of all layers but the last, then the products. Returns the gradient of u (S, B, C), the new
-    ds, dk, dm, those of the rates and of the first key, and for each weight of a product a pair: its gradient is the
-    product of the two over all steps.
+    is_cut: what comes after is another piece of truncated BPTT, and dk goes to the key's weights alone; saved: what
+    `steps` gave, (S, B, ...) each, the states of all layers but the last, then the products. Returns the gradient of u
+    (S, B, C), the new ds, dk, dm, those of the rates and of the first key, and for each weight of a product a pair: its
+    gradient is the product of the two over all steps.
     """
     if w.in_c:
         return w.in_c.backward(is_cut, u, carry_mask, s, k, memory, grad, ds, dk, dm, *saved)
@@ -922,7 +925,7 @@ def scan(u, carry_mask, folded, sizes, eps, dtype, segment_len, bptt_len):
 def scan_window(model, u, carry_mask=None):
     """`Model.loop` of a GPN: u (B, T, C) in fp32 at least, carry_mask (B, T, 1) or None -> states (B, T, C)."""
     c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which autocast leaves alone
         of_autocast = torch.get_autocast_dtype(kind)
         if u.is_cuda or StepsInC.serves(u.device, of_autocast):
             dtype = of_autocast
@@ -958,8 +961,9 @@ class Decoder:
         The memory of `state` is written in place.
         """
         states = []
-        for a in range(0, u.shape[1], self.segment_len):  # a part's products are held at once
-            part = [x[:, a:a + self.segment_len].transpose(0, 1) for x in (u, carry_mask, active.unsqueeze(-1))]
-            *state, outputs = steps(self.weights, *state, *part)
-            states.append(outputs[self.sizes.n_layer - 1].transpose(0, 1))
+        with torch.autocast('cuda' if u.is_cuda else 'cpu', enabled=False):  # else it would read the memory in bf16
+            for a in range(0, u.shape[1], self.segment_len):  # a part's products are held at once
+                part = [x[:, a:a + self.segment_len].transpose(0, 1) for x in (u, carry_mask, active.unsqueeze(-1))]
+                *state, outputs = steps(self.weights, *state, *part)
+                states.append(outputs[self.sizes.n_layer - 1].transpose(0, 1))
         return torch.cat(states, 1), state

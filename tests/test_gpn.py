@@ -375,6 +375,21 @@ def test_slow_heads_forget_with_bf16_weights():
     assert ((decay.double() - math.exp(-1e-3)).abs() < 1e-4).all()
 
 
+def test_gates_near_1_let_a_state_fade_with_bf16_weights():
+    """Gates of 0.999, which bf16 would round to 1."""
+    model, _ = make()
+    layer = model.float().layers[0]
+    for linear in (model.ground_gate, layer.gate):
+        torch.nn.init.zeros_(linear.weight)
+        torch.nn.init.constant_(linear.bias, 6.9)
+    for linear in (layer.ffn_out, layer.read_out):
+        torch.nn.init.zeros_(linear.weight)
+    model = model.to(torch.bfloat16)
+    s, _, memory = model.first_state(2)
+    for faded in (model.ground(torch.zeros_like(s), s + 1), layer(s + 1, memory)):
+        assert ((faded.double() - 0.999).abs() < 1e-4).all()
+
+
 @pytest.mark.parametrize('narrow', ['autocast', 'weights'])
 def test_state_and_memory_are_in_fp32(narrow, form):
     """With bf16 weights; and under autocast, which on CPU reaches the products in C alone, where it has bf16 units."""

@@ -598,6 +598,25 @@ def test_a_model_in_bf16_decodes_in_c(monkeypatch):
         assert 0 < (got - exact).norm() < 0.03 * exact.norm()
 
 
+@torch.no_grad()
+def test_autocast_does_not_reach_the_steps_of_decoding(steps_form):
+    """As train.py decodes a sample: the memory is read and written in fp32."""
+    model, idx = make(n_layer=2)
+    decoder, results = scan.Decoder(model.float(), torch.device('cpu')), []
+    u, everywhere = model.ground_input(idx).float(), torch.ones(*idx.shape, 1)
+    for enabled in (False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            results.append(decoder.steps(decoder.first_state(len(idx)), u, everywhere, everywhere[..., 0] > 0)[0])
+    assert torch.equal(*results)
+
+
+def test_a_float64_model_is_left_alone_by_autocast(steps_form):
+    model, idx = make(n_layer=2, scan='fast')
+    with torch.autocast('cpu', torch.bfloat16):
+        states = model.states(idx)
+    torch.testing.assert_close(states, model.states(idx))
+
+
 def test_memory_is_not_held_at_every_step():
     """What the scan holds for the backward, in bytes, is the formula in scans/gpn.py."""
     T, B, c = 64, 2, G.Config(**SMALL | dict(segment_len=8))

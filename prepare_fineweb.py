@@ -76,6 +76,7 @@ from data.tokenizers import Tokenizer, load_tokenizer
 
 OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
 MAX_TOKENS, MAX_SHARD_TOKENS = 10 ** 15, 10 ** 10  # a shard is in memory before it is written
+FINISHED = ('meta.json', 'part.json')  # of a data folder and of a part: written last
 AHEAD = 100  # batches read ahead, so that workers are busy while a shard is written
 
 
@@ -153,9 +154,10 @@ def encoded(pool: ProcessPoolExecutor, source_batches: Iterator[tuple]) -> Itera
 
 def check_folder(folder: Path) -> None:
     """Raises UserError unless the folder is new, empty, or begun by a start of this script that did not finish."""
-    for name in ('meta.json', 'part.json'):
+    for name in FINISHED:
         if (folder / name).exists():
-            raise UserError(f'{folder} is complete (it has a {name}): remove it first, or write to another --out_dir')
+            raise UserError(f'{folder} is complete (it has a {name}) and can be used as it is: to prepare other data, '
+                            'remove it or give another --out_dir')
     if folder.exists() and not folder.is_dir():
         raise UserError(f'{folder} is a file: give --out_dir a folder')
     files = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -218,7 +220,8 @@ def load_progress(folder: Path, arguments: dict, tokenizer: Tokenizer, shard_tok
         if begun_with != value:
             if name.endswith('_checksum'):
                 raise UserError(f'the {name.removesuffix("_checksum")} has changed since {folder} was begun (names, '
-                                'sizes, times or revision of its files): use it as it was, or another --out_dir')
+                                'sizes, times or revision of its files, or the version of the library datasets): use '
+                                'it as it was, or another --out_dir')
             raise UserError(f'{folder} was begun with {name} = {begun_with!r}, now it is {value!r}: use that, or '
                             'another --out_dir')
     shards = [record for split in saved['splits'].values() for record in split['shards']]
@@ -326,14 +329,16 @@ def print_summary(folder: Path, splits: dict) -> None:
 def removed_on_failure(folder: Path, is_new: bool) -> Iterator[None]:
     """Where a start fails before its first whole shard, it leaves nothing: what the script writes is removed again.
 
-    Raises UserError as `check_folder`, as the folder may have been finished before it was locked.
+    A folder that is whole stays, whatever fails after. Raises UserError as `check_folder`, as the folder may have been
+    finished before it was locked.
     """
     check_folder(folder)
     try:
         yield
     except BaseException:
-        is_begun = (folder / 'progress.json').exists()
-        if not is_begun or not read_progress(folder)['position']['documents']:
+        is_whole = any((folder / name).exists() for name in FINISHED)
+        is_begun = (folder / 'progress.json').exists() and read_progress(folder)['position']['documents']
+        if not is_whole and not is_begun:
             for pattern in (*TOKENIZER_FILES, 'train_[0-9]*', 'val_[0-9]*', '.pending_*', '.*.writing',
                             'progress.json', '.lock'):
                 for path in folder.glob(pattern):

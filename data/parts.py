@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 
 from common.files import UserError, checked_json, read_json, sha256, sync_folder, write_json
-from data.shards import TOKENIZER_FILES, ShardWriter, check_meta, check_not_empty, expect
+from data.shards import ShardWriter, check_meta, check_not_empty, expect, keep_tokenizer, read_checksums
 
 
 def part_numbers(part: str) -> tuple[int, int]:
@@ -62,8 +62,9 @@ def check_part(part: dict) -> None:
 def merge_parts(folders: list[str], out_dir: str, built: Path) -> tuple[Path, dict]:
     """Makes the data folder of all parts of a source: (its path, its splits). All or nothing.
 
-    out_dir '': in `built`, where that source's data would be. Raises UserError if parts are missing, twice or damaged,
-    if their settings differ, if the folder exists, or if it is on another file system than the parts.
+    out_dir '': in `built`, under the name of the first part's folder without _part_1_of_9 or the like. Raises UserError
+    if parts are missing, twice or damaged, if their settings differ, if the folder exists, or if it is on another file
+    system than the parts.
     """
     if not folders:
         raise UserError('--merge needs the folders of all parts of a source: --merge A B C --out_dir=DATA')
@@ -80,12 +81,8 @@ def merge_parts(folders: list[str], out_dir: str, built: Path) -> tuple[Path, di
             link_shards(source, part, temporary, splits)
             print(f'part {i} of {len(parts)} is checked: {source}', flush=True)
         check_not_empty(folder, splits)
-        for name in TOKENIZER_FILES:
-            if (first / name).is_dir():
-                shutil.copytree(first / name, temporary / name)
-            elif (first / name).exists():
-                shutil.copyfile(first / name, temporary / name)
         meta = {name: value for name, value in parts[first].items() if name != 'arguments'}
+        keep_tokenizer(temporary, str(first / meta['tokenizer']))  # nothing where it is a name, as byte
         write_json(temporary / 'meta.json', checked_json({**meta, 'splits': splits}))
         os.replace(temporary, folder)
         sync_folder(folder.parent)
@@ -137,9 +134,12 @@ def link_shards(source: Path, part: dict, folder: Path, splits: dict) -> None:
             if not path.is_file() or sha256(path) != record['sha256']:
                 raise UserError(f'{path} is missing, or does not match its checksum in part.json: copy or prepare '
                                 f'part {part["arguments"]["part"]} again')
+            checksums = path.with_suffix('.crc32')
+            if read_checksums(checksums, path.stat().st_size) is None:
+                raise UserError(f'{checksums} is missing: copy or prepare part {part["arguments"]["part"]} again')
             name = f'{split}_{len(whole["shards"]):05d}.bin'
             link(path, folder / name)
-            link(path.with_suffix('.crc32'), (folder / name).with_suffix('.crc32'))
+            link(checksums, (folder / name).with_suffix('.crc32'))
             whole['shards'].append({**record, 'file': name})
 
 

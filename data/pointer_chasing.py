@@ -21,10 +21,6 @@ Appendix B's text asks for "every key at every level defined so far" after each 
 table's keys alone. Rows are as the example: of the text's longer queries the last would be too far from their table,
 for the paper's window of 38.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import string
 import sys
 from dataclasses import dataclass

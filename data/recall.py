@@ -10,9 +10,9 @@ value follows, and no other position counts:
        the pair at p            the query at p + distance, whose target is v2
 
 The distance is that from the key in its pair to the key in its query, and so from the value that is read to the value
-that is predicted. Every row asks at each of the distances, and each pair is asked at one: pair i at the i-th of them,
-beginning again after the last. Keys of a row are all different, values and fillers are drawn freely, and the places are
-random. So accuracy by distance says how far back a model finds what it has read once.
+that is predicted. Every row asks at each of the distances, and each pair is asked at one: they are dealt out in turn,
+so that none has over one pair more than another. Keys of a row are all different, values and fillers are drawn freely,
+and the places are random. So accuracy by distance says how far back a model finds what it has read once.
 
 A few distances can also be learned by themselves: to look back by just so many tokens is no recall. Rows of other
 distances show which it is, python eval.py RUN --val --data=recall:distances=12-24-48.

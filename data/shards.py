@@ -133,9 +133,10 @@ def keep_tokenizer(folder, name: str) -> str:
     A name that is no path stays as it is.
     """
     path, folder = Path(name), Path(folder)
-    if name in ('gpt2', 'byte') or not path.exists():
+    is_gpt2 = (path / 'encoder.json').is_file()  # another folder is none: ./a5 may be a run, a5 is a task's symbols
+    if name in ('gpt2', 'byte') or not (is_gpt2 or path.is_file()):
         return name
-    if path.is_dir():
+    if is_gpt2:
         own_name = 'gpt2_vocabulary'
         copies = {path / file: folder / own_name / file for file in ('encoder.json', 'vocab.bpe')}
     else:
@@ -181,7 +182,7 @@ def document_ids(tokenizer, text: str) -> np.ndarray:
 
 
 def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
-    """'train' or 'val' by a hash of a document's text or id, so that equal documents are never in both."""
+    """'train' or 'val' by a hash of a document's text or id: what has the same one is never in both."""
     return 'val' if hash_share(text, val_hash) < val_share else 'train'
 
 

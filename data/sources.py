@@ -54,9 +54,8 @@ def local_files(name: str) -> list[str]:
     files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
     if not files and (glob.has_magic(name) or name.endswith(KINDS)):
         raise UserError(f'no file matches {name}')
-    is_json = [file.endswith(('.jsonl', '.json', '.jsonl.gz', '.json.gz')) for file in files]
-    kinds = [is_json, *([file.endswith(kind) for file in files] for kind in ('.parquet', '.txt'))]
-    if not any(map(all, kinds)):
+    json = '.jsonl', '.json', '.jsonl.gz', '.json.gz'
+    if not any(all(file.endswith(kind) for file in files) for kind in (json, '.parquet', '.txt')):
         matches = ', '.join(files[:3]) + (' ...' if len(files) > 3 else '')
         raise UserError(f'{name} matches {matches}: expected files of one kind of {", ".join(KINDS)}')
     for file in files:
@@ -150,9 +149,11 @@ def saved_source(name: str, s, part: tuple[int, int]) -> tuple[Callable, str, in
             raise UserError(f'{name} has no split {s.split!r}: set --split to one of {", ".join(saved)}')
         saved = saved[s.split]
     index, n_parts = part
-    saved = saved.shard(n_parts, index, contiguous=True)
-    stream = saved.to_iterable_dataset().with_format('arrow')
     files = sorted(str(path) for path in Path(name).rglob('*') if path.is_file())
+    if index >= len(saved):  # the library has no empty shards
+        return lambda position: iter(()), checksum_of_files(files), 0
+    saved = saved.with_format(None).shard(n_parts, index, contiguous=True)  # a format may have been saved with it
+    stream = saved.to_iterable_dataset().with_format('arrow')
     return lambda position: stream_batches(name, stream, s, position), checksum_of_files(files), len(saved)
 
 
@@ -213,14 +214,15 @@ def stream_batches(name: str, stream, s, position: dict) -> Iterator[tuple]:
     while True:
         try:
             table = next(tables, None)
-        except Exception as error:  # each kind of file has its own
+            if table is None:
+                return
+            if fields <= set(table.column_names):
+                table = table.select(sorted(fields))
+            records = table.to_pylist()
+        except Exception as error:  # each kind of file has its own; or text that is not UTF-8
             raise UserError(f'{name} cannot be read after record {documents:,} ({type(error).__name__}): {error}')
-        if table is None:
-            return
-        documents += len(table)
-        if fields <= set(table.column_names):
-            table = table.select(sorted(fields))
-        yield state, [('', record, None) for record in table.to_pylist()]
+        documents += len(records)
+        yield state, [('', record, None) for record in records]
         state = stream.state_dict()
 
 
@@ -323,10 +325,10 @@ def documents(read: Callable, s, position: dict) -> Iterator[tuple]:
 
 
 def fitting_share(read: Callable, s, max_tokens: int | None = None) -> float:
-    """val_share, or a larger one, printed, where that would leave too few documents for validation.
+    """val_share, or a larger one, which it prints, where val_share would leave too few documents for validation.
 
-    Enough are ENOUGH documents, and of few 5%. Reads no more than it must, and only documents that max_tokens includes:
-    a token is a byte at least.
+    Enough are ENOUGH documents; of fewer than 200 documents, 5%. It reads until it has found enough, or as many bytes
+    as max_tokens: a document hardly ever has more tokens than bytes, so those it has read will be taken.
     """
     hashes, n_val, n_bytes = set(), 0, 0
     for split, key, text in (found for _, batch in documents(read, s, START) for found in batch):

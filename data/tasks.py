@@ -152,12 +152,13 @@ class Generated:
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
         """The first held-out row up to its last answer, and how many ids that answer has.
 
-        Where every position has an answer it is the whole of the inputs, and one id.
+        Where every position has an answer: all of the inputs, and one id.
         """
         idx, targets = self.val_batch([0], T)
-        uncounted = (targets[0] < 0).nonzero()
-        prompt = int(uncounted[-1]) + 2 if len(uncounted) else T
-        return idx[0, :prompt].tolist(), T + 1 - prompt
+        last = int((targets[0] >= 0).nonzero()[-1])
+        before = (targets[0, :last] < 0).nonzero()
+        prompt = int(before[-1]) + 2 if len(before) else last + 1
+        return idx[0, :prompt].tolist(), last + 2 - prompt
 
     def score(self, model, device, batch_size: int) -> dict[str, float]:
         """The task's exact scores {name: value} of a model in eval mode, over all held-out rows."""

@@ -4,12 +4,7 @@
 
 Files are .txt, or .jsonl whose records have a field `text`. prepare_fineweb.py --tokenizer=bpe16k.json then uses it.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import difflib
-import functools
 import glob
 import hashlib
 import json
@@ -23,6 +18,7 @@ import numpy as np
 
 from common.files import UserError, friendly_errors, sha256, write_file
 from common.settings import check_ranges, load_settings
+from data.sources import printable
 from data.tasks import make_task, task_class
 
 GPT2_SHA256 = {
@@ -41,7 +37,7 @@ class Tokenizer:
     eos_id: int
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], bytes]
-    encode_document: Callable | None = None  # for documents: an array, or what spells a special token left as text
+    encode_document: Callable | None = None  # of a document, where '<|endoftext|>' is text: ids, or an array of them
     bos_id: int | None = None  # the token that starts a document, if it has one
     start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
 
@@ -165,7 +161,7 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
     fast.no_truncation()
     fast.no_padding()
-    decoder = json.dumps(json.loads(path.read_text(encoding='utf-8'))['decoder'])
+    decoder = json.dumps(json.loads(path.read_text(encoding='utf-8')).get('decoder'))
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
     byte_of = bytes_of_gpt2_characters() if 'ByteLevel' in decoder else None
@@ -175,11 +171,19 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
         fast.encode_special_tokens = is_document  # '<|endoftext|>' in a document is text, and does not end it
         return fast.encode(text, add_special_tokens=False).ids
 
+    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
+    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
+
+    def encode_document(text):
+        ids = encode(text, is_document=True)
+        if eos in ids or bos in ids:  # a piece of the vocabulary, as a Unigram model may have it: cut in two it is text
+            ids = [i for part in re.split(inside, text) for i in encode(part, is_document=True)]
+        return ids
+
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
                         for i in ids if i not in (bos, eos))
-    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode,
-                     functools.partial(encode, is_document=True), bos)
+    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, encode_document, bos)
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
@@ -254,9 +258,10 @@ def texts_of(paths: list[Path]) -> Iterator[str]:
                     yield line
                 elif line.strip():
                     try:
-                        yield str(json.loads(line)['text'])
-                    except (ValueError, KeyError, TypeError, RecursionError):
-                        raise UserError(f'{path}, line {number}: expected a JSON object with a field text')
+                        text = printable(json.loads(line)['text'])
+                    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                        raise UserError(f'{path}, line {number}: expected a JSON object whose field text is a text')
+                    yield text
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from conftest import assert_sentence, config_json, run, train_tiny
 from common import llama, runs
 from common.files import UserError
 from data import Data, write_data
+from data.shards import document_ids, keep_tokenizer
 from data.tokenizers import load_tokenizer, train_tokenizer
 from sample import load_draft
 
@@ -130,3 +131,29 @@ def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
     shutil.rmtree(tmp_path / 'llama')
     assert run('sample.py', tmp_path / 'back', 'a text', '--max_new_tokens=3').returncode == 0
     assert runs.same_vocabulary(runs.read_run(tmp_path / 'back')['data'], runs.read_run(trained)['data'])
+
+
+def test_a_folder_named_like_a_tasks_symbols_is_no_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'a5').mkdir()
+    assert keep_tokenizer(tmp_path / 'run', 'a5') == 'a5'
+
+
+def test_text_that_spells_an_end_of_document_does_not_end_one(tmp_path):
+    """Also with a tokenizer in whose vocabulary it is a piece like others."""
+    tokenizers = pytest.importorskip('tokenizers')
+    fast = tokenizers.Tokenizer(tokenizers.models.Unigram(
+        [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
+    fast.pre_tokenizer, fast.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    fast.add_special_tokens(['</s>'])
+    fast.save(str(tmp_path / 'tokenizer.json'))
+    own = load_tokenizer(tmp_path / 'tokenizer.json')
+    assert document_ids(own, 'a </s> b').tolist().count(own.eos_id) == 1
+
+
+def test_texts_to_learn_from_may_be_odd_but_must_be_texts(tmp_path):
+    texts = tmp_path / 'texts.jsonl'
+    texts.write_text('{"text": "\\ud800x"}\n')
+    assert run('-m', 'data.tokenizers', texts, f'--out={tmp_path / "a.json"}', '--vocab_size=257').returncode == 0
+    texts.write_text('{"text": null}\n')
+    assert_sentence(run('-m', 'data.tokenizers', texts, f'--out={tmp_path / "b.json"}', '--vocab_size=257'), 'line 1')

@@ -134,6 +134,11 @@ def test_parts_that_do_not_belong_together_are_a_sentence(kinds, two_parts, tmp_
     with open(other / 'train_00001.bin', 'r+b') as file:
         file.write(b'!')
     assert_sentence(merge(a, other), 'train_00001.bin is missing, or does not match its checksum in part.json')
+    shutil.copyfile(b / 'train_00001.bin', other / 'train_00001.bin')
+    (other / 'train_00001.crc32').write_bytes(b'!' * (b / 'train_00001.crc32').stat().st_size)
+    assert_sentence(merge(a, other), 'train_00001.crc32 is damaged')
+    (other / 'train_00001.crc32').unlink()
+    assert_sentence(merge(a, other), 'train_00001.crc32 is missing')
 
 
 def test_a_merge_that_cannot_link_or_is_interrupted_leaves_nothing(two_parts, tmp_path, monkeypatch):
@@ -162,3 +167,11 @@ def test_a_part_alone_is_no_data_and_a_wrong_part_is_a_sentence(kinds, two_parts
         assert_sentence(prepare(kinds['json files'], tmp_path / 'out', f'--part={part}'), f'part is {part!r}: expected')
     assert_sentence(prepare(kinds['json files'], two_parts / 'part1', '--part=1/2'), 'complete (it has a part.json)')
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_saved_dataset_may_have_fewer_documents_than_parts_and_a_format_of_its_own(tmp_path):
+    datasets.Dataset.from_list(RECORDS[:3]).save_to_disk(tmp_path / 'few')
+    assert [len(read_part(tmp_path / 'few', part=f'{i}/4')) for i in (1, 2, 3, 4)] == [1, 1, 1, 0]
+    datasets.Dataset.from_list(RECORDS[:3]).with_format('numpy', columns=['text']).save_to_disk(tmp_path / 'formatted')
+    (_, found), = read_part(tmp_path / 'formatted')
+    assert [text for _, text in found] == [record['text'] for record in RECORDS[:3]]

@@ -491,3 +491,22 @@ def test_gpt2_from_files_equals_tiktokens(records, tmp_path, monkeypatch):
                  ''.join(map(chr, range(32, 0x3000)))]:
         assert got.encode(text) == want.encode_ordinary(text) == got.encode_document(text).tolist()
         assert got.decode(got.encode(text)).decode() == text
+
+
+def test_ctrl_c_when_all_is_written_takes_nothing_away(source, tmp_path, monkeypatch):
+    class Interrupted(prepare_fineweb.ProcessPoolExecutor):
+        def shutdown(self, *args, **options):
+            super().shutdown(*args, **options)
+            raise KeyboardInterrupt
+    monkeypatch.setattr(prepare_fineweb, 'ProcessPoolExecutor', Interrupted)
+    assert prepare_source(source, tmp_path / 'out').returncode == 130
+    Data(tmp_path / 'out').verify()
+
+
+def test_text_in_parquet_that_is_not_utf8_is_a_sentence(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+    text = pa.StringArray.from_buffers(2, pa.py_buffer(b'\0\0\0\0\1\0\0\0\3\0\0\0'), pa.py_buffer(b'a\xffb'))
+    pa.parquet.write_table(pa.table({'text': text, 'id': ['1', '2']}), tmp_path / 'bad.parquet')
+    assert_sentence(prepare_source(tmp_path / 'bad.parquet', tmp_path / 'out'),
+                    'bad.parquet cannot be read after record 0 (UnicodeDecodeError)')

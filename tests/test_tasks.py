@@ -357,3 +357,11 @@ def test_other_rows_under_the_same_name_are_not_resumed(trained, tmp_path, monke
     monkeypatch.setattr(tasks.Generated, 'sha256', 'other')
     with pytest.raises(UserError, match='is not the data that the run in .* was trained on'):
         model_config(s, given, open_data(s.data), record)
+
+
+@pytest.mark.parametrize('name', ['recall', 'a5', 'countdown', CHASE, STAR, 'manhattan:grid=6,steps=20,window=128'])
+def test_an_example_ends_before_an_answer_that_counts(name):
+    d = open_data(name)
+    prompt, n = d.example(d.T, 100)
+    start, targets = len(prompt) - 1, d.val_batch([0], d.T)[1][0].tolist()
+    assert n >= 1 and min(targets[start:start + n]) >= 0 and (start + n == d.T or targets[start + n] < 0)

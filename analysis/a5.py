@@ -17,6 +17,7 @@ from math import inf
 
 from analysis.figures import draw_band, line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import curves_of
+from analysis.outcomes import ended
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, read_run
@@ -52,7 +53,7 @@ def measure(folders: list[str], s: Settings) -> list[dict]:
     """Rows of the CSV, but for the label, of runs that differ in the seed alone."""
     length, found = trained_length(folders[0]), []
     data, device = open_data(f'a5:length={s.length},val_rows={s.words}'), pick_device(s.device)
-    for run in folders:
+    for run in ended(folders):
         found.append(data.score(load_run(run, device)[0], device, s.batch_size))
     return [{'who': who, 'trained': length, 'position': t, 'mean': statistics.mean(values), 'lowest': min(values),
              'highest': max(values), 'seeds': len(values)}

@@ -815,9 +815,13 @@ def train(s: Settings, claims: list[Claim], out: Path) -> tuple[dict[str, list[P
 
 
 def check_parts(s: Settings, out: Path) -> None:
-    """Raises UserError if `out` has verdicts at other tokens or seeds, which would be lost."""
+    """Raises UserError if `out` has verdicts that would be lost: at other tokens or seeds, or of runs elsewhere."""
     if (out / 'parts.json').exists():
-        for part in parts_of(out):
+        parts = parts_of(out)
+        if len(parts) > 1:
+            raise UserError(f'{out} has a table that was joined of {len(parts)} parts, whose runs lie elsewhere: give '
+                            'another --out_dir, and make one table of both with --join')
+        for part in parts:
             for name in ('seeds', 'max_tokens'):
                 if part.get(name) != getattr(s, name):
                     raise UserError(f'{out} has claims with {name} = {part.get(name)}, and {getattr(s, name)} is asked '

@@ -22,7 +22,7 @@ from pathlib import Path
 from analysis.figures import new_figure, save_figure, write_csv
 from analysis.outcomes import final_loss, settings_of, training_flops
 from analysis.seeds import difference
-from analysis.sweep import STEP, train_at_best_rates
+from analysis.sweep import STEP, one_dtype, train_at_best_rates
 from bench import markdown_table
 from common.files import UserError, friendly_errors, write_file
 from common.settings import load_settings
@@ -62,8 +62,8 @@ def methods(s) -> dict[str, tuple[list[str], float]]:
 def arguments(s, args: list[str]) -> list[str]:
     """All arguments of train.py but for learning rate, seed and folder."""
     return [s.config, f'--data={s.data}', f'--n_layer={s.n_layer}', f'--n_embd={s.n_embd}',
-            f'--n_head={s.n_embd // 32}', f'--max_tokens={s.max_tokens}', '--eval_interval=1_000_000',
-            '--sample_tokens=0', *args]
+            f'--n_head={s.n_embd // 32}', f'--max_tokens={s.max_tokens}', f'--dtype={one_dtype()}',
+            '--eval_interval=1_000_000', '--sample_tokens=0', *args]
 
 
 def at_flops(points: list[tuple[float, float]], x: float) -> float | None:

@@ -41,6 +41,7 @@ from analysis.figures import (
     write_csv,
 )
 from analysis.loss_curves import curves_of
+from analysis.outcomes import ended
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
@@ -310,7 +311,7 @@ def main(argv=None):
     with friendly_errors():
         s, runs = runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv)
         s = fitted(s, runs)
-        measured = curves_of(runs, lambda folders: [measure(run, s) for run in folders])
+        measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         out = output_path(s.out, runs, 'gradient_flow')
         write_csv(f'{out}.csv', rows)

@@ -45,6 +45,11 @@ def finished(runs: list[str]) -> list[str]:
     return list(of_each(runs, check))
 
 
+def ended(runs: list[str]) -> list[str]:
+    """The runs that are `finished`; all of them where none has a log, as imported ones."""
+    return finished(runs) if any(map(read_log, runs)) else runs
+
+
 def final_losses(runs: list[str]) -> list[float]:
     """The final loss of each of the runs that are `finished`."""
     return [final_loss(run) for run in finished(runs)]

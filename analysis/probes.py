@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
 from analysis.loss_curves import curves_of
-from analysis.outcomes import settings_of
+from analysis.outcomes import ended, settings_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, run_data
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv)
         out = output_path(s.out, runs, 'probes')
-        rows = table(curves_of(runs, lambda folders: [measure(run, s) for run in folders]))
+        rows = table(curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)]))
         write_csv(f'{out}.csv', rows)
         plot(rows, f'{out}.png')
         for row in rows:

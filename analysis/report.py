@@ -144,9 +144,10 @@ def task_scores(log: list[dict]) -> dict[str, float]:
     """A synthetic task's scores in the last evaluation: what only lines with a validation loss have, but for parts of
     that loss (val_...)."""
     evaluated = [record for record in log if 'val' in record]
+    last = (evaluated or [{}])[-1]
     parts = {key for record in log if 'val' not in record for key in record} | ALWAYS_LOGGED
-    return {key: value for key, value in (evaluated or [{}])[-1].items()
-            if key not in parts and not key.startswith('val_') and is_number(value)}
+    return {key: value for key, value in last.items()
+            if key not in parts and f'val_{key}' not in last and not key.startswith('val_') and is_number(value)}
 
 
 def curves(log: list[dict]) -> dict[str, dict]:

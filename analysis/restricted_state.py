@@ -26,6 +26,7 @@ import torch
 from analysis.documents import long_documents
 from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, smoothed, write_csv
 from analysis.loss_curves import curves_of
+from analysis.outcomes import ended
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
@@ -144,7 +145,7 @@ def main(argv=None):
     with friendly_errors():
         s, runs = runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv)
         s = fitted(s, runs)
-        measured = curves_of(runs, lambda folders: [measure(run, s) for run in folders])
+        measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         out = output_path(s.out, runs, 'restricted_state')
         write_csv(f'{out}.csv', rows)

@@ -43,8 +43,8 @@ class Settings:
 # ---- the statistics ----
 
 def interval(losses: list[float]) -> tuple[float | None, float | None]:
-    """The 95% interval of the mean of a normal variable, from its values; (None, None) from one value."""
-    if len(losses) < 2:
+    """The 95% interval of the mean of a normal variable, from its values; (None, None) where they do not vary."""
+    if len(set(losses)) < 2:
         return None, None
     from scipy import stats
     return stats.t.interval(0.95, len(losses) - 1, statistics.mean(losses), stats.sem(losses))

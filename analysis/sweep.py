@@ -88,16 +88,18 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
                    start_or_go_on]
         return folder, subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         for i, future in enumerate(as_completed([pool.submit(train, folder) for folder in todo]), 1):
             folder, result = future.result()
             if 'the gradients were not finite' in result.stderr:
                 write_file(folder / DIVERGED, result.stderr.encode())
             if not is_done(folder):
-                pool.shutdown(cancel_futures=True)
                 raise UserError(f'{folder} did not come to its end: {result.stderr.strip()[-1000:]}')
             print(f'{time.perf_counter() - start:6.0f} s  {i}/{len(todo)}  {folder.name}: {loss_of(folder):.4f}',
                   flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C what waits is not begun
     for folder in cells if not may_diverge else []:
         if loss_of(folder) == inf:
             raise UserError(f'{folder} diverged, at the best learning rate of the first seed: '
@@ -109,7 +111,8 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
 
     methods: {name: arguments of train.py}; first: {name: where to look first}; folder_of(name, rate): the run's folder.
     Three rates, STEP apart, and as many more as it takes until the best is not the last on either side. rates.csv
-    beside the runs has the loss at each. UserError for a method that diverges at all three.
+    beside the runs has the loss at each, of the methods of the last call. UserError for a method that diverges at all
+    three.
     """
     losses = {name: {} for name in methods}  # by exponent of STEP
 

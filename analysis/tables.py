@@ -25,7 +25,7 @@ from pathlib import Path
 
 from analysis.figures import output_path, runs_to_read, write_csv
 from analysis.loss_curves import curve, curves_of, model_name, short_number
-from analysis.outcomes import final_loss, finished, n_parameters
+from analysis.outcomes import ended, final_loss, n_parameters
 from analysis.report import evaluations, logged, median
 from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, friendly_errors, read_json, write_file
@@ -116,9 +116,7 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
 
     Runs whose training is not at its end are left out. columns: the paper's. measured: as of `read_inference`.
     """
-    is_logged = any(map(read_log, runs))  # an imported run has no log
-    if is_logged:
-        runs = finished(runs)
+    is_logged, runs = any(map(read_log, runs)), ended(runs)
     row = {'seeds': len(runs), 'parameters': n_parameters(runs[0])} | state_size(runs[0])
     if is_logged:
         end, logs = curve(runs)[-1], [read_log(run) for run in runs]

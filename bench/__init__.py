@@ -175,15 +175,20 @@ def options(argv: list[str] | None, *known: str) -> set[str]:
 def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: bool = False) -> None:
     """Prints rows (dicts) as they come and writes them to bench/results/<name>_<cpu or gpu>.json, with where and when.
 
-    With markdown, also as a table: the same name with .md. With toy it only prints.
+    Until the last row is there they stand in <name>_<cpu or gpu>.partial.json, which stays where it is stopped. With
+    markdown, also as a table: the same name with .md. With toy it only prints.
     """
-    rows = [show(row) for row in rows]
+    path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
+    partial, about, found = path.with_suffix('.partial.json'), None, []
+    for row in rows:
+        found.append(show(row))
+        if not toy:
+            about = about or where_and_when()
+            RESULTS.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
     if toy:
         return
-    record = where_and_when() | {'rows': rows}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
-    path.write_text(json.dumps(record, indent=1) + '\n')
+    partial.replace(path)
     if markdown:
-        path.with_suffix('.md').write_text(f'{one_line(record)}\n\n{markdown_table(rows)}\n')
+        path.with_suffix('.md').write_text(f'{one_line(about)}\n\n{markdown_table(found)}\n')
     print(f'written to {path}')

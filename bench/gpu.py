@@ -52,6 +52,9 @@ def run_step(args: list[str], seconds: float) -> tuple[str, str]:
         os.killpg(process.pid, signal.SIGKILL)
         text, _ = process.communicate()
         status = 'out of time'
+    except BaseException:  # Ctrl-C does not reach a process of another session
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     return text[-6000:], status
 
 
@@ -60,7 +63,7 @@ def main(argv=None):
     if not torch.cuda.is_available():
         sys.exit('gpu.py: PyTorch sees no GPU here; without one, run the benchmarks one by one: '
                  'python -m bench.train_step')
-    options = dict(arg.removeprefix('--').split('=', 1) for arg in (sys.argv[1:] if argv is None else argv))
+    options = dict(arg.removeprefix('--').partition('=')[::2] for arg in (sys.argv[1:] if argv is None else argv))
     end = time.time() + float(options.pop('limit', 540))
     out, only = options.pop('out', None), options.pop('only', None)
     names = only.split(',') if only else list(STEPS)
@@ -68,25 +71,26 @@ def main(argv=None):
     if unknown:
         sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER or --only= some of '
                  f'{", ".join(STEPS)}, with commas between')
-    log, failed = [], []
+    log, problems = [], {'failed': [], 'not run': []}
     for name in names:
         seconds, args = STEPS[name]
         left = end - time.time()
         if left < 10:
             log.append(f'== {name}: not run, the time limit is reached')
+            problems['not run'].append(name)
         else:
             start = time.time()
             text, status = run_step(args, left if only else min(seconds, left))
             log.append(f'== {name}: {status}, {time.time() - start:.0f} s\n{text}')
             if status != 'exit status 0':
-                failed.append(name)
+                problems['failed'].append(name)
         print(log[-1], flush=True)
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
         (Path(out) / 'gpu.log').write_text('\n'.join(log))
         for path in (ROOT / 'bench/results').glob('*_gpu.*'):
             shutil.copy(path, out)
-    sys.exit(f'failed: {", ".join(failed)}' if failed else 0)
+    sys.exit('; '.join(f'{what}: {", ".join(names)}' for what, names in problems.items() if names) or 0)
 
 
 if __name__ == '__main__':

@@ -179,6 +179,7 @@ def two_streams(toy: bool = False, dtypes=DTYPES) -> Iterator[dict]:
             ratios = over_standard(alternate(steps, rounds=1 if toy else 7))
             yield {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'T': block_size, 'batch': batch_size,
                    'documents': True} | ratios
+            torch.compiler.reset()  # else the ninth program of one forward is not compiled
 
 
 # ---- the papers' tables ----
@@ -255,6 +256,7 @@ def objectives(toy: bool = False) -> Iterator[dict]:
                'steps_per_s': round(1 / seconds[side], 3),
                'time_over_ntp': round(seconds[side] / seconds[OBJECTIVES[0]], 3),
                'peak_memory_over_ntp': round(peak(side) / peak_of_ntp, 3)}
+        torch.compiler.reset()  # else the ninth program of one forward is not compiled
 
 
 # ---- the command line ----

@@ -1,5 +1,6 @@
 """Every benchmark can be imported, and those that run without a GPU do so at toy size."""
 import importlib.util
+import json
 import re
 import time
 
@@ -90,3 +91,21 @@ def test_a_wrong_argument_for_the_gpu_is_a_sentence(argument, monkeypatch):
 def test_the_steps_on_a_gpu_are_files_and_modules_that_there_are():
     for seconds, (first, *rest) in gpu.STEPS.values():
         assert seconds > 0 and (importlib.util.find_spec(rest[0]) if first == '-m' else (ROOT / first).exists()), first
+
+
+def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):
+    def rows():
+        yield {'a': 1}
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, 'RESULTS', tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        bench.write_results('x', rows())
+    kept, = tmp_path.iterdir()
+    assert kept.name.endswith('.partial.json') and json.loads(kept.read_text())['rows'] == [{'a': 1}]
+
+
+def test_gpu_py_says_what_it_did_not_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    for argv, sentence in ((['--limit=5'], 'not run: training, sampling'), (['--help'], "unknown 'help'")):
+        with pytest.raises(SystemExit, match=sentence):
+            gpu.main(argv)

@@ -272,6 +272,10 @@ def test_parts_of_several_machines_are_joined(four_claims, tmp_path):
     assert {name: rows[name] for name in 'abc'} == {'a': first['a'], 'b': second['b'] | {'part': '2'}, 'c': first['c']}
     assert rows['d']['verdict'] == NOT_RUN
     assert parts == part + other_part and (tmp_path / 'both/claims.md').read_text().count('core-hours\n') == 2
+    before = (tmp_path / 'both/claims.csv').read_bytes()
+    into_it = run('-m', 'analysis.claims', '--only=b', f'--out_dir={tmp_path / "both"}', '--max_tokens=1000')
+    assert_sentence(into_it, 'has a table that was joined of 2 parts')
+    assert (tmp_path / 'both/claims.csv').read_bytes() == before
 
     path = others / 'claims.csv'
     path.write_text(path.read_text().replace(',0.2,', ',0.3,'))

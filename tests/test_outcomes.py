@@ -112,6 +112,7 @@ def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     mean = sum(a) / 3
     half = times * math.sqrt(sum((x - mean) ** 2 for x in a) / 2 / 3)
     assert max(abs(x - y) for x, y in zip(seeds.interval(a), (mean - half, mean + half))) < 1e-9
+    assert seeds.interval([2.0, 2.0]) == (None, None)
 
 
 def test_seeds_are_tested_where_there_are_several(tmp_path):

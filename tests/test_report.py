@@ -139,3 +139,8 @@ def test_a_browser_draws_the_page_and_hovering_shows_a_value(two_runs, tmp_path)
     shown = re.sub(r'<[^>]*>', ' ', dom[dom.index('class="hoverlayer"'):].partition('</g></g>')[0])
     assert '2.1250 at 300' in shown, shown
     assert dom.count('class="trace scatter') == 2 and 'modebar-btn' in dom and 'data-title="Share' not in dom
+
+
+def test_parts_of_the_loss_are_no_scores_of_a_task():
+    log = [{'step': 1, 'val': 2.0, 'kl': 0.1, 'val_kl': 0.2, 'accuracy': 0.5}]
+    assert report.task_scores(log) == {'accuracy': 0.5}

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import subprocess
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +88,8 @@ def test_compared_runs_have_one_dtype_whatever_their_size(monkeypatch):
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: True, raising=False)
     assert (sweep.one_dtype(), sweep.one_dtype(big_enough=True)) == ('float32', 'bfloat16')
     for arguments in (baseline.arguments(baseline.Settings(), baseline.OURS),
-                      shootout.arguments(shootout.Settings(), shootout.methods(shootout.Settings())['sps'], {}, 100)):
+                      shootout.arguments(shootout.Settings(), shootout.methods(shootout.Settings())['sps'], {}, 100),
+                      forks.arguments(forks.Settings(), [])):
         assert [arg for arg in arguments if arg.startswith('--dtype=')] in (['--dtype=bfloat16'], ['--dtype=float32'])
 
 
@@ -157,3 +159,16 @@ def test_separated_models_are_compared_with_standard_at_equal_flops(tmp_path):
     assert forks.markdown([row]).splitlines()[-1].startswith('| fork | 1.')
     forks.plot(forks.table(runs), tmp_path / 'forks.png')
     assert (tmp_path / 'forks.png').stat().st_size > 5000
+
+
+def test_ctrl_c_ends_a_sweep_and_begins_no_further_run(tmp_path, monkeypatch):
+    begun = []
+
+    def interrupted(*args, **options):
+        begun.append(args)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sweep.subprocess, 'run', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.train_all({tmp_path / str(i): [] for i in range(8)}, 1)
+    assert len(begun) < 4

@@ -57,7 +57,7 @@ from common.files import UserError, first_line, friendly_errors, say_once, write
 from common.int8 import check_weights_setting, prepare_weights
 from common.llama import export_llama, import_llama
 from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
-from common.parallel import first_of_all, rank, world
+from common.parallel import first_of_all, of_all, rank, world
 from common.runs import load_run, run_data
 from common.scoring import Scorer, perplexity, validation_loss
 from common.settings import check_ranges, load_settings
@@ -90,12 +90,12 @@ class Settings:
     limit: int | None = None  # documents of each task or corpus; None: all
     speculative: bool = False  # speculative decoding over draft lengths, on prompts from validation data
     draft: str | None = None  # with --speculative: run folder of a model that drafts; None: the model itself
-    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # with --speculative: lengths to compare, those that the model can
+    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # with --speculative: those that the model can draft are compared
     n_prompts: int = 1024  # with --speculative: prompts, spread evenly over the data (NextLat paper: 1024)
     prompt_tokens: int = 512  # with --speculative: tokens of each prompt (NextLat paper: 512)
     new_tokens: int = 512  # with --speculative: tokens that each prompt is continued by (NextLat paper: 512)
     temperature: float = 1.0  # with --speculative; 0: always the likeliest token
-    batch_size: int | None = None  # contexts read at a time; None: what `batch_tokens` holds, one with --speculative
+    batch_size: int | None = None  # contexts at a time; None: by batch_tokens; answers 16, --speculative 1
     batch_tokens: int = 16384  # tokens of a batch, padding included
     max_length: int | None = None  # tokens that the model sees at most; None: the block_size of its training
     scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
@@ -152,8 +152,9 @@ def lm_eval_class() -> type:
 
         def _loglikelihood_tokens(self, requests, **kwargs):
             start, empty = [*self.encoding.start], [self.prefix_token_id]  # what lm-eval makes of an empty context
-            pairs = [(context if context == empty else start + context, continuation)
-                     for _, context, continuation in requests]
+            # a context of blanks may have no token, nor a continuation that a token has joined with its context
+            pairs = [(context if context == empty else start + context or empty,
+                      continuation or self.tok_encode(texts[1])) for texts, context, continuation in requests]
             return [(nats, is_greedy) for nats, is_greedy, _ in self.scorer.score(pairs)]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -169,7 +170,7 @@ def lm_eval_class() -> type:
             return totals
 
         def generate_until(self, requests, disable_tqdm=False):
-            groups, texts = {}, {}
+            groups, batches = {}, []
             for i, request in enumerate(requests):
                 groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
             for options, members in groups.items():
@@ -177,12 +178,20 @@ def lm_eval_class() -> type:
                            or [self.prefix_token_id] for i in members}
                 members.sort(key=lambda i: len(prompts[i]))
                 size = 16 if self.scorer.batch_size == inf else self.scorer.batch_size
-                for start in range(0, len(members), size):
-                    batch = {i: prompts[i] for i in members[start:start + size]}
-                    texts |= generate_texts(self.scorer, self.encoding, batch, json.loads(options), start)
+                batches += [({i: prompts[i] for i in members[start:start + size]}, json.loads(options), start)
+                            for start in range(0, len(members), size)]
+            texts, before = {}, self.scorer.truncated
+            for batch in batches[rank()::world()]:
+                texts |= generate_texts(self.scorer, self.encoding, *batch)
+            shares = of_all((texts, self.scorer.truncated - before))
+            self.scorer.truncated = before + sum(n for _, n in shares)
+            texts = {i: text for share, _ in shares for i, text in share.items()}
             return [texts[i] for i in range(len(requests))]
 
     return RunLM
+
+
+LENGTHS = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')  # lm-eval's names for one option
 
 
 def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: dict, seed: int) -> dict[int, str]:
@@ -192,7 +201,7 @@ def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: 
     """
     until = options.get('until') or []
     stops = [until] if isinstance(until, str) else until
-    asked = int(options.get('max_gen_toks', 256))
+    asked = int(next((options[name] for name in LENGTHS if options.get(name) is not None), 256))
     max_new_tokens = min(asked, max(1, scorer.max_length // 2))
     if max_new_tokens < asked:
         say_once(f'answers end after {max_new_tokens} tokens, half of what the model reads, not after {asked}')
@@ -208,10 +217,10 @@ def generate_texts(scorer: Scorer, encoding: Tokenizer, prompts: dict, options: 
 
     def cut(text):
         return text[:min((text.find(stop) for stop in stops if stop in text), default=len(text))]
-    sampling = {'temperature': 0}
-    if options.get('do_sample'):
-        sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
-                    'top_k': options.get('top_k')}
+    sampling, temperature = {'temperature': 0}, options.get('temperature')
+    if options.get('do_sample', bool(temperature)):
+        sampling = {'temperature': 1.0 if temperature is None else float(temperature), 'top_p': options.get('top_p'),
+                    'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: all
     new = generate(scorer.model, [ids[-room:] for ids in prompts.values()], max_new_tokens, eos_id=encoding.eos_id,
                    finished=finished, seed=seed, **sampling)
     return {i: cut(text_of(ids)) for i, ids in zip(prompts, new)}
@@ -438,7 +447,7 @@ def plot_speculative(tables: dict[str, list[dict]], path) -> None:
         for row in rows:
             if row['draft_len'] == 'auto':
                 left.axhline(row['speedup'], color=f'C{i}', linestyle='--', label=f'{Path(run).name}, auto')
-        longest = (fixed or rows)[-1]
+        longest = max(fixed or rows, key=len)  # it has the most columns of acceptance
         shares = [value for name, value in longest.items() if name.startswith('cumulative')]
         right.plot(range(1, len(shares) + 1), shares, marker='o', color=f'C{i}', label=Path(run).name)
     left.set(xlabel='draft length', ylabel='times plain decoding')

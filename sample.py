@@ -41,7 +41,7 @@ from data.tokenizers import load_tokenizer
 class Settings:
     max_new_tokens: int | None = None  # tokens to generate for each prompt; None: 200, or what the context has room for
     temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
-    top_k: int | None = None  # keep the k likeliest tokens
+    top_k: int | None = None  # keep the k likeliest tokens, and any as likely as the last of them
     top_p: float | None = None  # keep the likeliest tokens that together reach this probability
     min_p: float | None = None  # keep tokens at least this fraction as likely as the likeliest
     seed: int = 0  # of the random numbers

@@ -12,7 +12,7 @@ The budget is Standard's training FLOPs; its tokens and its seconds follow. All 
 parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
 at inference is said beside. Each has its learning rate bracketed at equal tokens and the first seed. With that rate
 it trains for equal tokens, equal FLOPs and equal time, with every seed. Equal time: as many tokens as it takes in
-Standard's seconds at the speed that each had with its rate and the first seed.
+Standard's seconds at the highest speed that each had over the seeds at equal tokens, as others' work only slows a run.
 
 Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding
 time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir. Intervals are 95%:
@@ -212,7 +212,9 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
     first = {name: method.rate for name, method in chosen.items()}
     rates = best_rates({name: [*arguments(s, chosen[name], values[name], n_tokens), '--seed=1'] for name in chosen},
                        first, lambda name, rate: cell(name, n_tokens, rate), s.jobs)
-    speeds = {name: speed(cell(name, n_tokens, rates[name])) for name in chosen}
+    equal_tokens = train_seeds({name: arguments(s, chosen[name], values[name], n_tokens) for name in chosen}, rates,
+                               lambda name, rate, seed: cell(name, n_tokens, rate, seed), s.seeds, s.jobs)
+    speeds = {name: max(map(speed, folders)) for name, folders in equal_tokens.items()}
     tokens = {}
     for name in chosen:
         of_budget = n_tokens, s.budget / flops[name], n_tokens * speeds[name] / speeds['standard']
@@ -308,7 +310,7 @@ def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, 
 def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decoded: dict[str, dict]) -> list[dict]:
     """A row of each model and budget: labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
 
-    FLOPs, parameters and times are of the first seed, a time by its median speed: a run may have been stopped.
+    FLOPs and parameters are of the first seed; a time is by the highest of the seeds' median speeds.
     """
     losses = {key: [final_loss(run) for run in folders] for key, folders in runs.items()}
     rows = []
@@ -316,9 +318,10 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
         run, standard = runs[name, budget][0], losses['standard', budget]
         settings = settings_of(run)
         low, high = interval(values)
+        fastest = max(map(speed, runs[name, budget]))
         row = {'name': name, 'model': labels[name], 'equal': budget, 'parameters': n_parameters(run),
                'at_inference': n_at_inference(run), 'lr': settings.learning_rate, 'tokens': settings.max_tokens,
-               'flops': training_flops(run), 'seconds': settings.max_tokens / speed(run), 'seeds': len(values),
+               'flops': training_flops(run), 'seconds': settings.max_tokens / fastest, 'seeds': len(values),
                'loss': statistics.mean(values), 'low': low, 'high': high, 'minus_standard': None, 'its_low': None,
                'its_high': None, 'losses': ' '.join(map(repr, values))}
         if name != 'standard':
@@ -371,7 +374,7 @@ def markdown(rows: list[dict], s: Settings, hours: float) -> str:
               '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the first '
               "seed's best one, at equal tokens; batch, weight decay and schedule are the same for all, initial "
               "weights as each model file's paper or the config has them. Wall time is that of this code on this "
-              'machine, with the speed of one run each. shootout.csv has the loss of every seed, '
+              'machine, with the highest speed of the seeds. shootout.csv has the loss of every seed, '
               '[report.html](report.html) the curves of all.', '']
     return '\n'.join(lines)
 

@@ -51,7 +51,9 @@ def local_records(folder, task: str) -> list[dict]:
     try:
         lines = [line for line in path.read_bytes().split(b'\n') if line.strip()]
         of_lines = [int(label) for label in labels.read_text().split()] if labels else [None] * len(lines)
-        for line, label in zip(lines, of_lines, strict=True):
+        if len(of_lines) != len(lines):
+            raise ValueError(f'{labels.name} has {len(of_lines)} labels for {len(lines)} records')
+        for line, label in zip(lines, of_lines):
             record = json.loads(line)
             record = as_on_the_hub(record if label is None else record | {'label': label}, task)
             check_record(record, task)

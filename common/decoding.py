@@ -187,8 +187,9 @@ def roomy_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
     On a CPU that of a bf16 model is fp32 where this is faster: for a few rows, or as `choose_cache` found.
     """
     in_fp32 = getattr(model, 'cache_in_fp32', {1: True, MANY_ROWS: False})
-    on_cpu, rows = next(model.parameters()).device.type == 'cpu', MANY_ROWS if len(prompts) >= MANY_ROWS else 1
-    dtype = torch.float32 if on_cpu and in_fp32[rows] else None
+    weight, rows = next(model.parameters()), MANY_ROWS if len(prompts) >= MANY_ROWS else 1
+    is_short = weight.device.type == 'cpu' and weight.element_size() == 2
+    dtype = torch.float32 if is_short and in_fp32[rows] else None
     return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_run, dtype=dtype)
 
 

@@ -109,6 +109,9 @@ def export_llama(run, folder) -> None:
     for setting, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
         if getattr(c, setting) != plain:
             raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which a Llama has not')
+    if c.n_embd % c.n_head:
+        raise UserError(f'{run} has n_embd = {c.n_embd} and n_head = {c.n_head}: transformers takes a Llama only where '
+                        'n_head divides n_embd')
     tensors = checkpoint.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
     n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
     config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
@@ -185,12 +188,22 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
 
 
 def starts_with_bos(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether transformers starts every text with bos where it reads the folder's tokenizer."""
+    """Whether transformers starts every text with bos where it reads the folder's tokenizer.
+
+    Where it cannot, as a tokenizer.model without protobuf, tokenizer_config.json decides, and a line says so.
+    """
     from transformers import AutoTokenizer
     try:
         ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)('a').input_ids
-    except Exception:  # it needs more files than ours does, and raises what it likes
-        return False
+    except Exception as error:  # it needs more than ours does, and raises what it likes
+        try:
+            settings = json.loads((folder / 'tokenizer_config.json').read_bytes())
+        except (OSError, ValueError):
+            return False
+        bos = isinstance(settings, dict) and settings.get('add_bos_token') is True and tokenizer.bos_id is not None
+        print(f'{folder}: transformers cannot read its tokenizer ({first_line(error)}): by tokenizer_config.json texts '
+              f'start {"with" if bos else "without"} bos')
+        return bos
     return tokenizer.bos_id is not None and ids[0] == tokenizer.bos_id
 
 
@@ -271,7 +284,7 @@ def window_of(theirs, folder) -> int | None:
     """`window` of model_standard.Config for a Hugging Face config: their window counts the query's own position."""
     of_layers = getattr(theirs, 'layer_types', None)
     n_sliding = 0
-    if getattr(theirs, 'sliding_window', None) is not None:
+    if theirs.model_type != 'llama' and getattr(theirs, 'sliding_window', None) is not None:  # a Llama has none
         n_sliding = theirs.num_hidden_layers if of_layers is None else of_layers.count('sliding_attention')
     if n_sliding not in (0, theirs.num_hidden_layers):
         raise UserError(f'{folder} has a sliding window in {n_sliding} of {theirs.num_hidden_layers} layers: '

@@ -110,6 +110,8 @@ class Scorer:
         """[(context, [(index of a request, its continuation)])], those of like length one after the other."""
         groups = {}
         for i, (context, continuation) in enumerate(requests):
+            if not context or not continuation:
+                raise UserError('a request has an empty context or continuation: each needs at least one token')
             if len(continuation) > self.max_length:
                 raise UserError(f'a continuation of {len(continuation)} tokens does not fit '
                                 f'max_length = {self.max_length}')
@@ -168,8 +170,8 @@ class Scorer:
             members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
             targets, lengths = pad([continuation for _, continuation in members], self.device)
             nats, is_greedy = self._judge_turn(first_logits, targets, lengths, cache, max_run, turn + 1 < n_turns)
-            counted = torch.arange(targets.shape[1], device=self.device) < lengths[:, None]
-            totals, all_greedy = (nats * counted).sum(1).tolist(), (is_greedy | ~counted).all(1).tolist()
+            is_counted = torch.arange(targets.shape[1], device=self.device) < lengths[:, None]
+            totals, all_greedy = (nats * is_counted).sum(1).tolist(), (is_greedy | ~is_counted).all(1).tolist()
             judged = zip(totals, all_greedy, is_greedy[:, 0].tolist())
             results |= {i: result for (i, _), result in zip(members, judged) if i is not None}
         return results

@@ -275,7 +275,7 @@ class RunDraft:
 
     def read_prompts(self, tokens, lengths, token):
         """Reads the prompts; `token` (B,) comes after them."""
-        self.model.extend(tokens, self.cache, lengths)
+        check_logits(self.model.extend(tokens, self.cache, lengths))
         self.new_run = torch.zeros(len(tokens), self.cache.max_run, dtype=torch.int64, device=tokens.device)
         self.new_run[:, 0] = token
         self.n_unread = torch.ones_like(lengths)  # tokens of the text that the cache has not, 1 or 2: new_run begins so
@@ -344,8 +344,8 @@ class AutoLength:
 
     The unit of time is one verification. A round of n drafted tokens takes 1 + n cost, and yields one token and those
     accepted. `speed` is the tokens of all rounds so far over their time. One more drafted token takes `cost`, in which
-    speed x cost tokens could be made. It gives, in each row, the probability that all of the draft and it too are
-    accepted. It is drafted while it gives more than it costs.
+    speed x cost tokens could be made. Its gain is the mean over the rows of the probability that the whole draft, and
+    it too, are accepted. It is drafted while its gain is more than speed x cost.
 
     A drafted token is taken to be accepted as often as those before it of like confidence (the draft's own probability
     for it), and the one to come as often as all before it. The rows of a batch share a round's time, so they share its

@@ -17,6 +17,7 @@ from analysis.report import evaluations
 from common import checkpoint, runs
 from common.benchmarks import local_records
 from common.files import UserError
+from common.scoring import Scorer
 from data.shards import Data
 from data.tokenizers import load_tokenizer
 
@@ -376,3 +377,25 @@ def test_bad_llama_folders_are_sentences(trained, tmp_path):
         refused(whole, damaged, 'model.safetensors is damaged')
     assert_sentence(run('eval.py', tmp_path / 'none', f'--from_llama={new}', '--tokenizer=byte'),
                     'no Hugging Face folder')
+
+
+@pytest.mark.parametrize('request_', [([1], []), ([], [1])])
+def test_a_request_without_tokens_is_a_sentence(request_):
+    with pytest.raises(UserError, match='empty context or continuation'):
+        Scorer(make('standard'), 100).score([([1, 2], [3]), request_])
+
+
+@pytest.mark.parametrize('options, want', [
+    ({'max_new_tokens': 7}, (7, 0)), ({'max_gen_toks': 5, 'temperature': 0.5}, (5, 0.5)),
+    ({'do_sample': False, 'temperature': 0.5}, (50, 0)), ({'do_sample': True, 'top_k': 0}, (50, 1.0))])
+def test_generation_options_have_the_meaning_of_lm_eval(options, want, monkeypatch):
+    asked = []
+
+    def generate(model, prompts, n, **given):
+        asked.append((n, given['temperature']))
+        assert given.get('top_k') is None
+        return [[0]]
+    monkeypatch.setattr(judge, 'generate', generate)
+    judge.generate_texts(SimpleNamespace(model=None, max_length=100, truncated=0), load_tokenizer('byte'), {0: [1]},
+                         options, 0)
+    assert asked == [want]

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 5e5, 'factor': 8.0, 'low_freq_fac
           'original_max_position_embeddings': 32}
 FOLDERS = {
     'Llama 2': ('llama', dict(num_key_value_heads=6)),
+    'a Llama with a window that it does not read': ('llama', dict(sliding_window=5)),
     'Llama 3': ('llama', dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
     'linear positions': ('llama', dict(rope_parameters={'rope_type': 'linear', 'rope_theta': 1e4, 'factor': 2.0})),
     'TinyLlama': ('llama', dict(rms_norm_eps=1e-5)),
@@ -228,6 +230,20 @@ def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
         {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<s>', 'eos_token': '</s>'}))
     llama.import_llama(tmp_path / 'folder', tmp_path / 'run')
     assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
+
+
+def test_where_transformers_cannot_read_a_tokenizer_its_config_says_whether_texts_start_with_bos(tmp_path, monkeypatch,
+                                                                                                 capsys):
+    import transformers
+
+    def fails(*args, **options):
+        raise ImportError('protobuf')
+    monkeypatch.setattr(transformers.AutoTokenizer, 'from_pretrained', fails)
+    assert not llama.starts_with_bos(tmp_path, SimpleNamespace(bos_id=1))
+    for bos in (True, False):
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'add_bos_token': bos}))
+        assert llama.starts_with_bos(tmp_path, SimpleNamespace(bos_id=1)) is bos
+        assert f'texts start {"with" if bos else "without"} bos' in capsys.readouterr().out
 
 
 def test_another_end_of_texts_in_config_json_is_said(tmp_path, capsys):

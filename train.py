@@ -44,6 +44,7 @@ from common.machine import (
     pick_dtype,
     say,
     start_processes,
+    torchrun_ranks,
 )
 from common.matmul import use_matmul
 from common.muon import MuonAndAdamW, hidden_matrices
@@ -65,15 +66,15 @@ class Settings:
     resume: bool = False  # go on with the run in out_dir, on the same batches
     overwrite: bool = False  # replace the run in out_dir
     extend: str | None = None  # run folder to go on from into a new out_dir, with more max_tokens; it stays as it is
-    init_from: str | None = None  # run whose weights to start from; model and its settings not given are its
+    init_from: str | None = None  # run to start from: weights, model settings and, without a config file, the model
     eval_only: bool = False  # print the validation loss of out_dir (or init_from) and stop
     dry_run: bool = False  # check everything, print sizes, costs and memory, and stop; works without the data
     memory: float | None = None  # with --dry_run: GiB of a GPU that a step is to fit
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     data: str = 'data/built/fineweb_edu'  # data folder, or built-in data; a task's options: path_star:degree=2,length=5
-    make_data: str | None = None  # what makes `data` and names it, said where it is missing; None: FineWeb-Edu's
-    assumed_ids: int = 50257  # of its tokenizer, in a dry run without it
+    make_data: str | None = None  # command that makes `data` and names it, for a dry run to print; None: FineWeb-Edu's
+    assumed_ids: int = 50257  # ids of the data's tokenizer, where a dry run has no data to ask
     documents: bool = True  # stop attention at document boundaries; False sets the model's eos_id to None
     verify: bool = False  # compare every shard with its checksum before the first step
     # batch and length
@@ -223,7 +224,7 @@ def learning_rate(s: Settings, tokens: int) -> float:
         return s.learning_rate * tokens / s.warmup_tokens
     if s.schedule == 'wsd':
         start = s.max_tokens * (1 - s.decay_fraction)
-        left = 1 - min(1.0, max(0.0, tokens - start) / max(1.0, s.max_tokens - start))
+        left = 1 - max(0.0, min(tokens, s.max_tokens) - start) / max(1.0, s.max_tokens - start)
     elif s.schedule == 'cosine':
         done = (tokens - s.warmup_tokens) / max(1, s.max_tokens - s.warmup_tokens)
         left = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
@@ -347,7 +348,8 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips, stop):
             parts[name] = parts.get(name, 0) + value.detach() * (share if name == 'nll' else loss_share)
     norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     skip_if_not_finite(optimizer, norm, skips)
-    optimizer.step()
+    if machine.device.type != 'mps' or not optimizer.found_inf:  # Apple's AdamW ignores it before PyTorch 2.13
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return parts, norm, stop
 
@@ -375,10 +377,11 @@ def read_skips(s, step, skips, lr) -> int:
     """Steps skipped since the last call. Raises UserError if there were three in a row. Waits for the device."""
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
-        raise UserError(f'the gradients were not finite three steps in a row, up to step {step}, at a learning rate of '
-                        f'{lr:.2e}; these steps changed nothing. {checkpoint.last_good(s.out_dir)}')
+        raise UserError(f'the gradients were not finite three steps in a row, at or before step {step}, at a learning '
+                        f'rate of {lr:.2e}; these steps changed nothing. {checkpoint.last_good(s.out_dir)}')
     if n_skipped:
-        say(f'step {step}: {n_skipped} steps skipped since the last line of the log: their gradients were not finite')
+        say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last line of the log, as their '
+            'gradients were not finite')
     skips[0] = 0
     return n_skipped
 
@@ -490,7 +493,7 @@ def main(argv: list[str] | None = None) -> None:
         with claim, contextlib.redirect_stdout(sys.stdout if is_first else open(os.devnull, 'w')):
             run(s, c, data, record, machine, argv)
     if machine.world > 1:
-        if is_first and s.wandb_project:
+        if is_first and s.wandb_project and not s.eval_only:
             importlib.import_module('wandb').finish()  # its exit hook will not run
         sys.stdout.flush()
         os._exit(0)  # gloo's threads now and then abort a process that ends in the usual way
@@ -521,6 +524,7 @@ def run(s, c, data, record, machine, argv):
     check_memory(s, blank_model, device)
 
     model = make_model(s, c, data, device, source, weights)
+    del weights  # a second copy of the model
     runs.check_kernels(model, machine.dtype)
     scan = choose_scan(model, machine)
     if machine.rank == 0:
@@ -554,15 +558,15 @@ def run(s, c, data, record, machine, argv):
     if is_extension(s):
         save(s, model, optimizer, step, seconds, saving)
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
-    try:
-        with log or contextlib.nullcontext(), caught_signals() as stop:
+    with log or contextlib.nullcontext(), caught_signals() as stop:
+        try:
             step, seconds, stopped = train(s, model, compiled, ddp, optimizer, data, machine, step, n_steps, seconds,
                                            log, wandb, stop, saving)
-    finally:
-        for written in saving:  # as long as this process holds the folder's lock
-            written.result()
+        finally:
+            for written in saving:  # as long as this process holds the folder's lock
+                written.result()
     if stopped:
-        say(f'stopped after step {step}. Go on with: {resume_command(argv, world)}')
+        say(f'stopped after step {step}. Go on with: {resume_command(argv, world, s.out_dir)}')
     else:
         with parallel.whole_weights(model):
             if machine.rank == 0:
@@ -578,7 +582,7 @@ def restore(s, model, optimizer, record) -> tuple[int, float]:
         return checkpoint.restore_training(s.out_dir, model, optimizer)
     saved = saved_settings(Settings, record['settings'], f'{s.extend}/config.json')
     up_to = last_before_decay(saved)
-    if not any(up_to is None or checkpoint.step_of(path) <= up_to for path in checkpoint.checkpoints(s.extend)):
+    if not checkpoint.candidates(s.extend, up_to):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
         raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train anew with more '
                         'max_tokens')
@@ -607,9 +611,14 @@ def start_wandb(s, c):
     return wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(c)})
 
 
-def resume_command(argv, world):
+def resume_command(argv, world, out_dir):
     args = [a for a in argv if a not in ('--resume', '--overwrite') and not a.startswith('--extend=')]
-    start = f'torchrun --nproc_per_node={world}' if world > 1 else 'python'
+    if not any(a.startswith('--out_dir=') for a in args):
+        args.append(f'--out_dir={out_dir}')
+    here = torchrun_ranks()[-1]  # processes of this machine
+    start = f'torchrun --nproc_per_node={here}' if world > 1 else 'python'
+    if world > here:
+        start = f'torchrun --nnodes={world // here} --nproc_per_node={here} ...'
     return f'{start} {shlex.join(["train.py", *args, "--resume"])}'
 
 

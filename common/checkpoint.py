@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, sha256, sync_folder, write_json
+from common.files import UserError, say_once, sha256, sync_folder, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')  # of a checkpoint
 DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)  # what reading a damaged one may raise
@@ -274,7 +273,7 @@ def load_checkpoint(folder, names=FILES, up_to: int | None = None) -> tuple[dict
                     raise ValueError(f'{bad} in {name} holds numbers that are not finite')
             return state, files
         except DAMAGE as error:
-            print(f'checkpoint {path} is damaged ({error}); the one before it is tried', file=sys.stderr)
+            say_once(f'checkpoint {path} is damaged ({error}); the one before it is tried')
     raise no_checkpoint(folder, up_to)
 
 
@@ -300,8 +299,7 @@ def load_parts(folder, model: torch.nn.Module, up_to: int | None) -> tuple[dict,
             error = f'{bad} holds numbers that are not finite' if bad else None
         if not error:
             return state, moments
-        if parallel.rank() == 0:
-            print(f'checkpoint {path} is damaged ({error}); the one before it is tried', file=sys.stderr)
+        say_once(f'checkpoint {path} is damaged ({error}); the one before it is tried')
     raise no_checkpoint(folder, up_to)
 
 
@@ -318,7 +316,8 @@ def parts_to_fill(path: Path, model: torch.nn.Module, folder) -> tuple[dict, dic
         check_moment(name, params, folder)
         param = params[name.partition('/')[2]]
         moments[name] = torch.zeros(()) if in_files[name].dim() == 0 else torch.zeros_like(param)
-    return {name: own_tensors(model)[name].detach() for name in in_model}, moments
+    own = own_tensors(model)
+    return {name: own[name].detach() for name in in_model}, moments
 
 
 def candidates(folder, up_to: int | None) -> list[Path]:

@@ -15,6 +15,7 @@ import torch
 
 import attn_kernels as K
 from common.machine import one_thread
+from common.parallel import of_all, rank
 
 KERNEL_CHECK = os.environ.get('KERNEL_CHECK') != '0'
 
@@ -56,10 +57,7 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
         largest = max(largest, found[where])
         if found[where] > KERNEL_TOLERANCE[dtype]:
             failed[name] = f'differs from its reference by {found[where]:.1%} of a row in {where}'
-    if _is_distributed():
-        of_all = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(of_all, failed)
-        failed = {name: why for of_one in of_all for name, why in of_one.items()}
+    failed = {name: why for of_one in of_all(failed) for name, why in of_one.items()}
     K.refused.update(failed)
     _say_what_was_found(failed, checks, largest, time.perf_counter() - start, *case)
     return failed
@@ -109,13 +107,9 @@ def check_operators(has_attention=True):
     return failed
 
 
-def _is_distributed():
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _say(line):
     """A line on stderr, of the first process."""
-    if not _is_distributed() or torch.distributed.get_rank() == 0:
+    if rank() == 0:
         print(line, file=sys.stderr, flush=True)
 
 

@@ -101,18 +101,22 @@ def extended_settings(s, given: dict) -> tuple:
 def with_model_of_run(argv):
     """argv; with the model of the run it goes on with or starts from, if it names neither a model nor a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
+    options = {name: value for name, value in options.items() if value not in ('None', 'False', 'false')}
     source = options.get('extend') or options.get('init_from')
-    is_on = {name for name in ('resume', 'eval_only') if options.get(name, 'False') != 'False'}
-    if 'resume' in is_on or 'eval_only' in is_on and 'init_from' not in options:
+    if 'resume' in options or 'eval_only' in options and 'init_from' not in options:
         source = options.get('out_dir')
-    if source and source != 'None' and 'model' not in options and all(arg.startswith('-') for arg in argv):
+    if source and 'model' not in options and all(arg.startswith('-') for arg in argv):
         return [*argv, f'--model={runs.read_run(source)["model"]}']
     return argv
 
 
 def check_unchanged(folder, saved, given):
     """Raises UserError if a saved run is given other settings than it was started with, but for MAY_CHANGE."""
-    for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: name != 'model'):  # another model has other settings
+    # model first: another has other settings
+    for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: (name != 'model', name)):
+        if name not in saved:
+            raise UserError(f'the run in {folder} has model = {saved["model"]!r}, which has no setting {name!r}: leave '
+                            f'{name} out (a saved run needs no config file either)')
         if saved[name] != given[name]:
             other = 'start another with another --out_dir'
             if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
@@ -145,12 +149,12 @@ def check_settings(s, data, world):
     if s.optimizer == 'muon' and s.parallel == 'fsdp':
         raise UserError('optimizer = muon needs whole matrices, of which each process has a part with parallel = fsdp: '
                         'use --parallel=ddp or --optimizer=adamw')
-    if s.sample_tokens and has_data(s.data):
+    if s.sample_tokens and not s.eval_only and has_data(s.data):
         load_tokenizer(data.tokenizer)  # now, not after the training
     parallel.check_sharding(s.parallel, s.shard, world)
-    if s.batch_size < world:
+    if s.batch_size < world and not s.eval_only:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
-    if s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world:
+    if s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world and not s.eval_only:
         raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than '
                         'others, and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the '
                         f'others would wait: use --micro_batch_size=2, or a batch_size that {world} divides')
@@ -158,9 +162,9 @@ def check_settings(s, data, world):
         raise UserError(f'--memory={s.memory:g} asks whether a step would fit: add --dry_run, or leave it out to train')
     if s.acceptance_prompts and hasattr(data, 'score'):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0')
-    if s.wandb_project and importlib.util.find_spec('wandb') is None:
-        raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or '
-                        'leave it out')
+    if s.wandb_project and not s.eval_only and importlib.util.find_spec('wandb') is None:
+        raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or use '
+                        '--wandb_project=None')
     for split in ('train', 'val'):
         if data.n_windows(split, s.block_size) < 1:
             raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '

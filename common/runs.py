@@ -394,7 +394,8 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
 def remove_run(folder) -> None:
     """Removes what train.py and eval.py have written to a run folder, if there is any. Other files stay, and are named.
 
-    config.json goes first, by a rename: a kill leaves a folder that is no run, and that says so.
+    config.json goes first, by a rename; `save_run` removes what it became. A kill in between leaves a folder that is no
+    run, and that says so.
     """
     folder = Path(folder)
     if (folder / 'config.json').exists():
@@ -412,7 +413,6 @@ def remove_run(folder) -> None:
     kept = sorted({path.name for path in folder.iterdir()} - {REPLACED, '.lock'})
     if kept:
         print(f'{folder}: these files are not of the run, and stay: {", ".join(kept)}')
-    (folder / REPLACED).unlink()
 
 
 def tokenizer_files(config: Path) -> list[str]:
@@ -436,6 +436,7 @@ def save_run(folder, record: dict) -> None:
     own = {'tokenizer': keep_tokenizer(folder, data['tokenizer']),
            'tokenizer_digest': tokenizer_digest(data['tokenizer'])}
     write_json(Path(folder) / 'config.json', checked_json({**record, 'data': {**data, **own}, 'versions': versions}))
+    (Path(folder) / REPLACED).unlink(missing_ok=True)  # a run that was replaced is gone only now
 
 
 def open_log(folder, step: int, model_code: str) -> TextIO:

@@ -30,7 +30,7 @@ ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import 
     'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.parallel', 'common.memory',
                        'common.muon'},
     'common.muon': set(),
-    'common.kernel_check': {'attn_kernels', 'common.machine'},
+    'common.kernel_check': {'attn_kernels', 'common.machine', 'common.parallel'},
     'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans.delta_rule'},

@@ -17,6 +17,7 @@ from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, config_json, run,
 
 import train
 from common import checkpoint, machine, run_settings, runs
+from common.files import UserError
 from common.memory import LiveBytes, memory_by_rows
 from common.scoring import counted
 from data import open_data
@@ -686,3 +687,27 @@ def test_a_dry_run_says_how_a_configs_own_data_are_made_and_has_the_papers_size(
         assert f'{size} parameters' in shown and command in shown
         other = run('train.py', f'config/{config}.py', '--dry_run', '--data=data/built/other').stdout
         assert '--out_dir=data/built/other' in other and command not in other
+
+
+def test_false_and_none_are_not_taken_for_a_run_to_go_on_with(tiny_data, tmp_path):
+    assert run_settings.with_model_of_run(['--resume=false', f'--out_dir={tmp_path}']) == [
+        '--resume=false', f'--out_dir={tmp_path}']
+    with pytest.raises(UserError, match='no_such_run is not a run folder'):
+        run_settings.with_model_of_run(['--extend=None', '--init_from=no_such_run'])
+
+
+def test_without_a_decay_the_last_step_has_the_full_rate():
+    s = train.Settings(learning_rate=1.0, warmup_tokens=0, max_tokens=1000, decay_fraction=0.0)
+    assert train.learning_rate(s, 1100) == 1
+
+
+def test_a_setting_that_the_run_s_model_lacks_is_a_sentence():
+    with pytest.raises(UserError, match="has model = 'gpn', which has no setting 'window'"):
+        run_settings.check_unchanged('out/gpn', {'model': 'gpn'}, {'window': 3})
+
+
+def test_the_command_to_go_on_names_the_folder_and_the_processes_of_a_machine(monkeypatch):
+    assert train.resume_command(['--init_from=out/A'], 1, 'out/sps').endswith('--out_dir=out/sps --resume')
+    for name, value in (('RANK', 0), ('WORLD_SIZE', 16), ('LOCAL_RANK', 0), ('LOCAL_WORLD_SIZE', 8)):
+        monkeypatch.setenv(name, str(value))
+    assert train.resume_command([], 16, 'out/A').startswith('torchrun --nnodes=2 --nproc_per_node=8 ')

@@ -1,23 +1,11 @@
-"""What the figures share: of which runs they are, where they are written, how they look."""
+"""What the figures share: where they are written, how they look."""
 import csv
 import io
 import os
 from math import inf
 from pathlib import Path
 
-from common.files import ROOT, UserError, write_file
-from common.settings import load_settings
-
-
-def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> tuple:
-    """(settings, run folders) of the command line of a file of analysis/; where it names no runs, a UserError.
-
-    usage: the file's name and its arguments, for that sentence.
-    """
-    s, runs, _ = load_settings(Settings, argv)
-    if not runs:
-        raise UserError(f'which runs? python -m analysis.{usage}')
-    return s, runs
+from common.files import ROOT, write_file
 
 
 def output_path(out: str | None, runs: list[str], name: str) -> Path:

@@ -28,13 +28,13 @@ from analysis.figures import (
     new_figure,
     number_log_axis,
     output_path,
-    runs_to_read,
     save_figure,
     write_csv,
 )
 from common.files import UserError, friendly_errors
 from common.run_settings import MAY_CHANGE
 from common.runs import blank_run, read_log, read_run
+from common.settings import load_settings
 
 # settings that do not change what a curve is; the last three follow from the data and `documents`
 NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
@@ -51,6 +51,17 @@ class Settings:
 
 
 # ---- what the runs are ----
+
+def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> tuple:
+    """(settings, run folders) of the command line of a file of analysis/; where it names no runs, a UserError.
+
+    usage: the file's name and its arguments, for that sentence.
+    """
+    s, runs, _ = load_settings(Settings, argv)
+    if not runs:
+        raise UserError(f'which runs? python -m analysis.{usage}')
+    return s, runs
+
 
 def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, dict]:
     """{run: {'model': its model or method, setting: value}} of the settings in which runs differ, but for `besides`.

@@ -20,8 +20,8 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
-from analysis.loss_curves import curves_of
+from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import curves_of, runs_to_read
 from analysis.outcomes import ended, settings_of
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype

@@ -28,8 +28,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.figures import is_number, line_styles, output_path, runs_to_read
-from analysis.loss_curves import MINUTES, differences, group, model_name, not_comparable, short_number, unit_for
+from analysis.figures import is_number, line_styles, output_path
+from analysis.loss_curves import (
+    MINUTES,
+    differences,
+    group,
+    model_name,
+    not_comparable,
+    runs_to_read,
+    short_number,
+    unit_for,
+)
 from common.decoding import generate
 from common.files import UserError, first_line, friendly_errors, write_file
 from common.machine import make_progress, pick_device

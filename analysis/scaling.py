@@ -15,7 +15,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import runs_to_read
 from analysis.outcomes import beside, final_loss, finished, n_parameters
 from analysis.report import evaluations
 from common.files import UserError, friendly_errors

@@ -17,8 +17,8 @@ if __name__ == '__main__':
 import re
 from dataclasses import dataclass
 
-from analysis.figures import draw_band, line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
-from analysis.loss_curves import curve, curves_of, distinct
+from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import curve, curves_of, distinct, runs_to_read
 from analysis.outcomes import finished
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run

@@ -20,8 +20,8 @@ import sys
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import line_styles, new_figure, output_path, runs_to_read, save_figure, write_csv
-from analysis.loss_curves import curves_of
+from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
+from analysis.loss_curves import curves_of, runs_to_read
 from analysis.outcomes import final_losses, named
 from common.files import UserError, friendly_errors
 from common.settings import check_ranges

@@ -23,8 +23,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import output_path, runs_to_read, write_csv
-from analysis.loss_curves import curve, curves_of, model_name, short_number
+from analysis.figures import output_path, write_csv
+from analysis.loss_curves import curve, curves_of, model_name, runs_to_read, short_number
 from analysis.outcomes import ended, final_loss, n_parameters
 from analysis.report import evaluations, logged, median
 from bench import FAMILY, RESULTS, markdown_table

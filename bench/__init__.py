@@ -186,7 +186,7 @@ def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: 
             about = about or where_and_when()
             RESULTS.mkdir(exist_ok=True)
             partial.write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
-    if toy:
+    if toy or not found:
         return
     partial.replace(path)
     if markdown:

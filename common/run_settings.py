@@ -62,7 +62,8 @@ def resumed_settings(s, given: dict) -> tuple:
 
 
 def with_model_of_source(s, given: dict) -> tuple:
-    """(settings, given) of a run that starts from the weights of s.init_from: what of the model is not given is its."""
+    """(settings, given) of a run that starts from the weights of s.init_from, with its model's settings where none are
+    given."""
     if is_new(s) and Path(s.out_dir).resolve() == Path(s.init_from).resolve():
         raise UserError(f'--init_from={s.init_from} is the source of the weights: give a new folder, --out_dir=NEW')
     source = runs.read_run(s.init_from)

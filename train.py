@@ -33,7 +33,7 @@ from common import checkpoint, parallel, runs
 from common.cpu_forms import use_attention
 from common.decoding import generate
 from common.dry_run import assumed_data, print_memory, processes_meant
-from common.extend_check import has_right_extend, tell_of_another_loss
+from common.extend_check import has_right_extend, tell_of_another_loss, weights_moved
 from common.files import UserError, friendly_errors
 from common.machine import (
     caught_signals,
@@ -283,7 +283,7 @@ def scores(model, data, s, machine) -> dict[str, float]:
     Acceptance is the share of drafted tokens that is accepted, 5 at a time or as many as the model can (NextLat paper,
     appendix).
     """
-    model.eval()
+    weights_moved(model.eval())
     with machine.autocast():
         found = data.score(model, machine.device, s.micro_batch_size) if hasattr(data, 'score') else {}
         if s.acceptance_prompts and has_right_extend(model):

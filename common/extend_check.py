@@ -22,7 +22,10 @@ def decodable(model):
 
 
 def has_right_extend(model) -> bool:
-    """Whether the model has an `extend` that equals its `logits`, to rounding. Found once, and said if not."""
+    """Whether the model has an `extend` that equals its `logits`, to rounding. Found once, and said if not.
+
+    A right one is looked at again after `weights_moved`.
+    """
     if getattr(model, 'extend', None) is None:
         say_once(f'{type(model).__module__} has no extend: decoding recomputes the whole text at every step')
         return False
@@ -33,6 +36,12 @@ def has_right_extend(model) -> bool:
                  'the whole text at every step. What is edited for whole windows, as positions or attention in '
                  'final_hidden, belongs in extend and its cache too')
     return model.extend_fault is None
+
+
+def weights_moved(model) -> None:
+    """In training: what was 0 at first may hide a fault of `extend`."""
+    if getattr(model, 'extend_fault', None) is None:
+        vars(model).pop('extend_fault', None)
 
 
 def find_extend_fault(model) -> str | None:
@@ -52,33 +61,54 @@ def find_extend_fault(model) -> str | None:
 def extend_error(model) -> float:
     """The rms difference of `extend` and `logits`, over the rms of `logits`, each row less its mean.
 
-    With the weights as they are, on random ids with the ends of two documents: a prefill, single tokens and a short
-    run, each after another that is forgotten, and a longer run; and a prefill of which the last logits alone are asked.
-    Of 128 tokens, 20 where each takes a pass; what differs beyond is not seen.
+    With the weights as they are, on random ids: a row of 128 tokens, 20 where each takes a pass, and as many more as
+    its cache has in a window, up to eight times that; then two rows, the second one shorter. What differs beyond is not
+    seen.
     """
-    config, device = model.config, next(model.parameters()).device
-    if device.type == 'meta':  # there are no numbers
+    device = next(model.parameters()).device.type
+    if device == 'meta':  # there are no numbers
         return 0.0
     T = 20 if getattr(model, 'sequential', False) or hasattr(model, 'choose_scan') else 128
-    idx = torch.randint(config.n_ids, (1, T), generator=torch.Generator().manual_seed(0))
+    with evaluating(model), torch.autocast(device, enabled=False):
+        windows = getattr(model.new_cache(1, 1), 'windows', [])
+        T += min(8 * T, max((w for w in windows if w is not None), default=0))
+        return max(_error_on_rows(model, [T]), _error_on_rows(model, [20, 17]))
+
+
+def _error_on_rows(model, lengths: list[int]) -> float:
+    """`extend_error` on rows of these lengths, the first of which has the ends of two documents and is the longest.
+
+    A prefill, single tokens and a short run, each after another that is forgotten, and a longer run; and a prefill of
+    which the last logits alone are asked.
+    """
+    config, device, T = model.config, next(model.parameters()).device, lengths[0]
+    idx = torch.randint(config.n_ids, (len(lengths), T), generator=torch.Generator().manual_seed(0))
     if config.eos_id is not None:
-        idx[:, [T // 3, 2 * T // 3]] = config.eos_id
-    idx, found, cuts = idx.to(device), [], [T // 2 - 2, 1, 4, 1]
+        idx[idx == config.eos_id] = (config.eos_id + 1) % config.n_ids
+        idx[0, [T // 16, T // 8]] = config.eos_id  # early, so that many tokens have many before them
+    idx, lengths, offsets = idx.to(device), torch.tensor(lengths, device=device), torch.arange(T, device=device)
+    rows, is_real = torch.arange(len(idx), device=device)[:, None], offsets < lengths[:, None]
 
     def centred(logits):
         logits = logits[..., :config.n_ids].float()
         return logits - logits.mean(-1, keepdim=True)
-    with evaluating(model), torch.autocast(device.type, enabled=False):
-        wanted = centred(model.logits(idx))
-        cache = model.new_cache(1, T, max_run=4)
-        for run in idx.split([*cuts, T - sum(cuts)], 1):
-            if run.shape[1] <= cache.max_run:
-                model.extend((run + 1) % config.n_ids, cache)
-                cache.rollback(run.shape[1])
-            found.append(model.extend(run, cache, all_positions=True))
-        last = model.extend(idx, model.new_cache(1, T))
-    return max(((centred(found) - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
-               for found, wanted in ((torch.cat(found, 1), wanted), (last, wanted[:, -1])))
+
+    def error(found, wanted):
+        return ((found - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+    wanted, cache = centred(model.logits(idx)), model.new_cache(len(idx), T, max_run=4)
+    found, n_read, prefill = torch.empty_like(wanted), torch.zeros_like(lengths), T // 2 - 2
+    for n, n_new in (prefill, lengths - T + prefill), (1, None), (4, None), (1, None), (T - prefill - 6, None):
+        columns = n_read[:, None] + offsets[:n]
+        run = idx[rows, columns]
+        if n_new is not None:
+            run[offsets[:n] >= n_new[:, None]] = 0  # padding, whose logits are overwritten
+        if n <= cache.max_run:
+            model.extend((run + 1) % config.n_ids, cache)
+            cache.rollback(n)
+        found[rows, columns] = centred(model.extend(run, cache, n_new, all_positions=True))
+        n_read += n if n_new is None else n_new
+    last = centred(model.extend(idx.where(is_real, 0), model.new_cache(len(idx), T), lengths))
+    return max(error(found[is_real], wanted[is_real]), error(last, wanted[rows[:, 0], lengths - 1]))
 
 
 def tell_of_another_loss(model) -> None:
@@ -96,7 +126,7 @@ def tell_of_another_loss(model) -> None:
     if error > 0.001:
         say_once(f'{type(model).__module__}: the loss that it trains by differs from that of its logits, by '
                  f"{error:.1g} of their size: texts and tasks would be another model's. What is edited in logits, "
-                 'after the head, belongs in forward too')
+                 "after the head, belongs in forward too, and where 'loss' is weighted 'nll' is still the plain mean")
 
 
 @torch.no_grad()

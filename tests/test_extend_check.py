@@ -7,7 +7,7 @@ from test_models import VARIANTS, make, some_tokens
 
 import model_context_ready
 import model_standard
-from attn_kernels import attention, document_starts, rope_table, rotate
+from attn_kernels import KVCache, attention, document_starts, rope_table, rotate
 from common import extend_check
 from common.decoding import generate
 from common.extend_check import extend_error
@@ -21,13 +21,14 @@ QUICK = ('standard, documents', 'sps', 'reverse_sps', 'context_ready', 'nextlat'
 
 class WindowInEachSecond(model_standard.Model):
     """An edit of `final_hidden`: every second layer sees 8 tokens back. The cache knows nothing of it."""
+    short = 8
 
     def final_hidden(self, idx):
         c = self.config
         starts = document_starts(idx, c.eos_id)
         table = rope_table(torch.arange(idx.shape[1]), c.head_size, c.rope_theta)
         return self._run_blocks(idx, lambda qk: rotate(qk, *table),
-                                lambda layer, q, k, v: attention(q, k, v, starts, 8 if layer % 2 else None))
+                                lambda layer, q, k, v: attention(q, k, v, starts, self.short if layer % 2 else None))
 
 
 @pytest.fixture
@@ -51,6 +52,39 @@ def test_an_edit_of_whole_windows_alone_is_decoded_and_scored_as_edited(model, c
     assert nats == pytest.approx(logits.gather(1, torch.tensor(continuation)[:, None]).sum().item(), abs=1e-4)
     err = capsys.readouterr().err
     assert err.count('extend, by which it decodes, differs from logits by') == 1, err
+
+
+def test_an_edit_is_seen_that_needs_a_long_document(model):
+    model.short = 100
+    assert extend_error(model) > 0.01
+
+
+def test_a_longer_window_is_read_to_its_end(monkeypatch):
+    model, begin = make('standard, window'), KVCache.begin
+    model.config.window = 200
+    assert extend_error(model) < 1e-5
+
+    def with_a_shorter_window(cache, tokens, lengths=None):
+        cache.windows = [150]
+        return begin(cache, tokens, lengths)
+    monkeypatch.setattr(KVCache, 'begin', with_a_shorter_window)
+    assert extend_error(model) > 0.01
+
+
+def test_an_extend_that_takes_padding_for_a_row_s_last_token_is_noticed(monkeypatch):
+    model = make('standard, documents')
+    monkeypatch.setattr(KVCache, 'end', lambda self, place, h, end=KVCache.end: (end(self, place, h), h[:, -1])[1])
+    assert extend_error(model) > 0.01
+
+
+def test_a_fault_that_the_first_weights_hide_is_found_as_they_have_moved(model):
+    model.position = torch.nn.Parameter(torch.zeros(model.config.n_embd))
+    model.short, final_hidden = None, model.final_hidden
+    model.final_hidden = lambda idx: final_hidden(idx) + model.position
+    assert extend_check.has_right_extend(model)
+    model.position.data[0] = 1.0
+    extend_check.weights_moved(model)
+    assert not extend_check.has_right_extend(model)
 
 
 def test_an_edit_by_which_x_reads_rho_is_noticed_where_a_prefill_runs_x_alone():

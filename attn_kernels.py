@@ -218,10 +218,10 @@ def checkpointed(forward):
     Inside the module: FSDP's hooks on its call would otherwise run under the checkpoint, which a compiler leaves out.
     """
     @functools.wraps(forward)
-    def call(self, *args):
+    def call(self, *args, **kwargs):
         if self.checkpoints and self.training:
-            return checkpoint(functools.partial(forward, self), *args, use_reentrant=False)
-        return forward(self, *args)
+            return checkpoint(functools.partial(forward, self), *args, use_reentrant=False, **kwargs)
+        return forward(self, *args, **kwargs)
     return call
 
 
@@ -1494,7 +1494,7 @@ class Place:
         first, end = 0, cache.max_tokens + 1
         if self.positions.device.type == 'cpu':
             end = min(cache.max_tokens, int(self.positions.max())) + 1
-            if R == 0 and cache.windows[0] is not None:
+            if R == 0 and cache.windows[0] is not None and not REFERENCE:  # else `visible` may see what is before it
                 first = max(0, int(self.positions.min()) - cache.windows[0])
         return slice(max(0, R - end), R), slice(R + first, R + end)
 

@@ -25,11 +25,12 @@ KERNEL_TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 0.
 
 
 @functools.cache
-def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
+def check_kernels(device, dtype, head_size=None, group=1, persistent=None):
     """Compares the kernels of loss, norm, attention and decoding with their references: what is wrong is not used.
 
     device: torch.device; dtype: of queries, keys and values; head_size: None for a model without attention; group:
-    query heads for each key head; two_streams: attention of two streams, else of one. Call it before torch.compile.
+    query heads for each key head; persistent: for attention of two streams, which of them has no window, as in
+    `stream_windows`; None: attention of one. Call it before torch.compile.
 
     A line on stderr says what was found, or what is refused, what runs instead and what to report. Returns
     {'loss', 'norm', 'attention' or 'decoding': why it is refused}; None where no kernel runs, or with KERNEL_CHECK=0.
@@ -42,7 +43,7 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
     if not KERNEL_CHECK or K.REFERENCE or not has_kernels:
         return None
     start, largest, failed = time.perf_counter(), 0.0, {}
-    case = device, dtype, head_size, group, two_streams
+    case = device, dtype, head_size, group, persistent
     checks = {'loss': _loss_differences, 'norm': _decoding_norm_differences}
     if head_size is not None and head_size <= 128:
         checks |= {'attention': _attention_differences, 'decoding': _decoding_differences}
@@ -63,7 +64,7 @@ def check_kernels(device, dtype, head_size=None, group=1, two_streams=False):
     return failed
 
 
-def _say_what_was_found(failed, checks, largest, seconds, device, dtype, head_size, group, two_streams):
+def _say_what_was_found(failed, checks, largest, seconds, device, dtype, head_size, group, persistent):
     """A line on stderr for each kernel refused, or one that all are right."""
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else "Triton's interpreter"
     case = str(dtype)[6:] if head_size is None else f'{str(dtype)[6:]}, heads of {head_size}'
@@ -73,7 +74,7 @@ def _say_what_was_found(failed, checks, largest, seconds, device, dtype, head_si
     for name, why in failed.items():
         arch = ' sm_{}{}'.format(*torch.cuda.get_device_capability(device)) if device.type == 'cuda' else ''
         _say(f"kernels: {name} {why} on {where}. PyTorch's own operators run instead, slower. Please report this "
-             f'line: {case}, {group} query heads for a key head, {1 + two_streams} streams,{arch} PyTorch '
+             f'line: {case}, {group} query heads for a key head, persistent stream {persistent},{arch} PyTorch '
              f'{torch.__version__}, Triton {K.triton.__version__}. KERNEL_CHECK=0 in the environment skips the check')
 
 
@@ -207,12 +208,14 @@ def _tile_differences(device, dtype):
         def of_one(attend):
             return lambda q, k, v: attend(q[:, 0], k[:, 0], v[:, 0], doc_start, window)
 
-        def of_two(attend):
-            return lambda q, k, v: attend(q, k, v, [None, window], doc_start)
+        def of_two(attend, persistent):
+            windows = K.stream_windows(persistent, window)
+            return lambda q, k, v: attend(q, k, v, windows, doc_start)
         found = {}
         for streams, fast, reference in (
                 ('one stream', of_one(K.attention), of_one(K.attention_reference)),
-                ('two streams', of_two(K.two_stream_attention), of_two(K.two_stream_attention_reference))):
+                *((f'two streams, {persistent} persistent', of_two(K.two_stream_attention, persistent),
+                   of_two(K.two_stream_attention_reference, persistent)) for persistent in ('input', 'predict'))):
             names = [f'{name}, {streams}, {pattern}' for name in ('the output', 'dq', 'dk', 'dv')]
             found |= _differences_with_gradients(fast, reference, [q, k, v], names)
         return found
@@ -220,7 +223,7 @@ def _tile_differences(device, dtype):
             | differences('documents and a window', K.document_starts(idx, 1), 20))
 
 
-def _check_case(device, dtype, head_size, group, two_streams):
+def _check_case(device, dtype, head_size, group, n_streams):
     """Random (B, T, streams, heads, D) and tokens (B, T) whose id 1 ends documents, and a window.
 
     T and the window are long enough that a walk has tiles of every kind: left, full and right ones.
@@ -231,15 +234,15 @@ def _check_case(device, dtype, head_size, group, two_streams):
     T, window = 5 * largest // 2 + 16, 3 * largest // 2 + 16  # multiples of 16, as a model's mostly are
     generator = torch.Generator(device).manual_seed(0)
     heads = 2 * group + 2 + 2  # queries, keys, values
-    x = torch.randn(2, T, 1 + two_streams, heads, head_size, device=device, generator=generator).to(dtype)
+    x = torch.randn(2, T, n_streams, heads, head_size, device=device, generator=generator).to(dtype)
     idx = torch.zeros(2, T, device=device, dtype=torch.int64)
     idx[0, [T // 8, T // 2]] = 1
     return x, idx, window
 
 
-def _attention_differences(device, dtype, head_size, group, two_streams):
+def _attention_differences(device, dtype, head_size, group, persistent):
     """Of attention with documents and a window, and of its gradients; with two streams also where one asks alone."""
-    x, idx, window = _check_case(device, dtype, head_size, group, two_streams)
+    x, idx, window = _check_case(device, dtype, head_size, group, 2 if persistent else 1)
     doc_start, (q, k, v) = K.document_starts(idx, 1), x.transpose(1, 2).split([2 * group, 2, 2], -2)
 
     def differences(q, windows, queries, reference):
@@ -249,23 +252,25 @@ def _attention_differences(device, dtype, head_size, group, two_streams):
         return _differences_with_gradients(fast, reference, [q, k, v], names)
 
     def two_streams_asking(queries):
-        windows = [None, window]
+        windows = K.stream_windows(persistent, window)
         return differences(q[:, K.STREAMS[queries]], windows, queries,
                            lambda q, k, v: K.two_stream_attention_reference(q, k, v, windows, doc_start, queries))
 
-    if two_streams:
+    if persistent:
         return two_streams_asking('both') | two_streams_asking('predict') | two_streams_asking('input')
     return differences(q, [window, None], 'input', lambda q, k, v: K.attention_reference(
         q[:, 0], k[:, 0], v[:, 0], doc_start, window).unsqueeze(1))
 
 
-def _decoding_differences(device, dtype, head_size, group, two_streams):
+def _decoding_differences(device, dtype, head_size, group, persistent):
     """Of a step of one token and of one of four over a filled cache, and of what the cache then holds.
 
     The cache has room for several programs to share a row, and is in dtype, then in fp32, as under autocast.
     """
-    x, idx, window = _check_case(device, dtype, head_size, group, two_streams)
-    windows, ring_stream = ([None, window], 1) if two_streams else ([window], None)
+    x, idx, window = _check_case(device, dtype, head_size, group, 2 if persistent else 1)
+    windows, ring_stream = [window], None
+    if persistent:
+        windows, ring_stream = K.stream_windows(persistent, window), 0 if persistent == 'predict' else 1
     T, room = idx.shape[1], max(idx.shape[1], 4 * K.DECODE_SHARE)
 
     def results(x, cache_dtype):
@@ -275,9 +280,9 @@ def _decoding_differences(device, dtype, head_size, group, two_streams):
         for run in (slice(0, T - 5), slice(T - 5, T - 4), slice(T - 4, T)):
             place = cache.begin(idx[:, run])
             qk, v = x[:, run].split([2 * group + 2, 2], -2)
-            qk, v = (x.transpose(1, 2) if two_streams else x.squeeze(2) for x in (qk, v))
+            qk, v = (x.transpose(1, 2) if persistent else x.squeeze(2) for x in (qk, v))
             q, k = place.rotate(qk).split([2 * group, 2], -2)
-            outs.append(cache.attend(place, 0, q, k, v, 'both' if two_streams else 'input'))
+            outs.append(cache.attend(place, 0, q, k, v, 'both' if persistent else 'input'))
             cache.end(place, x.new_zeros(*idx[:, run].shape, 1))
         return *outs[1:], cache.k, cache.v
     names = 'a step', 'a step of four', 'the keys it stores', 'the values it stores'

@@ -194,6 +194,27 @@ def test_an_edit_of_a_definition_alone_trains(name, edit, form, fast_forms, monk
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope.item(), rel=1e-3)  # gradients are the edit's
 
 
+def test_a_wider_window_of_x_than_the_tiles_walk_is_attended_by_its_definition(fast_forms, monkeypatch, capsys):
+    """Where rho persists, as in Reverse SPS."""
+    pattern = K.two_stream_visible
+    monkeypatch.setattr(K, 'two_stream_visible', lambda query_pos, x_pos, rho_pos, windows, *rest: pattern(
+        query_pos, x_pos, rho_pos, [w if w is None else w + 50 * (i == 0) for i, w in enumerate(windows)], *rest))
+    assert set(kernel_check.check_operators()) == {'attention'}
+    assert 'two streams, predict persistent' in capsys.readouterr().err
+
+
+def test_a_definition_that_sees_before_the_window_is_decoded(fast_forms, monkeypatch):
+    """Attention sinks: the first tokens of a document are always seen."""
+    model, idx, pattern = make('standard, window'), some_tokens(1, 60), K.visible
+    monkeypatch.setattr(K, 'visible', lambda query_pos, key_pos, doc_start=None, window=None: (
+        pattern(query_pos, key_pos, doc_start, window) | pattern(query_pos, key_pos, doc_start) & (
+            key_pos.unsqueeze(-2) < (0 if doc_start is None else doc_start.unsqueeze(-1)) + 2)))
+    assert set(kernel_check.check_operators()) == {'attention'}
+    cache = model.new_cache(1, 60)
+    found = torch.cat([model.extend(run, cache, all_positions=True) for run in idx.split(1, 1)], 1)
+    torch.testing.assert_close(found, model.logits(idx))
+
+
 def reversed_kl(loss):
     """An edit of NextLat's KL alone: KL(q || p), which p does not learn from either."""
     def edited(states, weight, targets, counts, head_frozen=True):

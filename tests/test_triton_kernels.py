@@ -177,9 +177,10 @@ def small_check(kernels_device, monkeypatch):
     kernel_check.check_kernels.cache_clear()
 
 
-@pytest.mark.parametrize('D, group, two_streams', [(16, 1, False), pytest.param(70, 2, True, marks=pytest.mark.long)])
-def test_right_kernels_are_used(D, group, two_streams, small_check, capsys):
-    case = small_check, torch.float32, D, group, two_streams
+@pytest.mark.parametrize('D, group, persistent', [
+    (16, 1, None), *(pytest.param(70, 2, stream, marks=pytest.mark.long) for stream in ('input', 'predict', 'both'))])
+def test_right_kernels_are_used(D, group, persistent, small_check, capsys):
+    case = small_check, torch.float32, D, group, persistent
     assert kernel_check.check_kernels(*case) == {} and K.refused == set()
     line, = capsys.readouterr().err.splitlines()
     assert 'loss, norm, attention, decoding equal their references' in line and f'heads of {D}' in line, line

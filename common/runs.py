@@ -36,6 +36,7 @@ from typing import TextIO
 import torch
 from torch.overrides import TorchFunctionMode
 
+import attn_kernels
 from common import kernel_check
 from common.checkpoint import check_weights, checkpoints, load_checkpoint, load_weights
 from common.files import (
@@ -55,6 +56,9 @@ from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
 from data.tokenizers import GPT2_SHA256, tokenizer_digest
 
+# of attn_kernels.py: what its fast forms are compared with (common/kernel_check.py)
+DEFINITIONS = ('visible', 'two_stream_visible', 'stream_windows', 'document_starts', '_dense_attention', '_rms_norm',
+               'rope_table', '_rotate', 'linear_cross_entropy_reference', 'linear_cross_entropy_kl_reference')
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
 OF_EVALUATION = ('eval.jsonl', 'speculative.csv', 'speculative.png')  # what eval.py writes to a run folder
 LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
@@ -95,24 +99,28 @@ def code_files(model_name: str) -> list[Path]:
 
 
 def code_digest(model_name: str) -> str:
-    """sha256 of the code of `code_files`, which tells whether a model's equations may be others than they were.
+    """sha256 of the code of a model, which tells whether its equations may be others than they were.
 
-    Comments, docstrings and blank lines hold no equation, so an edit of those changes nothing. What is left is digested
-    as text: the dump of a syntax tree would be simpler, but differs between versions of Python.
+    That is `code_files`, and the definitions that models share in attn_kernels.py. Its fast forms are not: they are
+    compared with these. What is digested is text: the dump of a syntax tree would be simpler, but differs between
+    versions of Python.
     """
-    digest = hashlib.sha256()
-    for path in code_files(model_name):
-        source = path.read_text(encoding='utf-8')
-        lines, not_code, starts_statement = source.split('\n'), [], True
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT or token.type == tokenize.STRING and starts_statement:
-                not_code.append((*token.start, *token.end))
-            elif token.type != tokenize.NL:
-                starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        for row, column, end_row, end_column in reversed(not_code):
-            lines[row - 1:end_row] = [lines[row - 1][:column] + lines[end_row - 1][end_column:]]
-        digest.update('\n'.join(line.rstrip() for line in lines if line.strip()).encode())
-    return digest.hexdigest()
+    sources = [path.read_text(encoding='utf-8') for path in code_files(model_name)] + [
+        inspect.getsource(getattr(attn_kernels, name)) for name in DEFINITIONS if hasattr(attn_kernels, name)]
+    return hashlib.sha256('\n'.join(map(_without_comments, sources)).encode()).hexdigest()
+
+
+def _without_comments(source: str) -> str:
+    """Without comments, docstrings and blank lines, which hold no equation."""
+    lines, not_code, starts_statement = source.split('\n'), [], True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or token.type == tokenize.STRING and starts_statement:
+            not_code.append((*token.start, *token.end))
+        elif token.type != tokenize.NL:
+            starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    for row, column, end_row, end_column in reversed(not_code):
+        lines[row - 1:end_row] = [lines[row - 1][:column] + lines[end_row - 1][end_column:]]
+    return '\n'.join(line.rstrip() for line in lines if line.strip())
 
 
 def tell_of_edits(folder) -> None:
@@ -120,9 +128,9 @@ def tell_of_edits(folder) -> None:
     record = read_run(folder)
     begun_with = record['versions'].get('model_code')
     if begun_with not in (None, code_digest(record['model'])):
-        files = ' or '.join(str(path.relative_to(ROOT)) for path in code_files(record['model']))
-        say_once(f'{files} has changed since {folder} was begun: its equations may be others than those it was trained '
-                 'with')
+        files = ', '.join(str(path.relative_to(ROOT)) for path in code_files(record['model']))
+        say_once(f'{files} or a definition in attn_kernels.py has changed since {folder} was begun: its equations may '
+                 'be others than those it was trained with')
 
 
 def make_config(model_name: str, values: dict):
@@ -193,7 +201,7 @@ def check_kernels(model: torch.nn.Module, dtype: torch.dtype | None = None) -> N
     n_kv_head = getattr(c, 'n_kv_head', None)
     group = c.n_head // n_kv_head if n_kv_head else 1
     kernel_check.check_kernels(weight.device, dtype or weight.dtype, getattr(c, 'head_size', None), group,
-                               hasattr(c, 'persistent'))
+                               getattr(c, 'persistent', None))
 
 
 def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:

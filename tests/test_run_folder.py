@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, run_apart, train_tiny
 from safetensors.torch import load_file, save_file
 
+import attn_kernels
 from common import checkpoint, machine, runs
 from common.files import UserError, friendly_errors, locked, sha256
 
@@ -58,10 +59,13 @@ def test_comments_and_docstrings_are_not_code_and_all_else_is(tmp_path, monkeypa
         assert edited(monkeypatch, tmp_path, line, new) != own, new
     assert edited(monkeypatch, tmp_path, 'class ', 'class New', 'analysis/standard_edits.py') != own
     assert runs.code_digest('standard') != runs.code_digest('standard.Thing')
+    own, table = runs.code_digest('standard'), attn_kernels.rope_table
+    monkeypatch.setattr(attn_kernels, 'rope_table', lambda *args: table(*args))
+    assert runs.code_digest('standard') != own
 
 
 def test_a_run_whose_model_was_edited_says_so_once(trained, tiny_data, tmp_path, monkeypatch):
-    out, said = shutil.copytree(trained, tmp_path / 'run'), 'model_standard.py has changed since'
+    out, said = shutil.copytree(trained, tmp_path / 'run'), 'attn_kernels.py has changed since'
     judge = ['eval.py', out, '--val', '--weights=int8', '--device=cpu']  # loads the run twice
     edited(monkeypatch, tmp_path / 'code', 'class Model', '# the model\nclass Model')
     assert said not in run(*judge).stderr

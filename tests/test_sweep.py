@@ -80,7 +80,7 @@ def test_a_run_of_a_model_whose_code_has_changed_since_is_told_of(tmp_path, monk
     record = json.loads((tmp_path / 'a/config.json').read_text()) | {'versions': {'model_code': 'another'}}
     (tmp_path / 'a/config.json').write_text(json.dumps(record))
     sweep.train_all({tmp_path / 'a': []}, jobs=1)
-    assert f'model_standard.py has changed since {tmp_path}/a was begun' in capsys.readouterr().err
+    assert f'attn_kernels.py has changed since {tmp_path}/a was begun' in capsys.readouterr().err
 
 
 def test_compared_runs_have_one_dtype_whatever_their_size(monkeypatch):

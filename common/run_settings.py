@@ -188,4 +188,5 @@ def model_config(s, given, data, record):
                         'n_ids out')
     eos_id = data.eos_id if s.documents else None
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
-    return runs.make_config(s.model, {**vocabulary, **given})
+    names_of_both = [f.name for f in fields(runs.model_file(s.model).Config) if hasattr(s, f.name)]  # as block_size
+    return runs.make_config(s.model, {**vocabulary, **{name: getattr(s, name) for name in names_of_both}, **given})

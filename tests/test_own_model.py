@@ -29,6 +29,7 @@ import torch.nn.functional as F
 @dataclass
 class Config:
     init_std: float = 0.02  # standard deviation of the initial logits
+    block_size: int = 1024  # a name that train.py has a setting for
     vocab_size: int = 320  # rows of the table: the real ids, then padding
     n_ids: int = 257  # real token ids
     eos_id: int | None = 256  # the id that ends a document
@@ -86,6 +87,8 @@ def train_bigram(data, out, *more):
 def test_it_trains_and_dry_runs(bigram, tiny_data, tmp_path):
     log = runs.read_log(bigram)
     assert log[-1]['loss'] < log[0]['loss'] - 1 and log[-1]['val'] < log[0]['loss'] - 1 and 'mfu' not in log[0]
+    record = runs.read_run(bigram)
+    assert record['model_config'].get('block_size', 8) in (8, record['settings']['block_size'])
     dry = train_bigram(tiny_data, tmp_path / 'run', '--dry_run').stdout
     assert 'parameters' in dry and 'GiB for weights' in dry and 'FLOP' not in dry and not (tmp_path / 'run').exists()
     shutil.rmtree(bigram / 'ckpt/step_00000030')

@@ -90,7 +90,7 @@ def as_on_the_hub(record: dict, task: str) -> dict:
         labels = [str(i) for i in range(len(record['choices']))]
         choices = {'text': record['choices'], 'label': labels}
         return {'question': question, 'choices': choices, 'answerKey': str(record['gold'])}
-    if task.startswith('arc') and 'stem' in record['question']:
+    if task.startswith('arc') and isinstance(record['question'], dict):
         choices = {key: [choice[key] for choice in record['question']['choices']] for key in ('text', 'label')}
         return {'question': record['question']['stem'], 'choices': choices, 'answerKey': record['answerKey']}
     if task.startswith('lambada') and 'continuation' in record:

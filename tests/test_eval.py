@@ -324,7 +324,11 @@ def test_a_record_that_a_task_cannot_use_is_a_sentence(tmp_path, task, record):
         local_records(tmp_path, task)
 
 
-@pytest.mark.parametrize('task, record', [('piqa', PIQA), ('arc_easy', LISTED), ('hellaswag', HELLASWAG),
+ON_THE_HUB = {'question': 'Which system has a stem?', 'choices': {'text': ['b'], 'label': ['A']}, 'answerKey': 'A'}
+
+
+@pytest.mark.parametrize('task, record', [('piqa', PIQA), ('arc_easy', LISTED), ('arc_easy', ON_THE_HUB),
+                                          ('hellaswag', HELLASWAG),
                                           ('winogrande', WINOGRANDE), ('social_iqa', SOCIAL_IQA)])
 def test_a_record_that_a_task_can_use_is_taken(tmp_path, task, record):
     (tmp_path / f'{task}.jsonl').write_text(json.dumps(record))

@@ -108,6 +108,10 @@ def measure(run: str, s: Settings) -> list[float]:
         t.learning_rate = s.learning_rate
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows have no text to probe for: give --data=FOLDER')
+    for split in ('train', 'val'):
+        if data.n_windows(split, t.block_size) < 1:
+            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
+                            f'{t.block_size}, which {run} reads: give more with --data=FOLDER')
     if s.offsets > t.block_size:
         raise UserError(f'offsets is {s.offsets}, but {run} reads windows of {t.block_size} tokens: give fewer')
     model.requires_grad_(False)

@@ -273,15 +273,11 @@ class Model(nn.Module):
         """The rows of an output matrix that take part in training's softmax."""
         return head.weight if self.config.pad_rows_in_loss else head.weight[:self.config.n_ids]
 
-    def _n_pairs(self, T):
-        """How many pairs windows of T have, documents aside, and how many of them are drawn."""
-        n_all = (T + 1) * (T + 2) // 2 + (T if self.config.min_k == 1 else 0)
-        return n_all, max(1, round(self.config.pair_share * n_all))
-
     def _draw_pairs(self, T, device):
         """p and q (N,) of the pairs: the same for all windows. At random in training, evenly spaced in evaluation."""
         pairs = torch.triu_indices(T + 1, T + 1, self.config.min_k - 2, device=device)  # q = p + k - 2, and k >= min_k
-        n_all, n = self._n_pairs(T)
+        n_all = pairs.shape[1]
+        n = max(1, round(self.config.pair_share * n_all))
         if n == n_all:
             return pairs
         if self.training:
@@ -351,5 +347,6 @@ class Model(nn.Module):
                        for p in part.parameters(recurse=False) if p.dim() >= 2)
         for_nll = n_weights(self.text_out) + n_weights(self.head)
         of_pairs = for_nll + n_weights(self.previous_head)
-        for_tokens, for_pairs = n_weights(self) - of_pairs, of_pairs * self._n_pairs(T)[1] / T
+        n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # documents aside
+        for_tokens, for_pairs = n_weights(self) - of_pairs, of_pairs * n_pairs / T
         return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * (T + 1) / 2

@@ -159,9 +159,11 @@ class Model(nn.Module):
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.scan_report = None  # what `choose_scan` found
-        for p in self.parameters():
+        for name, p in self.named_parameters():  # all at once: what is to start otherwise is set after it
             if p.dim() >= 2:  # as the official code: no matrix is scaled down with depth
                 nn.init.normal_(p, std=c.init_std)
+            elif name.endswith('.bias'):  # not dt_bias
+                nn.init.zeros_(p)
 
     # ---- the memory's equation ----
 

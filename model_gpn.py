@@ -8,8 +8,9 @@ state, the value this one.
 Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over
 tokens. Nothing else is needed to train, evaluate and decode. scans/gpn.py computes the same function faster;
 `Model.choose_scan` compares the two and takes it only where they agree: edit an equation and your equation runs.
-RMSNorms before each matrix, where eq. 4, 8, 9 and 11 show none, and biases of gates, queries, keys and decay are the
-official code's. `extend` and `Cache` are decoding.
+RMSNorms before each matrix, also where eq. 4, 8, 9 and 11 show none (the paper has those of gates and of the
+feed-forward net), and biases of gates, queries, keys and decay are the official code's. `extend` and `Cache` are
+decoding.
 
     B  batch      T  positions      C  width of the state, n_embd (d in the paper)    E  width of the embedding, d_emb
     L  layers     F  feed-forward width, n_ffn       H  memory heads                  V  vocabulary rows, padded
@@ -373,10 +374,7 @@ class Model(nn.Module):
         each layer, 2 times that in the backward.
         """
         c = self.config
-        modules = [self.fuse, self.ground_gate, self.decode, self.head, *self.layers.modules()]
-        if self.write is not None:
-            modules += self.write.modules()
-        weights = sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * weights + c.n_head * c.d_k * c.d_v * (4 * 5 + 6 * c.n_layer)
 
 

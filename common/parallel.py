@@ -61,7 +61,7 @@ def check_sharding(parallel: str, n_shards: int | None, n_processes: int) -> Non
 
 def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules whose weights are gathered when they are called, one after the other. See the top of this file."""
-    return [] if hasattr(model, 'choose_scan') else list(getattr(model, 'blocks', ()))
+    return [] if hasattr(model, 'choose_scan') else list(dict.fromkeys(getattr(model, 'blocks', ())))
 
 
 def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:

@@ -108,7 +108,7 @@ class Settings:
     dtype: str = 'auto'  # of the products: bfloat16 or float32, weights are fp32; auto: bfloat16 where it is faster
     matmul: str = 'auto'  # fp32 products on a CPU: blas (PyTorch's own), onednn, or auto, the faster one here
     attention: str = 'auto'  # in bf16 on a CPU: tiles, fused (PyTorch's own), or auto, the faster one here
-    compile: bool | None = None  # torch.compile; None: on GPUs (bench.train_step nanogpt: on a CPU it gains 1% to 18%)
+    compile: bool | None = None  # torch.compile; None: on GPUs (bench.train_step nanogpt: on a CPU it gains 1% to 20%)
     parallel: str = 'ddp'  # several processes: ddp, each holds the whole model; fsdp, each a part of every weight
     shard: int | None = None  # with fsdp: processes that share one copy of the weights; None: all
     threads: int | None = None  # CPU threads per process; None: the machine's cores, shared by its processes

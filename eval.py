@@ -56,7 +56,7 @@ from common.decoding import check_sampling, generate
 from common.files import UserError, first_line, friendly_errors, say_once, write_file
 from common.int8 import check_weights_setting, prepare_weights
 from common.llama import export_llama, import_llama
-from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, torchrun_ranks
+from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, take_gpu, torchrun_ranks
 from common.parallel import first_of_all, of_all, rank, world
 from common.runs import load_run, run_data
 from common.scoring import Scorer, perplexity, validation_loss
@@ -466,7 +466,9 @@ def load_model(folder, s: Settings, weights: str | None) -> tuple:
     device = pick_device(s.device)
     dtype = pick_dtype(s.dtype, device)
     if device == 'cuda' and world() > 1:
-        device = f'cuda:{torchrun_ranks()[2]}'
+        local = torchrun_ranks()[2]
+        take_gpu(local)
+        device = f'cuda:{local}'
     model, record = load_run(folder, device, dtype, s.scan)
     return prepare_weights(model, weights, folder), record
 

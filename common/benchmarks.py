@@ -118,6 +118,7 @@ def task_files(entries: dict, data_dir, folder) -> list[str]:
         path = Path(folder) / f'{task}.yaml'
         path.write_text(json.dumps({  # JSON is YAML
             'include': str(entry.yaml_path), 'task': task, 'dataset_path': 'json', 'dataset_name': None,
-            'dataset_kwargs': {'data_files': {split: str(records) for split in splits}}}))
+            'dataset_kwargs': {'data_files': {split: str(records) for split in splits},
+                               'cache_dir': str(folder)}}))  # else each call leaves a copy in the user's cache
         paths.append(str(path))
     return paths

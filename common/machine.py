@@ -88,11 +88,8 @@ def start_processes(s) -> Machine:
     rank, world, local, local_world = torchrun_ranks()
     launcher = os.getppid() if 'RANK' in os.environ else None
     kind = pick_device(s.device)
-    if kind == 'cuda' and local >= torch.cuda.device_count():
-        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
-                        'Start fewer processes, or use --device=cpu')
     if kind == 'cuda':
-        torch.cuda.set_device(local)
+        take_gpu(local)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
         torch.set_num_threads(s.threads or max(1, cores // local_world))
@@ -102,6 +99,14 @@ def start_processes(s) -> Machine:
         join_processes('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
     device = torch.device(kind, local) if kind == 'cuda' else torch.device(kind)
     return Machine(rank, world, device, launcher=launcher)
+
+
+def take_gpu(local: int) -> None:
+    """Makes the GPU of the process with this rank on its machine the one it uses; UserError if there is none."""
+    if local >= torch.cuda.device_count():
+        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
+                        'Start fewer processes, or use --device=cpu')
+    torch.cuda.set_device(local)
 
 
 def torchrun_ranks() -> tuple[int, int, int, int]:

@@ -202,7 +202,10 @@ class Model(nn.Module):
         return self.fuse(self.embed_norm(self.embed(idx)))
 
     def ground(self, u, s):
-        """The state predicted before, s (B, C), and what a token adds to it, u (B, C) -> g (B, C); eq. 4."""
+        """The state predicted before, s (B, C), and what a token adds to it, u (B, C) -> g (B, C); eq. 4.
+
+        States are fp32 with weights of bf16 too: what a norm returns has the dtype of the weights.
+        """
         gate = torch.sigmoid(self.ground_gate(self.ground_norm(s)).to(s.dtype))  # wide: 0.999 would be 1 in bf16
         return gate * s + u  # Gate_f
 

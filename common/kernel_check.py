@@ -6,6 +6,7 @@ GPUs, and training went on in silence; what is wrong there, PyTorch's own operat
 KERNEL_CHECK=0 in the environment leaves the checks out.
 """
 import functools
+import inspect
 import math
 import os
 import sys
@@ -22,6 +23,15 @@ KERNEL_CHECK = os.environ.get('KERNEL_CHECK') != '0'
 # The largest difference that is rounding: of a row of a result, relative to the row. In the interpreter fp32 shows
 # 3e-6 and fp16 2e-3; bf16 has three bits less than fp16.
 KERNEL_TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 0.06}
+
+# of attn_kernels.py: what its fast forms are compared with, and what these call
+DEFINITIONS = ('visible', 'two_stream_visible', 'stream_windows', 'document_starts', '_dense_attention', '_rms_norm',
+               'rope_table', '_rotate', 'linear_cross_entropy_reference', 'linear_cross_entropy_kl_reference')
+
+
+def definitions() -> list[str]:
+    """The source of each of DEFINITIONS that is there."""
+    return [inspect.getsource(getattr(K, name)) for name in DEFINITIONS if hasattr(K, name)]
 
 
 @functools.cache

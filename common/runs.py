@@ -36,7 +36,6 @@ from typing import TextIO
 import torch
 from torch.overrides import TorchFunctionMode
 
-import attn_kernels
 from common import kernel_check
 from common.checkpoint import check_weights, checkpoints, load_checkpoint, load_weights
 from common.files import (
@@ -56,9 +55,6 @@ from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
 from data.tokenizers import GPT2_SHA256, tokenizer_digest
 
-# of attn_kernels.py: what its fast forms are compared with (common/kernel_check.py)
-DEFINITIONS = ('visible', 'two_stream_visible', 'stream_windows', 'document_starts', '_dense_attention', '_rms_norm',
-               'rope_table', '_rotate', 'linear_cross_entropy_reference', 'linear_cross_entropy_kl_reference')
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
 OF_EVALUATION = ('eval.jsonl', 'speculative.csv', 'speculative.png')  # what eval.py writes to a run folder
 LEFT_BY_A_KILL = {'.lock', *TOKENIZER_FILES,  # in a folder that was to become a run
@@ -105,8 +101,7 @@ def code_digest(model_name: str) -> str:
     compared with these. What is digested is text: the dump of a syntax tree would be simpler, but differs between
     versions of Python.
     """
-    sources = [path.read_text(encoding='utf-8') for path in code_files(model_name)] + [
-        inspect.getsource(getattr(attn_kernels, name)) for name in DEFINITIONS if hasattr(attn_kernels, name)]
+    sources = [path.read_text(encoding='utf-8') for path in code_files(model_name)] + kernel_check.definitions()
     return hashlib.sha256('\n'.join(map(_without_comments, sources)).encode()).hexdigest()
 
 

@@ -39,7 +39,7 @@ def has_right_extend(model) -> bool:
 
 
 def weights_moved(model) -> None:
-    """In training: what was 0 at first may hide a fault of `extend`."""
+    """Has a right `extend` looked at again: in training, a parameter that was 0 at first may have hidden a fault."""
     if getattr(model, 'extend_fault', None) is None:
         vars(model).pop('extend_fault', None)
 

@@ -215,6 +215,20 @@ def test_a_definition_that_sees_before_the_window_is_decoded(fast_forms, monkeyp
     torch.testing.assert_close(found, model.logits(idx))
 
 
+class Scaled(torch.nn.Module):
+    checkpoints = True
+
+    @K.checkpointed
+    def forward(self, x, scale):
+        return (scale * x).sin()
+
+
+def test_a_checkpointed_block_may_be_given_more_by_name():
+    x, scale = (torch.tensor(value, requires_grad=True) for value in (0.3, 2.0))
+    Scaled()(x, scale=scale).backward()
+    torch.testing.assert_close([x.grad, scale.grad], [2 * torch.tensor(0.6).cos(), 0.3 * torch.tensor(0.6).cos()])
+
+
 def reversed_kl(loss):
     """An edit of NextLat's KL alone: KL(q || p), which p does not learn from either."""
     def edited(states, weight, targets, counts, head_frozen=True):

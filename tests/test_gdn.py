@@ -462,3 +462,15 @@ def test_initial_weights_are_those_of_the_official_code():
 def test_bad_values_are_sentences(values, sentence):
     with pytest.raises(ValueError, match=sentence):
         G.Config(**SMALL | values)
+
+
+def test_a_bias_that_is_added_starts_at_0_and_that_of_the_decay_does_not(monkeypatch):
+    plain = G.Block
+
+    def with_bias(config, layer):
+        block = plain(config, layer)
+        block.beta = torch.nn.Linear(*block.beta.weight.shape[::-1])
+        return block
+    monkeypatch.setattr(G, 'Block', with_bias)
+    block = G.Model(G.Config(**SMALL)).blocks[0]
+    assert not block.beta.bias.any() and block.dt_bias.all()

@@ -360,6 +360,14 @@ def test_flops_count_the_matrices_of_an_edit_and_no_tables(variant):
     assert model.flops_per_token(12) - before == 6 * (32 * 8 + 3 * 5)
 
 
+@pytest.mark.parametrize('variant', ['gpn', 'gdn'])
+def test_flops_count_the_linear_layers_of_an_edit(variant):
+    model = make(variant)
+    before = model.flops_per_token(12)
+    model.gate = torch.nn.Linear(32, 8)
+    assert model.flops_per_token(12) - before == 6 * 32 * 8
+
+
 @pytest.mark.parametrize('scale, millions', [('xs', 53), ('s', 131), ('m', 379), ('l', 831), ('xl', 1678)])
 def test_parameters_at_the_five_scales(scale, millions):
     values = settings.read_config_file(f'config/standard_{scale}.py')

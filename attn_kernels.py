@@ -201,15 +201,16 @@ def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None, co
     from torch.nn.attention.flex_attention import create_block_mask
     queries = queries or keys
     q_streams, k_streams = (torch.arange(streams[0], streams[-1] + 1, device=device) for streams in (queries, keys))
-    starts = torch.zeros(1, T, dtype=torch.int64, device=device) if doc_start is None else doc_start
 
     def mask_mod(b, h, q_idx, k_idx):
         q_pos, k_pos = q_idx % T, k_idx % T
-        q = Tokens(q_pos, q_streams[q_idx // T], starts[b, q_pos])
+        start = torch.zeros_like(q_pos) if doc_start is None else doc_start[b, q_pos]
+        q = Tokens(q_pos, q_streams[q_idx // T], start)
         return sees(q, Tokens(k_pos, k_streams[k_idx // T]))
 
     create = _compiled_create_block_mask() if compiled else create_block_mask
-    return create(mask_mod, len(starts), None, len(queries) * T, len(keys) * T, device)
+    B = None if doc_start is None else len(doc_start)
+    return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
 
 
 @functools.cache
@@ -284,7 +285,8 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, *saved = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        wide = torch.promote_types(k.dtype, torch.float32)  # many tiles add to each key
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for i, (rows, ranges, bias) in enumerate(ctx.tiles):
             q_tile, k_tile, grad_tile = _take(q, rows), _take(k, ranges), _take(grad, rows)
             p = saved[i] if saved else _probabilities(q_tile, k_tile, bias)
@@ -293,7 +295,7 @@ class _TiledAttention(torch.autograd.Function):
             _put(dq, rows, ds @ k_tile)
             _put(dk, ranges, ds.mT @ q_tile, add=True)
             _put(dv, ranges, p.mT @ grad_tile, add=True)
-        return dq * q.shape[-1] ** -0.5, dk, dv, None
+        return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _probabilities(q, k, bias):
@@ -418,7 +420,9 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = [torch.cat(kept) if kept else None for kept in row_grads] + param_grads
         ctx.is_given = [grad is not None for grad in grads]
         ctx.save_for_backward(*(grad for grad in grads if grad is not None))
-        return _sums(sums)
+        total, *parts = _sums(sums)
+        ctx.mark_non_differentiable(*parts)
+        return total, *parts
 
     @staticmethod
     def backward(ctx, grad, *_):

@@ -26,12 +26,9 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in the tests that ask for it
     os.environ['TRITON_INTERPRET'] = '1'
 import attn_kernels
-import common.int8  # noqa: F401  its kernel
 from data import write_data
 from data.tokenizers import load_tokenizer
 
-for name in ('gpn', 'gdn'):
-    attn_kernels.import_scan(name)  # and their kernels
 os.environ.pop('TRITON_INTERPRET', None)
 attn_kernels.KERNELS_ON_CPU = False
 
@@ -64,16 +61,6 @@ def one_thread():
     """After each test, however many threads it set."""
     yield
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def no_timing(monkeypatch):
-    """Packed weights and BLAS are always used, in this process: nothing depends on what is measured."""
-    monkeypatch.setattr('common.cpu_forms.is_faster', lambda f, g, x, **_: False)
-    monkeypatch.setattr('attn_kernels.tiles_in_bf16', True)
-    monkeypatch.setattr('attn_kernels.products_over_slots', True)
-    monkeypatch.setattr('common.matmul.is_faster', lambda f, g, x, **_: False)
-    monkeypatch.setattr('common.matmul._chosen', 'blas')
 
 
 @pytest.fixture
@@ -174,13 +161,6 @@ def assert_sentence(result, *parts):
     assert 'Traceback' not in result.stderr and 'TRACEBACK=1' not in result.stderr, result.stderr
     for part in parts:
         assert part in result.stderr, result.stderr
-
-
-@pytest.fixture
-def loss_in_the_graph(monkeypatch):
-    """The loss is its definition, which a compiler takes into the graph; on a CPU it leaves the fused one outside."""
-    import attn_kernels
-    monkeypatch.setattr(attn_kernels, 'refused', {'loss'})
 
 
 # ---- oracles of attn_kernels that several files take ----

@@ -1,7 +1,5 @@
 """The SPS family against its definition: the interleaved sequence of eq. 3 with a mask built pair by pair."""
 import copy
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -27,8 +25,7 @@ def make(module=model_sps, **values):
 
 
 def layouts(T=22):
-    """Rows with no end of document, several, one alone at the end of a document that it is all of, and one at the very
-    start."""
+    """Rows without an end of document, with several, with two in a row, and with one at the very start."""
     idx = torch.randint(0, 59, (4, T), generator=torch.Generator().manual_seed(1))
     idx[1, [3, 9, 17]] = EOS
     idx[2, 7:9] = EOS
@@ -125,7 +122,7 @@ def test_layers_below_predict_layers_are_those_of_a_standard_transformer():
     for name, model in (('sps', one), ('standard', standard)):
         model.blocks[1].register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
         model.logits(idx)
-    assert seen['sps'].shape == (4, 1, 22, 32) and torch.allclose(seen['sps'][:, 0], seen['standard'], atol=1e-6)
+    assert seen['sps'].shape == (4, 22, 32) and torch.allclose(seen['sps'], seen['standard'], atol=1e-6)
 
 
 def test_a_fork_below_all_layers_starts_from_the_token():
@@ -134,44 +131,14 @@ def test_a_fork_below_all_layers_starts_from_the_token():
 
 
 @pytest.mark.parametrize('method, window', PATTERNS)
-def test_last_layer_elision_is_exact(method, window):
+def test_last_layer_elision_is_exact(method, window, monkeypatch):
     model, idx = make(method=method, window=window, eos_id=EOS), layouts()
     want = model.logits(idx)
-    last, forward = model.blocks[-1], model.blocks[-1].forward
-    of_stream = {'input': slice(0, 1), 'predict': slice(1, 2)}
-
-    def both_streams(h, rotate, attend, streams, queries):
-        return forward(h, rotate, attend, streams, streams)[:, of_stream[queries]]
-    last.forward = both_streams
+    streams = type(model).streams
+    monkeypatch.setattr(model_sps.Model, 'streams', lambda self, layer: (streams(self, layer)[0],) * 2)  # all queries
+    monkeypatch.setattr(model.norm, 'forward', lambda h, forward=model.norm.forward: forward(
+        h.chunk(2, 1)[model.output[0]]))
     assert relative_error(model.logits(idx)[..., :60], want[..., :60].double()) < 1e-5
-
-
-@pytest.mark.parametrize('eos_id', [EOS, None])
-def test_prefill_without_a_window_runs_x_alone_and_is_exact(eos_id):
-    model, idx = make(window=0, eos_id=eos_id), layouts()
-    lengths, max_run = torch.tensor([22, 2, 9, 13]), 4
-    fast, slow = model.new_cache(4, 40, max_run), model.new_cache(4, 40, max_run)
-    streams = []
-    model.blocks[0].register_forward_hook(lambda module, args, out: streams.append(tuple(out.shape[1:3])))
-    got, want = model.extend(idx, fast, lengths), model.extend(idx, slow, lengths, all_positions=True)
-    assert streams == [(1, 22), (1, max_run), (2, 22)]
-    assert relative_error(got[:, :60], want[torch.arange(4), lengths - 1, :60].double()) < 1e-5
-    # and the cache goes on alike, after a prefill, a step, and a long run on a cache that is not empty
-    for n in (3, 1, 7):
-        got, want = model.extend(idx[:, :n], fast), model.extend(idx[:, :n], slow, all_positions=True)[:, -1]
-        assert relative_error(got[:, :60], want[:, :60].double()) < 1e-5
-
-
-@pytest.mark.parametrize('line, edited', [
-    ("if c.predict_input != 'predict':", 'if True:'),  # rho starts from the x of its first layer
-    ("'sps': ('input', 'predict'),", "'sps': ('input', 'input'),")])
-def test_prefill_without_a_window_follows_an_edit(line, edited):
-    source, module = Path(model_sps.__file__).read_text(), ModuleType('model_sps')
-    assert source.count(line) == 1
-    exec(source.replace(line, edited), vars(module))
-    model, idx = make(module, window=0, predict_layers=2, eos_id=EOS), layouts()
-    want, got = model.logits(idx)[:, -1], model.extend(idx, model.new_cache(4, 22))
-    assert relative_error(got[:, :60], want[:, :60].double()) < 1e-5
 
 
 @pytest.mark.parametrize('max_run', [1, 4, 8, 20])
@@ -239,12 +206,9 @@ def test_flops_count_the_pairs_of_the_pattern(values):
 
 
 @pytest.mark.parametrize('values, sentence', [
-    (dict(window=-1), 'window = -1: expected 0 or more positions, or None for all'),
     (dict(method='two_x_memory', window=64),
-     'window = 64 with method = two_x_memory, where both streams persist: set window = None'),
-    (dict(method='sp'), "method = 'sp': expected one of sps, two_x_memory, delayed_state, reverse_sps"),
-    (dict(predict_input='x'), "predict_input = 'x': expected 'predict', 'token' or 'state'"),
-    (dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None for all'),
+     'window = 64 with method = two_x_memory, in which both streams persist: set window = None'),
+    (dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None'),
     (dict(n_embd=36, n_head=4), 'n_embd = 36 and n_head = 4: n_embd / n_head must be an even whole number'),
     (dict(n_ids=50304), 'vocab_size = 50304 has no room for the 50304 ids of the tokenizer and <predict>')])
 def test_bad_values_are_sentences(values, sentence):
@@ -256,9 +220,3 @@ def test_bad_values_are_sentences(values, sentence):
 @pytest.mark.parametrize('tensors', [{'table': torch.ones(60, 32)}, {'embed.weight': torch.zeros(60, 32)}])
 def test_weights_without_a_row_for_predict_are_left_to_the_check_that_names_them(tensors):
     assert make(eos_id=None).adopt(tensors) is tensors
-
-
-def test_two_persistent_streams_of_another_method_refuse_a_window_too(monkeypatch):
-    monkeypatch.setitem(model_sps.METHODS, 'mine', ('both', 'input'))
-    with pytest.raises(ValueError, match='window = 64 with method = mine'):
-        model_sps.Config(**SMALL, method='mine')

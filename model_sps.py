@@ -192,7 +192,7 @@ class Model(nn.Module):
         return self.norm(h)
 
     def _first_rho(self, x, h):
-        """How the rho stream starts, (B, T, C): <predict> after every x_i (eq. 3); beyond the paper, plus x_i or its h."""
+        """How the rho stream starts (B, T, C): as <predict> (eq. 3); beyond the paper, plus x or what x has become."""
         rho = self.embed.weight[self.config.n_ids].expand_as(x)
         return {'predict': rho, 'token': rho + x, 'state': rho + h}[self.config.predict_input]
 

@@ -95,7 +95,7 @@ class Mask:
 
 
 @outside_graphs
-def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=None, reaches=None, varying=False):
+def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=None, reaches=None):
     """Prepare the attention of whole sequences. Make it once per step; all layers share it.
 
     Args:
@@ -105,7 +105,9 @@ def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=Non
         keys: streams of the keys, in the order in which they follow each other
         queries: streams of the queries; None: those of the keys
         reaches: use the Triton kernels, with these reaches of the key streams (`triton_attention`)
-        varying: lengths vary from call to call, so that a GPU should not compile a kernel for each of them
+
+    On a GPU FlexAttention compiles a kernel for each length, so it serves training, and other calls whose length is a
+    multiple of its blocks of 128; lengths that vary, such as those of prompts, take PyTorch's attention with a mask.
     """
     queries = queries or keys
     device = torch.device(device)
@@ -119,7 +121,7 @@ def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=Non
         q, k = _stream_tokens(position[:, None], queries), _stream_tokens(position, keys)
         if torch.equal(sees(q, k), position[:, None] >= position):
             return Mask('causal')
-    if device.type == 'cuda' and 16 <= head_size <= 256 and not varying:
+    if device.type == 'cuda' and 16 <= head_size <= 256 and (torch.is_grad_enabled() or T % 128 == 0):
         return Mask('flex', make_block_mask(sees, T, device, doc_start, keys, queries))
     return Mask('dense', _whole_mask(sees, T, doc_start, keys, queries, device))
 
@@ -637,7 +639,9 @@ class Run:
         cache, n = self.cache, self.tokens.shape[1]
         if self.is_prefill:
             doc_start = None if cache.eos_id is None else self.doc_start
-            return make_mask(cache.sees, n, cache.head_size, self.tokens.device, doc_start, keys, queries, varying=True)
+            if self.tokens.device.type == 'cpu':
+                return make_mask(cache.sees, n, cache.head_size, 'cpu', doc_start, keys, queries)
+            return Mask('dense', _whole_mask(cache.sees, n, doc_start, keys, queries, self.tokens.device))
         filled = cache.filled(keys, self.end)
         stream = torch.cat([torch.full_like(self.positions, stream) for stream in queries], 1)
         q = Tokens(*(x.unsqueeze(2) for x in (self.positions.repeat(1, len(queries)), stream,

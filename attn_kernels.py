@@ -117,18 +117,12 @@ def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=Non
     if device.type == 'cpu':
         return Mask('tiles', list(_tiles(sees, T, doc_start, keys, queries, device)))
     if device.type == 'cuda' and len(keys) == 1 and doc_start is None:
-        position = torch.arange(T, device=device)
-        q, k = _stream_tokens(position[:, None], queries), _stream_tokens(position, keys)
-        if torch.equal(sees(q, k), position[:, None] >= position):
+        seen = _whole_mask(sees, T, None, keys, queries, device)
+        if torch.equal(seen, torch.ones_like(seen).tril()):
             return Mask('causal')
     if device.type == 'cuda' and 16 <= head_size <= 256 and (torch.is_grad_enabled() or T % 128 == 0):
         return Mask('flex', make_block_mask(sees, T, device, doc_start, keys, queries))
     return Mask('dense', _whole_mask(sees, T, doc_start, keys, queries, device))
-
-
-def _stream_tokens(pos, streams, doc_start=0):
-    """Tokens at positions pos of the first of `streams`."""
-    return Tokens(pos, torch.full_like(pos, streams[0]), doc_start)
 
 
 def _sequence_tokens(positions, streams):
@@ -180,7 +174,7 @@ def attention(q, k, v, mask):
     if mask.kind == 'tiles':
         out = _tiled_attention(q, k, v, mask.data)
     elif mask.kind == 'flex':
-        out = _flex_attention()(q, k, v, block_mask=mask.data)
+        out = _flex_attention(q, k, v, mask.data)
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(1, 2)
@@ -210,26 +204,20 @@ def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None, co
         q = Tokens(q_pos, q_streams[q_idx // T], start)
         return sees(q, Tokens(k_pos, k_streams[k_idx // T]))
 
-    create = _compiled_create_block_mask() if compiled else create_block_mask
+    create = _compiled(create_block_mask) if compiled else create_block_mask  # eager, it holds a boolean for each pair
     B = None if doc_start is None else len(doc_start)
     return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
 
 
-@functools.cache
-def _compiled_create_block_mask():  # eager, it would hold a boolean for each pair
-    from torch.nn.attention.flex_attention import create_block_mask
-    return torch.compile(create_block_mask)
-
-
-def _flex_attention():
+def _flex_attention(q, k, v, block_mask):
     from torch.nn.attention.flex_attention import flex_attention
-    return flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    run = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    return run(q, k, v, block_mask=block_mask)
 
 
 @functools.cache
-def _compiled_flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention)
+def _compiled(function):
+    return torch.compile(function)
 
 
 # ---- on a CPU: tiles ----

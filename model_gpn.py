@@ -1,109 +1,97 @@
 """The Grounded Prediction Network ("A Single-Layer Model Can Do Language Modeling", arXiv 2605.10643).
 
-One state vector is all the working context there is. Each token grounds it (a gate lets through what was predicted, the
-token is added), a feed-forward net and a read from one matrix memory then predict the next state, which is decoded into
-the next token and carried on. The memory is written once a token, by the gated delta rule: the key is the last grounded
-state, the value this one.
+One recurrent state vector is all the working context there is. Each token grounds the state (a gate keeps part of what
+was predicted, the token is added); a feed-forward net and a read from one matrix memory then predict the next state,
+which is decoded into the next token and carried on. The memory is written once per token by the gated delta rule: the
+key comes from the last grounded state, the value from the current one.
 
-Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which repeats them over
-tokens. Nothing else is needed to train, evaluate and decode. scans/gpn.py computes the same function faster;
-`Model.choose_scan` compares the two and takes it only where they agree: edit an equation and your equation runs.
-RMSNorms before each matrix, also where eq. 4, 8, 9 and 11 show none (the paper has those of gates and of the
-feed-forward net), and biases of gates, queries, keys and decay are the official code's. `extend` and `Cache` are
-decoding.
+Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which applies them token by
+token. `scans/gpn.py` computes the same function faster. It is used as long as the equations here are the ones it was
+written for; edit one, and yours runs. The RMSNorm before each matrix (eq. 4, 8, 9 and 11 do not show it) and the biases
+of gates, queries, keys and decay follow the official code. `extend` and `Cache` are decoding.
 
     B  batch      T  positions      C  width of the state, n_embd (d in the paper)    E  width of the embedding, d_emb
     L  layers     F  feed-forward width, n_ffn       H  memory heads                  V  vocabulary rows, padded
     K  d_k, rows of a head's memory: its keys        D  d_v, its columns: its values  M  the memory (B, H, K, D)
     s  predicted state s^p (B, C)                    g  grounded state s^g (B, C)     x_t  token t
     u  what a token adds to the state (B, C)         n  positions of one `extend` call
-    carry_mask  1 where state and memory go on, 0 where a document starts             active  rows that take this step
+    carry_mask  False where a document starts        active  False where a row skips the step
 """
+import functools
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import choose_scan, import_scan, linear_cross_entropy, outside_graphs, rms_norm
+from attn_kernels import chunked_loss, outside_graphs
 
-fast = import_scan('gpn')  # None where the folder scans/ has been removed
+try:
+    from scans import gpn, pinned
+except ModuleNotFoundError:  # the folder scans/ is optional
+    gpn = pinned = None
 
 
 @dataclass
 class Config:
-    n_layer: int = 1  # layers a token passes, L; they share one state and one memory
-    n_head: int = 15  # memory heads, H; 0: no memory (the paper's GPN; with one it is GPN+M)
+    n_layer: int = 1  # layers per token, L; they share one state and one memory
+    n_head: int = 15  # memory heads, H; 0: no memory (the paper's GPN; with memory it is GPN+M)
     n_embd: int = 2496  # width of the state, C
-    d_emb: int = 768  # width of the token embedding, the output head too, E (inferred: table 1 has 130M with it)
+    d_emb: int = 768  # width of the token embedding and of the output head, E (inferred: gives table 1's 130M)
     d_k: int = 128  # size of a memory head's keys, K
     d_v: int = 256  # size of a memory head's values, D
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd in whole 128s (inferred from 6656 at 2496)
-    bptt_len: int | None = None  # the gradient goes back through so many steps at most, cut at multiples; None: all
-    segment_len: int = 32  # steps that the backward recomputes at once: fewer or more only change memory and time
-    scan: str = 'auto'  # loop: the equations as they read; fast: scans/gpn.py, unchecked; auto: fast where both agree
-    decoder_bias: bool = False  # a learned bias of the decoded vector (section 7.2; its place: official code)
+    bptt_len: int | None = None  # truncated BPTT: gradients are cut at multiples of this many steps; None: never
+    segment_len: int = 32  # steps that the backward recomputes at a time: trades memory for time, same result
+    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # fast: scans/gpn.py; loop: the equations; auto: fast if unedited
+    decoder_bias: bool = False  # learned bias of the decoded vector (section 7.2; placed as in the official code)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
-    init_std: float = 0.02  # standard deviation of the initial embedding and memory output; others: `init_linear`
+    init_std: float = 0.02  # standard deviation of the initial embedding and read_out; others: `init_linear`
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
-    eos_id: int | None = None  # the id that ends a document: state and memory start anew; None: never (official code)
+    eos_id: int | None = None  # id that ends a document: state and memory restart; None: never (official code)
 
     def __post_init__(self):
-        for name in ('n_layer', 'n_embd', 'd_emb', 'd_k', 'd_v', 'segment_len', 'n_ids', 'norm_eps', 'init_std'):
-            if not getattr(self, name) > 0:
-                raise ValueError(f'{name} = {getattr(self, name)}: expected more than 0')
-        if self.n_layer > 1000:
-            raise ValueError(f'n_layer = {self.n_layer}: expected at most 1000')
-        if self.n_head < 0:
-            raise ValueError(f'n_head = {self.n_head}: expected a number of memory heads, 0 for no memory')
-        for name in ('n_ffn', 'bptt_len'):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f'{name} = {getattr(self, name)}: expected at least 1, or None')
-        if self.scan not in ('auto', 'loop', 'fast'):
-            raise ValueError(f"scan = {self.scan!r}: expected 'auto', 'loop' or 'fast'")
         if self.n_ids > self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
-        if self.eos_id is not None and not 0 <= self.eos_id < self.n_ids:
-            raise ValueError(f'eos_id = {self.eos_id}: expected one of the {self.n_ids} ids of the tokenizer, or None')
+        if self.scan == 'fast' and gpn is None:
+            raise ValueError("scan = 'fast' needs the folder scans/: use 'auto' or 'loop'")
         self.n_ffn = self.n_ffn or max(1, round(8 / 3 * self.n_embd / 128)) * 128
 
 
 def init_linear(weight):
-    """JAX's lecun_normal, for weight (outputs, inputs): a normal cut at two of its standard deviations.
+    """JAX's lecun_normal for weight (outputs, inputs): a normal distribution truncated at two standard deviations.
 
-    It is as much wider as the cut makes it narrower, so that the weights' standard deviation is 1 / sqrt(inputs).
+    It is scaled up to offset the truncation, so that the weights' standard deviation is 1 / sqrt(inputs).
     """
-    std = weight.shape[1] ** -0.5 / 0.87962566103423978  # a standard normal's, cut at 2
+    std = weight.shape[1] ** -0.5 / 0.87962566103423978  # standard deviation of a unit normal truncated at 2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        """x (..., C), a state in fp32 at least -> (..., C) in the weights' dtype, which products are in."""
-        return rms_norm(x, self.weight, self.eps).to(self.weight.dtype)
+        """Normalize states x (..., C), in fp32 or wider. The result has the weights' dtype, ready for a product."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
 
 
-KEY_EPS = 1e-6  # its square is added under the root (official code); scans/gpn.py reads it as `Model.all_eps`
-
-
-def l2_normalize(x):
-    """x (..., K) over its length."""
-    return x * (x.square().sum(-1, keepdim=True) + KEY_EPS ** 2).rsqrt()
+def l2_normalize(x, eps=1e-6):
+    """Divide x (..., K) by its length; eps as in the official code."""
+    return x * (x.square().sum(-1, keepdim=True) + eps ** 2).rsqrt()
 
 
 def read(memory, x):
-    """M^T x of each head, M x in the paper: memory (B, H, K, D), x (B, H, K) -> (B, H, D).
+    """M^T x for each head (M x in the paper): memory (B, H, K, D), x (B, H, K) -> (B, H, D).
 
-    Autocast would make a matrix product bf16.
+    Not a matrix product, because autocast would run it in bf16.
     """
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
 class Write(nn.Module):
-    """MemWrite: the transition from the last grounded state to this one, by the gated delta rule, eq. 8 to 10."""
+    """MemWrite: stores the transition from the last grounded state to this one by the gated delta rule, eq. 8 to 10."""
 
     def __init__(self, config):
         super().__init__()
@@ -114,21 +102,21 @@ class Write(nn.Module):
         self.beta = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_beta and
         self.decay = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_a, eq. 9
         rate = torch.empty(c.n_head).uniform_(0, 16).clamp(min=1e-8)
-        self.log_rate = nn.Parameter(rate.log())  # A in eq. 9; initial values as Gated DeltaNet
+        self.log_rate = nn.Parameter(rate.log())  # A in eq. 9; initialised as in Gated DeltaNet
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus gives dt, as Gated DeltaNet
+        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt, as in Gated DeltaNet
 
     def write_gate(self, g):
-        """beta (..., H) of grounded states g (..., C), eq. 9."""
+        """beta (..., H) for grounded states g (..., C), eq. 9."""
         return torch.sigmoid(self.beta(self.norm(g)).to(g.dtype))
 
     def log_decay(self, g):
-        """gamma (..., H) of grounded states g (..., C), eq. 9; the bias is the official code's."""
-        a = self.decay(self.norm(g)).to(g.dtype)  # wide: a slow head's e^-0.001 would be 1 in bf16
+        """gamma (..., H) for grounded states g (..., C), eq. 9, with the official code's bias."""
+        a = self.decay(self.norm(g)).to(g.dtype)  # in fp32: bf16 would round a slow head's e^-0.001 to 1
         return -self.log_rate.exp() * F.softplus(a + self.dt_bias)
 
     def forward(self, last, g, memory):
-        """Grounded states of the last token and of this one (B, C), M (B, H, K, D) -> M of this token."""
+        """Grounded states of the last token and of this one (B, C), M (B, H, K, D) -> M after this token."""
         def heads(x):  # (B, H size) -> (B, H, size), in the memory's dtype
             return x.to(memory.dtype).unflatten(-1, (self.n_head, -1))
 
@@ -140,7 +128,7 @@ class Write(nn.Module):
 
 
 class Layer(nn.Module):
-    """Predicts the next state: what the gate carries over, the feed-forward net and a read from the memory, summed."""
+    """Predicts the next state: the sum of a gated carry-over, a feed-forward net and a read from the memory."""
 
     def __init__(self, config):
         super().__init__()
@@ -155,20 +143,20 @@ class Layer(nn.Module):
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
 
     def forward(self, x, memory):
-        """x (B, C), the grounded state or the layer before, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
+        """x (B, C), the grounded state or the layer below, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
         ffn_gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
-        gate = torch.sigmoid(self.gate(self.gate_norm(x)).to(x.dtype))  # wide, as in `Model.ground`
+        gate = torch.sigmoid(self.gate(self.gate_norm(x)).to(x.dtype))  # in fp32, as in `Model.ground`
         y = gate * x + self.ffn_out(F.silu(ffn_gate) * up)  # Gate_p, FFN
         if self.n_head == 0:
             return y
         x_normed = self.read_norm(x)
         q = l2_normalize(F.relu(self.query(x_normed).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
-        memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads
+        memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads together
         return y + self.read_out(F.silu(self.read_gate(x_normed)) * memory_read)  # MemRead, eq. 11
 
 
 class Model(nn.Module):
-    write_type = Write  # a subclass may have another: analysis/gpn_edits.py
+    write_type = Write  # subclasses may replace it: analysis/gpn_edits.py
 
     def __init__(self, config):
         super().__init__()
@@ -178,35 +166,33 @@ class Model(nn.Module):
         self.ground_norm, self.ground_gate = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)  # W_f, eq. 4
         self.write = self.write_type(c) if c.n_head else None
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.n_layer))
-        # W_dec of eq. 6 is head.weight @ decode.weight: through the embedding's width, and tied to it (official code)
+        # W_dec of eq. 6 is head.weight @ decode.weight, with the head tied to the embedding (official code)
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
         self.decode = nn.Linear(c.n_embd, c.d_emb, bias=c.decoder_bias)
         self.head = nn.Linear(c.d_emb, c.vocab_size, bias=False)
         self.head.weight = self.embed.weight
-        self.scan_report = None  # what `choose_scan` found
-        for name, p in self.named_parameters():  # as the official code
+        self.init_weights()
+        self.fast = pinned is not None and pinned(self, gpn) is not None  # whether scans/gpn.py may run
+
+    def init_weights(self):
+        """As in the official code."""
+        for name, p in self.named_parameters():
             if name.endswith(('.bias', 'ground_gate.weight', '.gate.weight', 'ffn_out.weight')):
                 nn.init.zeros_(p)
             elif name.startswith('embed.') or name.endswith('read_out.weight'):
-                nn.init.normal_(p, std=c.init_std)
+                nn.init.normal_(p, std=self.config.init_std)
             elif p.dim() == 2:
                 init_linear(p)
 
     # ---- the paper's equations ----
 
     def ground_input(self, idx):
-        """W_fuse RMSNorm(emb(x_t)): what each token adds to the state in eq. 4. The RMSNorm is the official code's.
-
-        idx (B, n) -> u (B, n, C).
-        """
+        """W_fuse RMSNorm(emb(x_t)), what each token adds to the state in eq. 4. idx (B, n) -> u (B, n, C)."""
         return self.fuse(self.embed_norm(self.embed(idx)))
 
     def ground(self, u, s):
-        """The state predicted before, s (B, C), and what a token adds to it, u (B, C) -> g (B, C); eq. 4.
-
-        States are fp32 with weights of bf16 too: what a norm returns has the dtype of the weights.
-        """
-        gate = torch.sigmoid(self.ground_gate(self.ground_norm(s)).to(s.dtype))  # wide: 0.999 would be 1 in bf16
+        """Last predicted state s (B, C), the token's u (B, C) -> g (B, C); eq. 4."""
+        gate = torch.sigmoid(self.ground_gate(self.ground_norm(s)).to(s.dtype))  # in fp32: bf16 rounds 0.999 to 1
         return gate * s + u  # Gate_f
 
     def predict(self, last, g, memory):
@@ -219,103 +205,63 @@ class Model(nn.Module):
         return s, memory
 
     def step(self, u, s, g, memory):
-        """One token: u (B, C) from `ground_input`; s, g, M of the token before, zeros at first -> its s, g, M."""
+        """One token: u (B, C) from `ground_input`; s, g, M after the token before (zeros at first) -> s, g, M."""
         last, g = g, self.ground(u, s)  # eq. 1
         s, memory = self.predict(last, g, memory)  # eq. 2
         return s, g, memory
 
     def head_input(self, s):
-        """W_dec RMSNorm(s) of eq. 6 up to the embedding's table, which `head` is. s (..., C) -> (..., E)."""
+        """W_dec RMSNorm(s) of eq. 6 up to the embedding table, which `head` multiplies by. s (..., C) -> (..., E)."""
         return self.decode(self.norm(s))
 
     def first_state(self, batch_size, device=None):
-        """s, g and M before a document's first token: zeros, in fp32 at least."""
-        c, weight = self.config, next(self.parameters())
+        """s, g and M before the first token of a document: zeros, in fp32 or wider."""
+        c, weight = self.config, self.fuse.weight
         wide = dict(device=device or weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
         s = torch.zeros(batch_size, c.n_embd, **wide)
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
 
-    @outside_graphs  # a compiler would unroll all T steps: it gets `step` alone
+    @outside_graphs  # torch.compile would unroll all T steps; only `step` is compiled
     def loop(self, u, carry_mask=None, active=None, state=None, compiled=False):
-        """`step` for each of n tokens, from state (s, g, M), None for that of a document's start.
+        """Apply `step` to n tokens, starting from state (s, g, M), or from `first_state` if None.
 
-        u (B, n, C); carry_mask (B, n, 1), 0 where a document starts, or None; active (B, n), where a row takes the
-        token, or None for all. Returns the predicted states (B, n, C), and s, g, M after them. For the backward only s,
-        g and M at the start of each segment are held; its steps are taken a second time.
+        u (B, n, C); carry_mask (B, n), False where a document starts; active (B, n), False where a row keeps its state;
+        None: True everywhere. Returns the predicted states (B, n, C) and the final s, g, M. Activation checkpointing:
+        the backward recomputes one segment of steps at a time.
         """
+        c, n, first = self.config, u.shape[1], self.first_state(len(u), u.device)
         step = torch.compile(self.step) if compiled else self.step
-        state, states = state or self.first_state(len(u), u.device), []
-        with torch.autocast('cpu', enabled=False):  # on CPU bf16 would be slower here, and less exact
-            for start in range(0, u.shape[1], self.config.segment_len):
-                segment = step, start, u, carry_mask, active, *state
-                if torch.is_grad_enabled():
-                    part, *state = checkpoint(self._segment, *segment, use_reentrant=False)
-                else:
-                    part, *state = self._segment(*segment)
+
+        def segment(start, *state):
+            states = []
+            for t in range(start, min(start + c.segment_len, n)):
+                if t > 0 and c.bptt_len and t % c.bptt_len == 0:
+                    state = [x.detach() for x in state]
+                before = state if carry_mask is None else choose_rows(carry_mask[:, t], state, first)
+                after = step(u[:, t], *before)
+                state = after if active is None else choose_rows(active[:, t], after, state)
+                states.append(state[0])
+            return torch.stack(states, 1), *state
+
+        run = functools.partial(checkpoint, segment, use_reentrant=False) if torch.is_grad_enabled() else segment
+        state, states = state or first, []
+        with torch.autocast('cpu', enabled=False):  # on CPU, bf16 would be slower here, and less exact
+            for start in range(0, n, c.segment_len):
+                part, *state = run(start, *state)
                 states.append(part)
         return torch.cat(states, 1), state
 
-    def _segment(self, step, start, u, carry_mask, active, *state):
-        """Steps of `loop` from `start` on, segment_len at most -> their states (B, S, C) and the last s, g, M."""
-        c, states, first = self.config, [], self.first_state(len(u), u.device)
-        for t in range(start, min(start + c.segment_len, u.shape[1])):
-            if t > 0 and c.bptt_len and t % c.bptt_len == 0:
-                state = [x.detach() for x in state]
-            before = state if carry_mask is None else start_documents(state, first, carry_mask[:, t])
-            new = step(u[:, t], *before)
-            state = new if active is None else choose_rows(active[:, t], new, state)
-            states.append(state[0])
-        return torch.stack(states, 1), *state
-
     # ---- training ----
 
-    @property
-    def all_eps(self):
-        """The two eps that scans/gpn.py takes from here, as no check could see others: of RMSNorms, and of keys."""
-        return [self.config.norm_eps, KEY_EPS]
-
-    @outside_graphs
-    def choose_scan(self):
-        """Decides whether the equations run or scans/gpn.py: the report of `attn_kernels.choose_scan`.
-
-        It happens at the first use, and again on another type of device. Call it after a new module or hook.
-        """
-        for_the_check = dict(segment_len=4) | (dict(bptt_len=5) if self.config.bptt_len else {})
-        self.scan_report = choose_scan(self, fast, **for_the_check)
-        if fast is not None:
-            fast.forget_graphs()  # of the check's few tokens
-        return self.scan_report
-
-    @property
-    def reads_weights(self):
-        """Whether it multiplies by weights without calling the layers, as scans/gpn.py does."""
-        return self.scan_report is not None and self.scan_report['scan'] == 'fast'
-
-    def _uses_fast_form(self):
-        if self.scan_report is None or self.scan_report['device'] != next(self.parameters()).device.type:
-            self.choose_scan()
-        return self.scan_report['scan'] == 'fast'
-
     def states(self, idx):
-        """The predicted states (B, T, C) of windows idx (B, T), fp32 at least, in the form `choose_scan` chose."""
+        """Predicted states (B, T, C) of windows idx (B, T), in fp32 or wider."""
         u, carry_mask = self.ground_input(idx), None
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         if self.config.eos_id is not None:
-            carry_mask = F.pad(idx[:, :-1] != self.config.eos_id, (1, 0), value=True).to(u.dtype).unsqueeze(-1)
-        if self._uses_fast_form():
-            return fast.scan_window(self, u, carry_mask)
+            carry_mask = F.pad(idx[:, :-1] != self.config.eos_id, (1, 0), value=True)
+        if self.fast and gpn.runs_on(u.device):
+            return gpn.scan_window(self, u, carry_mask)
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())[0]
-
-    def cached_states(self, idx):
-        """`states`, as decoding gives them, of a prompt and then of single tokens: what `choose_scan` compares besides.
-
-        idx (B, T) -> (B, T, C).
-        """
-        cache, states = self.new_cache(*idx.shape, max_run=2), []
-        for tokens in (idx[:, :5], *idx[:, 5:].split(1, 1)):
-            n_new = torch.full_like(cache.lengths, tokens.shape[1])
-            states.append(cache.append(tokens, self.ground_input(tokens), n_new)[0])
-        return torch.cat(states, 1)
 
     def final_hidden(self, idx):
         """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, E)."""
@@ -324,170 +270,120 @@ class Model(nn.Module):
     def forward(self, idx, targets):
         """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token, eq. 3.
 
-        With documents on, positions whose input is eos do not count: what follows them is another document.
+        With documents on, positions whose input is eos do not count: the token after it is in another document.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         h = self.final_hidden(idx)
-        # linear_cross_entropy makes logits in parts, without `_logits`: an edit there belongs here too.
-        loss = linear_cross_entropy(h.flatten(0, 1), self.head.weight, targets.flatten())
+        total, = chunked_loss(self._nll, (h.flatten(0, 1), targets.flatten()), self.parameters(),
+                              self.config.vocab_size)
+        loss = total / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
+
+    def _nll(self, h, targets):
+        """Summed negative log-likelihood of a chunk: h (N, E), targets (N,), -1 ignored."""
+        return (F.cross_entropy(self._logits(h).float(), targets, ignore_index=-1, reduction='sum'),)
+
+    def _logits(self, h):
+        """Logits (..., V) of what the head multiplies, h (..., E): for the loss, evaluation and decoding."""
+        return self.head(h)
+
+    def _without_padding(self, logits):
+        logits[..., self.config.n_ids:] = float('-inf')
+        return logits
 
     def logits(self, idx):
         """Next-token logits at every position. idx (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._logits(self.final_hidden(idx))
-
-    def _logits(self, h):
-        """What the head makes of h (..., E). Training's loss does not pass here: an edit belongs in `forward` too."""
-        logits = self.head(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return self._without_padding(self._logits(self.final_hidden(idx)))
 
     # ---- decoding ----
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows. It has the same size for any max_tokens, and keeps state and memory in
-        fp32.
+        """An empty cache for batch_size rows. Its size does not depend on max_tokens; its state is in fp32 or wider.
 
-        The fast form makes its weights ready here: a cache made before they change goes on with the old ones.
+        The fast form copies the weights here: a cache keeps using the weights it was made with.
         """
-        weight = next(self.parameters())
-        device, dtype = device or weight.device, dtype or weight.dtype
-        decoder = fast.Decoder(self, device) if self._uses_fast_form() else LoopDecoder(self, device)
-        return Cache(self.config, decoder, batch_size, max_tokens, max_run, device, dtype)
+        device, dtype = device or self.fuse.weight.device, dtype or self.fuse.weight.dtype
+        decoder = gpn.Decoder(self, device) if self.fast and gpn.runs_on(torch.device(device)) else self
+        return Cache(decoder, self.config, batch_size, max_tokens, max_run, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Appends tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Prefill,
-        decoding and the verification of a draft are this one call. Shapes are static for a given n, and
-        nothing waits for the device.
+        decoding and the verification of a draft are this one call. Shapes are static for a given n, and nothing waits
+        for the device.
         """
-        n_new = torch.full_like(cache.lengths, tokens.shape[1]) if lengths is None else lengths
-        states, tail_idx = cache.append(tokens, self.ground_input(tokens), n_new)
-        h = self.head_input(states)
-        last = cache.end(h, tail_idx)
-        return self._logits(h if all_positions else last)
+        n, active = tokens.shape[1], None
+        if lengths is not None:  # align the rows on the right, so that all end at the same step
+            position, shift = torch.arange(n, device=tokens.device), (n - lengths).unsqueeze(1)
+            tokens, active = tokens.gather(1, (position - shift).clamp(min=0)), position >= shift
+        h = self.head_input(cache.append(tokens, self.ground_input(tokens), active))
+        cache.lengths += n if lengths is None else lengths
+        cache.hidden[:, :n] = h[:, -cache.max_run:]
+        if not all_positions:
+            h = h[:, -1]
+        elif lengths is not None:  # back to the left
+            h = h.take_along_dim((position + shift).clamp(max=n - 1).unsqueeze(-1), 1)
+        return self._without_padding(self._logits(h))
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and the memory's products.
+        """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and products with the memory.
 
-        These are the write's error and update, 3 times that in the backward and once more to recompute, and a read of
-        each layer, 2 times that in the backward.
+        The latter are the write's error and update, twice that in the backward and once more to recompute, and one read
+        per layer, twice that in the backward.
         """
         c = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * weights + c.n_head * c.d_k * c.d_v * (4 * 5 + 6 * c.n_layer)
 
 
-def start_documents(state, first, carry_mask):
-    """s, g, M as tensors (B, ...), those of `first` in rows where carry_mask (B, 1) is 0."""
-    return choose_rows(carry_mask[:, 0] > 0, state, first)
-
-
 def choose_rows(mask, a, b):
-    """Tensors (B, ...): rows of those in a where mask (B,), else of those in b."""
+    """Lists of tensors (B, ...): the rows of a where mask (B,) is True, of b elsewhere."""
     return [torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, y) for x, y in zip(a, b)]
 
 
-class LoopDecoder:
-    """Decoding by `Model.loop`. scans.gpn.Decoder is the same on folded weights."""
-
-    def __init__(self, model, device):
-        self.model, self.device = model, device
-
-    def first_state(self, batch_size):
-        return self.model.first_state(batch_size, self.device)
-
-    def steps(self, state, u, carry_mask, active):
-        """Next tokens of each row: u (B, n, C), carry_mask (B, n, 1), active (B, n) -> states (B, n, C), new state."""
-        return self.model.loop(u, carry_mask, active, state)
-
-
 class Cache:
-    """State and memory of each row, of one size for any number of tokens, and what a rollback needs.
+    """State and memory of each row, now and before each of its last max_run tokens, which `rollback` returns to."""
 
-        new tokens of a row   [ early | tail: the last max_run ]
-                                      ^ snapshot of state and memory
-
-    `rollback(n)` goes back to the snapshot and takes the tail once more, without its last n tokens.
-    """
-
-    def __init__(self, config, decoder, batch_size, max_tokens, max_run, device, dtype):
-        self.max_tokens, self.max_run, self.eos_id, self.decoder = max_tokens, max_run, config.eos_id, decoder
-        self.state = [x.clone() for x in decoder.first_state(batch_size)]
-        self.snapshot = [x.clone() for x in self.state]  # before the tail
-        wide = dict(device=device, dtype=self.state[0].dtype)
-        self.tail_u = torch.zeros(batch_size, max_run, config.n_embd, **wide)
-        self.tail_carry = torch.ones(batch_size, max_run, 1, **wide)
-        self.tail_len = torch.zeros(batch_size, device=device, dtype=torch.int64)
-        self.ended = torch.zeros(batch_size, device=device, dtype=torch.bool)  # the row's last token ended a document
-        self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(batch_size, max_run, config.d_emb, device=device, dtype=dtype)  # of the last call
-        self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
+    def __init__(self, decoder, config, batch_size, max_tokens, max_run, device, dtype):
+        self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, config.eos_id, max_tokens, max_run
+        ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)  # the row's last token ended a document
+        state = *decoder.first_state(batch_size, device), ended
+        self.history = [torch.stack([x] * (max_run + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # tokens held by each row
+        self.hidden = torch.zeros(batch_size, max_run, config.d_emb, dtype=dtype, device=device)  # of the last call
 
     @property
     def nbytes(self):
-        """Bytes of all tensors."""
-        return sum(x.nbytes for value in vars(self).values() for x in (value if isinstance(value, list) else [value])
-                   if isinstance(x, torch.Tensor))
+        return sum(x.nbytes for x in (*self.history, self.lengths, self.hidden))
 
-    def advance(self, u, carry_mask, active):
-        """Takes n tokens where active (B, n): u (B, n, C), carry_mask (B, n, 1) -> the states after them (B, n, C)."""
-        if u.shape[1] == 0:
-            return u
-        states, new = self.decoder.steps(self.state, u, carry_mask, active)
-        for own, x in zip(self.state, new):
-            own.copy_(x)  # the same tensors each time, as a CUDA graph needs
-        return states
-
-    def append(self, tokens, u, n_new):
-        """Takes n_new (B,) of tokens (B, n), u (B, n, C) -> the states after them (B, n, C), and which are of the tail.
-
-        These are positions (B, m), m = min(n, max_run). Beyond a row's tokens the states mean nothing.
-        """
-        n, m = tokens.shape[1], min(tokens.shape[1], self.max_run)
-        u, position = u.to(self.tail_u.dtype), torch.arange(n, device=u.device)
-        carry_mask = torch.ones_like(u[..., :1])
+    def append(self, tokens, u, active):
+        """Take n steps: tokens (B, n), their u (B, n, C), active (B, n) or None -> predicted states (B, n, C)."""
+        n, now, states, carry_mask = tokens.shape[1], [x[-1] for x in self.history], [], None
+        u, ended = u.to(now[0].dtype), torch.zeros_like(tokens, dtype=torch.bool)
         if self.eos_id is not None:
-            ends = tokens == self.eos_id
-            carry_mask = 1 - torch.cat([self.ended[:, None], ends[:, :-1]], 1).to(u.dtype).unsqueeze(-1)
-            self.ended.copy_(ends[self.batch_idx[:, 0], n_new - 1])
-        tail_start = (n_new - self.max_run).clamp(min=0)
-        early = self.advance(u[:, :n - m], carry_mask[:, :n - m], position[:n - m] < tail_start[:, None])
-        for saved, x in zip(self.snapshot, self.state):
-            saved.copy_(x)
-        self.tail_len.copy_(n_new - tail_start)
-        tail_idx = (tail_start[:, None] + position[:m]).clamp(max=n - 1)
-        self.tail_u[:, :m], self.tail_carry[:, :m] = u[self.batch_idx, tail_idx], carry_mask[self.batch_idx, tail_idx]
-        tail = self.advance(self.tail_u[:, :m], self.tail_carry[:, :m], position[:m] < self.tail_len[:, None])
-        self.lengths += n_new
-        if n == m:
-            return tail, tail_idx
-        # [early | tail] -> positions: a row's tail starts at tail_start
-        place = torch.where(position < tail_start[:, None], position, n - m + position - tail_start[:, None])
-        return torch.cat([early, tail], 1)[self.batch_idx, place.clamp(max=n - 1)], tail_idx
-
-    def end(self, h, tail_idx):
-        """Keeps what the head multiplies (B, n, C) of the tail (B, m); returns that of each row's last token (B, C)."""
-        tail = h if h.shape[1] == tail_idx.shape[1] else h[self.batch_idx, tail_idx]
-        self.hidden[:, :tail.shape[1]] = tail
-        return tail[self.batch_idx[:, 0], self.tail_len - 1]
+            ended = tokens == self.eos_id
+            ended = ended if active is None else torch.where(active, ended, now[3])
+            carry_mask = ~torch.cat([now[3], ended[:, :-1]], 1)
+        first_kept = max(0, n - self.max_run)  # from here on, one step at a time
+        starts = [0] * (first_kept > 0) + [*range(first_kept, n)]
+        for a, b in zip(starts, [*starts[1:], n]):
+            if a >= first_kept:
+                for x in self.history:
+                    x[a - n - 1].copy_(x[-1])
+            masks = (x if x is None else x[:, a:b] for x in (carry_mask, active))
+            part, state = self.decoder.loop(u[:, a:b], *masks, now[:3])
+            for own, x in zip(now, (*state, ended[:, b - 1:b])):
+                own.copy_(x)  # the tensors stay the same, as a CUDA graph needs
+            states.append(part)
+        return torch.cat(states, 1)
 
     @torch.no_grad()
     def rollback(self, n):
-        """Forgets the last n tokens of the last call: n an int, or (B,) int64 with one count a row."""
-        self.tail_len -= n
+        """Forget the last n tokens of the last `extend`: n an int, or (B,) int64 with one count per row."""
+        row = torch.arange(len(self.lengths), device=self.lengths.device)
+        for x in self.history:
+            x[-1].copy_(x[self.max_run - n + torch.zeros_like(row), row])
         self.lengths -= n
-        goes_back = torch.zeros_like(self.tail_len) + n > 0
-        for own, x in zip(self.state, choose_rows(goes_back, self.snapshot, self.state)):
-            own.copy_(x)
-        first_forgotten = self.tail_len.clamp(max=self.max_run - 1)
-        starts_document = self.tail_carry[self.batch_idx[:, 0], first_forgotten, 0] == 0
-        self.ended.copy_(torch.where(goes_back, starts_document, self.ended))
-        longest = self.max_run - 1
-        if self.tail_len.device.type == 'cpu':  # on a GPU to look at a length would mean to wait
-            longest = int((self.tail_len * goes_back).max())
-        again = torch.arange(longest, device=self.tail_len.device) < self.tail_len[:, None]
-        self.advance(self.tail_u[:, :longest], self.tail_carry[:, :longest], again & goes_back[:, None])

@@ -328,6 +328,22 @@ class Model(nn.Module):
             h = h.take_along_dim((position + shift).clamp(max=n - 1).unsqueeze(-1), 1)
         return self._without_padding(self._logits(h))
 
+    def advance(self, state, u, carry_mask=None, active=None):
+        """`loop` for a `Cache`: u (B, n, C), masks (B, n) or None -> predicted states (B, n, C).
+
+        state: s (1, B, C), g and M alike, written in place; with n + 1 in place of 1, the state after each token is
+        written to the next entry.
+        """
+        n, states = u.shape[1], []
+        size = n if len(state[0]) == 1 else 1
+        for t in range(0, n, size):
+            masks = (x if x is None else x[:, t:t + size] for x in (carry_mask, active))
+            part, after = self.loop(u[:, t:t + size], *masks, [x[t] for x in state])
+            for x, new in zip(state, after):
+                x[min(t + 1, len(x) - 1)] = new
+            states.append(part)
+        return torch.cat(states, 1)
+
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and products with the memory.
 
@@ -361,24 +377,22 @@ class Cache:
 
     def append(self, tokens, u, active):
         """Take n steps: tokens (B, n), their u (B, n, C), active (B, n) or None -> predicted states (B, n, C)."""
-        n, now, states, carry_mask = tokens.shape[1], [x[-1] for x in self.history], [], None
-        u, ended = u.to(now[0].dtype), torch.zeros_like(tokens, dtype=torch.bool)
+        (*state, ended), u, carry_mask = self.history, u.to(self.history[0].dtype), None
+        early, m = max(0, tokens.shape[1] - self.max_run), min(tokens.shape[1], self.max_run)
+        for x in self.history:
+            x[-1 - m].copy_(x[-1])
         if self.eos_id is not None:
-            ended = tokens == self.eos_id
-            ended = ended if active is None else torch.where(active, ended, now[3])
-            carry_mask = ~torch.cat([now[3], ended[:, :-1]], 1)
-        first_kept = max(0, n - self.max_run)  # from here on, one step at a time
-        starts = [0] * (first_kept > 0) + [*range(first_kept, n)]
-        for a, b in zip(starts, [*starts[1:], n]):
-            if a >= first_kept:
-                for x in self.history:
-                    x[a - n - 1].copy_(x[-1])
-            masks = (x if x is None else x[:, a:b] for x in (carry_mask, active))
-            part, state = self.decoder.loop(u[:, a:b], *masks, now[:3])
-            for own, x in zip(now, (*state, ended[:, b - 1:b])):
-                own.copy_(x)  # the tensors stay the same, as a CUDA graph needs
-            states.append(part)
-        return torch.cat(states, 1)
+            ends = tokens == self.eos_id
+            ends = ends if active is None else torch.where(active, ends, ended[-1])
+            carry_mask = ~torch.cat([ended[-1], ends[:, :-1]], 1)
+            ended[-m:] = ends[:, early:].T.unsqueeze(-1)
+
+        def advance(part, places):
+            masks = (x if x is None else x[:, part] for x in (carry_mask, active))
+            return self.decoder.advance([x[places] for x in state], u[:, part], *masks)
+
+        states = [advance(slice(0, early), slice(-1 - m, -m))] if early else []
+        return torch.cat([*states, advance(slice(early, None), slice(-1 - m, None))], 1)
 
     @torch.no_grad()
     def rollback(self, n):

@@ -1,27 +1,37 @@
 """Fast forms of recurrent equations. The folder is optional: without it, the equations run step by step."""
 import functools
+import os
 import sys
 
 from attn_kernels import digest
 
 
 def pinned(model, fast):
-    """Return `fast`, a module of this folder, if it computes what the model's equations say, else None.
+    """Return `fast`, a module of this folder, where it may stand for the equations of the model, else None.
 
-    config.scan decides: 'loop' is None, 'fast' is `fast` without a check. With 'auto' the model must be of its file's
-    own class, and the code that `fast` re-implements must be the code it was written for: `fast.PIN` is its digest.
+    config.scan decides: None for 'loop', `fast` without a check for 'fast'. With 'auto', the model must be of the class
+    Model of its file, and `fast.PIN` the digest of the code there that `fast` re-implements: of any other code, it does
+    not know the result.
     """
+    file, cls = sys.modules[type(model).__module__], type(model)
     if model.config.scan != 'auto':
         return fast if model.config.scan == 'fast' else None
-    module = sys.modules[type(model).__module__]
-    found = digest(*fast.implements(module)) if type(model) is getattr(module, 'Model', None) else 'a subclass'
+    if cls is not getattr(file, 'Model', None):
+        _say(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: {fast.__name__} does '
+             f'not know them')
+        return None
+    try:
+        found = digest(*fast.implements(file))
+    except AttributeError as error:  # renamed or removed
+        found = str(error)
     if found == fast.PIN:
         return fast
-    _say(f'{type(model).__module__}.{type(model).__name__}: the equations run step by step, because {fast.__name__} was '
-         f'written for others. If it computes the same function, set its PIN to {found!r}')
+    _say(f'{file.__name__} was edited, so its equations run step by step: {fast.__name__} does not know them. Once it '
+         f'computes the same, set its PIN to {found!r}')
     return None
 
 
-@functools.cache  # once per message
+@functools.cache  # each message once
 def _say(message):
-    print(message, file=sys.stderr)
+    if os.environ.get('RANK', '0') == '0':
+        print(message, file=sys.stderr)

@@ -47,7 +47,7 @@ enum { PAIR = 2 };
 typedef real factor;
 enum { PAIR = 1 };
 #endif
-typedef struct { long S, B, C, F, H, K, D, L, threads; real state_eps, read_eps, key_eps; } sizes;
+typedef struct { long S, B, C, F, H, K, D, L, threads, keep; real state_eps, read_eps, key_eps; } sizes;
 
 /* EACH: no iteration needs another: where two pointers are to one array, iteration i touches only its place i.
    SHARED: by all threads, which then wait for each other. */
@@ -194,8 +194,9 @@ INLINE long width(const sizes *n, long l) {
 /* ---- S steps ----
 
    w: the ground gate's weight and bias, of each layer the weight and bias of its product in and the weight of its
-   product out; then the decay rates and the first key. s (B, C), k (B, H, K), memory (B, H, K, D) are written in place.
-   carry_mask (S, B) is 0 where a document starts; active (S, B) is 0 in rows that stay as they are; both may be null.
+   product out; then the decay rates and the first key. s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are written
+   in place; with n->keep = 1 they have S + 1 places, and step t goes from place t to place t + 1. carry_mask (S, B) is 0
+   where a document starts; active (S, B) is 0 in rows that stay as they are; both may be null.
    saved (S, B, ...) is written: the states of the layers, the ground's product, of each layer the product in and, with
    a memory, what was read. */
 
@@ -209,17 +210,19 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
 #pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > WORTH_THREADS)
     for (long t = 0; t < n->S; t++) {
         const real *x = ground;
-        real *z0 = saved[L] + t * B * C;
+        real *z0 = saved[L] + t * B * C, *s0 = s + n->keep * t * B * C, *s1 = s0 + n->keep * B * C;
+        real *k0 = k + n->keep * t * B * H * K, *k1 = k0 + n->keep * B * H * K;
+        real *m0 = memory + n->keep * t * B * H * K * D, *m1 = m0 + n->keep * B * H * K * D;
         SHARED(b, B) {
             if (!carries_on(carry_mask, t * B + b) && (!active || active[t * B + b])) {
-                EACH(i, C) s[b * C + i] = 0;
-                EACH(i, H * K) k[b * H * K + i] = first_key[i];
+                EACH(i, C) s0[b * C + i] = 0;
+                EACH(i, H * K) k0[b * H * K + i] = first_key[i];
             }
-            l2_normalize(s + b * C, normed + b * C, C, n->state_eps);
+            l2_normalize(s0 + b * C, normed + b * C, C, n->state_eps);
         }
         product(normed, w[0], w[1], z0, B, C, C, room);
         SHARED(b, B) {
-            EACH(i, C) ground[b * C + i] = u[(t * B + b) * C + i] + sigmoid(z0[b * C + i]) * s[b * C + i];  /* eq. 4 */
+            EACH(i, C) ground[b * C + i] = u[(t * B + b) * C + i] + sigmoid(z0[b * C + i]) * s0[b * C + i];  /* eq. 4 */
             l2_normalize(ground + b * C, normed + b * C, C, n->state_eps);
         }
         for (long l = 0; l < L; l++) {
@@ -232,11 +235,15 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                 const long b = j / H, h = j % H;
                 const real *zq = z + b * W + C + h * K, *zv = z + b * W + values(n) + h * D;
                 const real *zb = z + b * W + values(n) + H * D + h;  /* beta's, and H further decay's */
-                real *m = memory + j * K * D, *read = memory_read + j * D, q[K];
+                real *m = m1 + j * K * D, *read = memory_read + j * D, q[K];
                 if (l == 0 && (!active || active[t * B + b])) {
                     const real decay = exponential(-rate[h] * softplus(zb[H]));  /* eq. 9 */
-                    write(m, m, k + j * K, zv, decay, sigmoid(*zb), carries_on(carry_mask, t * B + b), K, D);
-                    key(zq + H * K, k + j * K, K, n->key_eps);
+                    write(m0 + j * K * D, m, k0 + j * K, zv, decay, sigmoid(*zb), carries_on(carry_mask, t * B + b), K,
+                          D);
+                    key(zq + H * K, k1 + j * K, K, n->key_eps);
+                } else if (l == 0) {
+                    EACH(i, K * D) m[i] = m0[j * K * D + i];
+                    EACH(i, K) k1[j * K + i] = k0[j * K + i];
                 }
                 key(zq, q, K, n->key_eps);
                 EACH(d, D) read[d] = 0;
@@ -254,8 +261,8 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
             SHARED(b, B) {
                 EACH(i, C) next[b * C + i] += sigmoid(z[b * W + i]) * x[b * C + i];  /* eq. 7, 11 */
                 l2_normalize(next + b * C, normed + b * C, C, n->state_eps);
-                if (l == L - 1 && (!active || active[t * B + b]))
-                    EACH(i, C) s[b * C + i] = next[b * C + i];
+                const real *new = !active || active[t * B + b] ? next : s0;
+                if (l == L - 1) EACH(i, C) s1[b * C + i] = new[b * C + i];
             }
             x = next;
         }

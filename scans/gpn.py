@@ -38,7 +38,7 @@ import torch.nn.functional as F
 import attn_kernels
 from attn_kernels import constexpr, jit, outside_graphs, tl, triton
 
-PIN = '2637d91887ccc9f741d79f50f3ab1d9206bdc2ac172e9fa13f897101f2888e33'
+PIN = 'f363bc7b8d46d7278d4e4cb6af2216cbeacbe136095892dea7b1b8e9ea1dbe19'
 KEY_EPS = 1e-6  # of `l2_normalize` in model_gpn.py
 USE_GRAPHS = True  # on a GPU, a segment is one CUDA graph: its kernels are too small to be launched one by one
 
@@ -47,14 +47,24 @@ def implements(model_file):
     """What this file re-implements: an edit of any of these would have no effect here."""
     m = model_file
     return [m.RMSNorm, m.l2_normalize, m.read, m.Write, m.Layer, m.choose_rows, m.Model.__init__, m.Model.ground,
-            m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop]
+            m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop, m.Model.advance]
 
 
 def runs_on(device):
     """True on a GPU with Triton, and on a CPU with a C compiler."""
-    if device.type == 'cuda' or attn_kernels.KERNELS_ON_CPU:
-        return triton is not None
-    return device.type == 'cpu' and has_c(torch.float32)
+    if device.type == 'cuda' and triton is not None or attn_kernels.KERNELS_ON_CPU:
+        return True
+    return _compiles_c(device.type)
+
+
+@outside_graphs
+@functools.cache
+def _compiles_c(device_type):
+    if device_type == 'cpu' and _build(torch.float32) is not None:
+        return True
+    print(f'The equations of GPN run step by step on this {device_type} (slower): scans/gpn.py needs a C compiler on a '
+          'CPU (cc, or the one that CC names), and Triton on a GPU', file=sys.stderr)
+    return False
 
 
 # ---- weights: the norms' folded in, one product for everything that reads the same vector ----
@@ -399,14 +409,14 @@ def _delta(S, memory, out, k, v, decay, beta, q, read, carry, first_key=None):
             _power_of_2(K), DELTA_COLUMNS)
 
 
-def delta_step(memory, k, v, decay, beta, q, carry=None, first_key=None):
-    """Writes to the memory (B, H, K, D), in place, and returns what q reads (B, H, D).
+def delta_step(memory, out, k, v, decay, beta, q, carry=None, first_key=None):
+    """Writes to the memory (B, H, K, D), the result to out, and returns what q reads from it (B, H, D).
 
     k, q (B, H, K); v (B, H, D); decay, beta (B, H). Where carry (B, 1) is 0, the memory is emptied first and the key is
     first_key (H, K).
     """
     read = torch.empty_like(v)
-    _delta(1, memory, memory, k, v, decay, beta, q, read, carry, first_key)
+    _delta(1, memory, out, k, v, decay, beta, q, read, carry, first_key)
     return read
 
 
@@ -501,12 +511,13 @@ class InKernels:
             own.copy_(x)
         return self
 
-    def step(self, s, direction, k, memory, u, carry=None, next_carry=None, active=None):
+    def step(self, s, direction, k, memory, memory_after, u, carry=None, next_carry=None, active=None):
         """`Model.step`, with the key in place of the last grounded state.
 
-        s, u (B, C); direction: carry times `l2_normalize`(s) (B, C); k (B, H, K), memory (B, H, K, D) written in place;
-        carry, next_carry (B, 1): 0 where a document starts at this step or the next; active (B, 1), False in rows whose
-        memory stays as it is. Returns s, direction, k and, for the backward, each layer's state and all products.
+        s, u (B, C); direction: carry times `l2_normalize`(s) (B, C); k (B, H, K), memory (B, H, K, D), which goes to
+        memory_after; carry, next_carry (B, 1): 0 where a document starts at this step or the next; active (B, 1): False
+        in rows whose memory stays as it is. Returns s, direction, k and, for the backward, each layer's state and all
+        products.
         """
         H, K = self.sizes.n_head, self.sizes.d_k
         z = F.linear(direction, *self.ground)
@@ -520,10 +531,11 @@ class InKernels:
                 q, next_k, v, decay, beta = memory_inputs(memory_in, self.rate, H, K)  # eq. 8, 9
                 if active is not None:
                     decay, beta = torch.where(active, decay, 1.0), beta * active
-                memory_read = delta_step(memory, k, v, decay, beta, q, carry, self.first_key).flatten(1)  # eq. 10
+                memory_read = delta_step(memory, memory_after, k, v, decay, beta, q, carry, self.first_key)  # eq. 10
             elif H:
-                memory_read = read_heads(memory, memory_inputs(memory_in, None, H, K)[0]).flatten(1)
+                memory_read = read_heads(memory_after, memory_inputs(memory_in, None, H, K)[0])
             if H:
+                memory_read = memory_read.flatten(1)
                 products.append(memory_read)
             y = glu(glu_in, memory_read, self.read_eps, self.dtype)
             x, direction = gated_add_norm(gate_in, x, F.linear(y, w_out), self.state_eps, self.dtype,
@@ -532,23 +544,28 @@ class InKernels:
         return x, direction, next_k, states, products
 
     def steps(self, s, k, memory, u, carry=None, active=None):
-        """Steps for u (S, B, C), carry (S, B, 1) in u's dtype, active (S, B, 1) bool; s, k, memory as for `step`.
+        """Steps for u (S, B, C), carry (S, B, 1) in u's dtype, active (S, B, 1) bool.
 
-        Returns s, k, memory and, (S, B, ...) each, the layers' states and the products.
+        s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are written in place; with S + 1 in place of 1, step t goes
+        from entry t to entry t + 1. Returns them and, (S, B, ...) each, the layers' states and the products.
         """
         if active is not None and carry is not None:
             carry = torch.where(active, carry, 1.0)
-        direction, outputs = None, []
+        state, key, direction, outputs = s[0], k[0], None, []
         carries = [None] * (len(u) + 1) if carry is None else [*carry, None]
         for t in range(len(u)):
             if direction is None:
-                direction = l2_normalize(s if carry is None else s * carry[t], self.state_eps)[0].to(self.dtype)
+                direction = l2_normalize(state if carry is None else state * carry[t], self.state_eps)[0].to(self.dtype)
+            start, end = (t, t + 1) if len(s) > 1 else (0, 0)
             now = None if active is None else active[t]
-            after, direction, after_k, states, products = self.step(s, direction, k, memory, u[t], carries[t],
-                                                                    carries[t + 1], now)
+            after, direction, after_key, states, products = self.step(state, direction, key, memory[start], memory[end],
+                                                                      u[t], *carries[t:t + 2], now)
             if active is not None:
-                after, after_k, direction = torch.where(now, after, s), torch.where(now[..., None], after_k, k), None
-            s, k = after, after_k
+                after, after_key = torch.where(now, after, state), torch.where(now.unsqueeze(-1), after_key, key)
+                direction = None
+            state, key = after, after_key
+            if end == t + 1 or t + 1 == len(u):
+                s[end], k[end] = state, key
             outputs.append((*states, *products))
         if len(u) == 1:  # decoding copies nothing
             return s, k, memory, [x.unsqueeze(0) for x in outputs[0]]
@@ -686,7 +703,7 @@ def _build(dtype):
     library = _library([*command, '-fopenmp']) or _library(command)  # OpenMP where there is one
     if library is not None:
         real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
-        fields = [(name, ctypes.c_long) for name in (*'SBCFHKDL', 'threads')]
+        fields = [(name, ctypes.c_long) for name in (*'SBCFHKDL', 'threads', 'keep')]
         fields += [(name, real) for name in ('state_eps', 'read_eps', 'key_eps')]
         library.sizes = type('sizes', (ctypes.Structure,), {'_fields_': fields})
     return library
@@ -713,20 +730,6 @@ def _library(command):
         return None
 
 
-@outside_graphs
-def has_c(dtype):
-    """Whether gpn.c can be compiled here with products in dtype."""
-    if _build(torch.float32) is None:
-        _say_no_compiler()
-    return dtype in (torch.float32, torch.float64, torch.bfloat16) and _build(dtype) is not None
-
-
-@functools.cache
-def _say_no_compiler():
-    print(f'scans/gpn.py: {os.environ.get("CC", "cc")} does not compile here, so the equations of GPN run step by step '
-          '(slower). Install a C compiler, or set CC', file=sys.stderr)
-
-
 class InC:
     """The list of `fold` with products in dtype, and the steps of a segment as calls of gpn.c.
 
@@ -743,7 +746,7 @@ class InC:
                   for w in products]
         self.weights = [*panels, self.rate, self.first_key]  # held here: C has only their addresses
         self.pointers = self._pointers(self.weights)
-        self.numbers = self.library.sizes(0, 0, *sizes, 0, *sizes.length_eps(norm_eps), KEY_EPS)
+        self.numbers = self.library.sizes(0, 0, *sizes, 0, 0, *sizes.length_eps(norm_eps), KEY_EPS)
 
     def _panels(self, weight):
         """(n, c) -> (ceil(n / width), ceil(c / pair), width, pair), so that a tile reads its weights in a row."""
@@ -767,8 +770,8 @@ class InC:
 
     def steps(self, s, k, memory, u, carry=None, active=None):
         """As `InKernels.steps`."""
-        s, k = s.clone(memory_format=torch.contiguous_format), k.clone(memory_format=torch.contiguous_format)
         u, carry, active = (x if x is None else x.contiguous() for x in (u, carry, active))
+        self.numbers.keep = len(s) > 1
         widths = [self.sizes.n_embd] * self.sizes.n_layer + self.sizes.saved_widths()
         outputs = [u.new_empty(*u.shape[:2], width) for width in widths]
         self._call(self.library.steps, u, s, k, memory, u, carry, active, outputs)
@@ -845,10 +848,10 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
         w = prepared(folded, sizes, norm_eps, dtype)
         outputs = _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record)
         out, memories, *saved = outputs
-        s, k, memory = torch.zeros_like(u[0]), w.first_key.repeat(u.shape[1], 1, 1), torch.zeros_like(memories[0])
+        s, k, memory = torch.zeros_like(u[:1]), w.first_key.repeat(1, u.shape[1], 1, 1), torch.zeros_like(memories[:1])
         for r, (a, b) in enumerate(segments(T, segment_len, bptt_len)):
             if record:
-                memories[r] = memory
+                memories[r] = memory[0]
             inputs = s, k, memory, u[a:b], None if carry is None else carry[a:b]
             s, k, memory, step_outputs = run_segment(w, w.steps, inputs, b - a == min(segment_len, bptt_len))
             out[a:b] = step_outputs[L - 1]
@@ -945,9 +948,10 @@ def _scan_backward(ctx, grads):
 _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
 
 
-def product_dtype(dtype, device):
-    """dtype, or fp32 where gpn.c has no products in it."""
-    return torch.promote_types(dtype, torch.float32) if in_c(device) and not has_c(dtype) else dtype
+@outside_graphs
+def c_dtype(dtype):
+    """The dtype of products in C: fp32 in place of bf16 without units for it, and of fp16."""
+    return dtype if dtype == torch.float64 or dtype == torch.bfloat16 and _build(dtype) else torch.float32
 
 
 def scan_window(model, u, carry_mask=None):
@@ -958,11 +962,12 @@ def scan_window(model, u, carry_mask=None):
     c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind)
+    if in_c(u.device):
+        dtype = c_dtype(dtype)
     if carry_mask is not None:
-        carry_mask = carry_mask.T.unsqueeze(-1).to(u.dtype)
+        carry_mask = carry_mask.T.unsqueeze(-1).to(u.dtype, memory_format=torch.contiguous_format)
     return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.of(c)), c.norm_eps,
-                    product_dtype(dtype, u.device), c.segment_len, c.bptt_len or u.shape[1],
-                    torch.is_grad_enabled())[0].transpose(0, 1)
+                    dtype, c.segment_len, c.bptt_len or u.shape[1], torch.is_grad_enabled())[0].transpose(0, 1)
 
 
 # ---- decoding ----
@@ -976,23 +981,23 @@ class Decoder:
         c, device = model.config, torch.device(device)
         self.sizes, self.segment_len = Sizes.of(c), c.segment_len
         folded = [w.to(device, copy=True) for w in fold(model)]
-        make = InC if in_c(device) else InKernels
-        self.weights = make(folded, self.sizes, c.norm_eps, product_dtype(model.fuse.weight.dtype, device))
+        make, dtype = (InC, c_dtype(model.fuse.weight.dtype)) if in_c(device) else (InKernels, model.fuse.weight.dtype)
+        self.weights = make(folded, self.sizes, c.norm_eps, dtype)
 
     def first_state(self, batch_size, device=None):
         """s, k and M before the first token of a document."""
         c, k = self.sizes, self.weights.first_key.repeat(batch_size, 1, 1)
         return k.new_zeros(batch_size, c.n_embd), k, k.new_zeros(batch_size, c.n_head, c.d_k, c.d_v)
 
-    def loop(self, u, carry_mask=None, active=None, state=None):
-        """As `Model.loop`. The memory of `state` is written in place."""
-        states = []
+    def advance(self, state, u, carry_mask=None, active=None):
+        """As `Model.advance`."""
+        masks, states = [x if x is None else x.unsqueeze(-1) for x in (carry_mask, active)], []
+        if carry_mask is not None:
+            masks[0] = masks[0].to(u.dtype)
         with torch.autocast(u.device.type, enabled=False):  # else the memory would be read in bf16
             for a in range(0, u.shape[1], self.segment_len):  # the products of a part are held at once
-                part = [x if x is None else x[:, a:a + self.segment_len].transpose(0, 1) for x in (u, carry_mask, active)]
-                u_part, carry, active_part = part
-                carry = carry if carry is None else carry.unsqueeze(-1).to(u.dtype)
-                active_part = active_part if active_part is None else active_part.unsqueeze(-1)
-                *state, outputs = self.weights.steps(*state, u_part, carry, active_part)
-                states.append(outputs[self.sizes.n_layer - 1].transpose(0, 1))
-        return torch.cat(states, 1), state
+                b = min(a + self.segment_len, u.shape[1])
+                part = [x if x is None else x[:, a:b].transpose(0, 1).contiguous() for x in (u, *masks)]
+                places = [x if len(x) == 1 else x[a:b + 1] for x in state]
+                states.append(self.weights.steps(*places, *part)[3][self.sizes.n_layer - 1].transpose(0, 1))
+        return torch.cat(states, 1)

@@ -1,12 +1,12 @@
 """GPN with one equation edited: five subclasses of `model_gpn.Model`.
 
-A subclass is an edit of the equations alone. scans/gpn.py has none of them: `choose_scan` finds that it differs, and
-they train, evaluate and decode by `Model.loop`. Each is a model of its own for every script:
+Each subclass changes one equation. The fast form in scans/gpn.py is for `model_gpn.Model` alone, so these train, evaluate
+and decode step by step, by `Model.loop`. Each is a model of its own for every script:
 
     python train.py config/gpn_quick.py --model=gpn.NoDecay --out_dir=out/no_decay
     python sample.py out/no_decay "Return the"
 
-docs/gpn.md has the command that trains them all beside GPN, and the table.
+docs/gpn.md has the command that trains all of them beside GPN, and the results.
 """
 import torch
 
@@ -21,21 +21,21 @@ class GateAtOne(Model):
 
 
 class PredictionNotCarried(Model):
-    """A recurrent net as others: the grounded state is carried on, and what was predicted from it is decoded only."""
+    """An ordinary recurrent net: the grounded state is carried on, and the prediction made from it is only decoded."""
 
     def step(self, u, s, g, memory):
         return super().step(u, g, g, memory)
 
 
 class KeyFromThisState(Model):
-    """Eq. 8 with the key, as the value, from this grounded state: the memory learns no transition."""
+    """Eq. 8 with the key from this grounded state, like the value: the memory stores no transition."""
 
     def predict(self, last, g, memory):
         return super().predict(g, g, memory)
 
 
 class NoWriteGate(Model):
-    """Eq. 9 with beta = 1: every token is written whole."""
+    """Eq. 9 with beta = 1: every token is written in full."""
 
     class write_type(Write):
         def write_gate(self, g):
@@ -43,7 +43,7 @@ class NoWriteGate(Model):
 
 
 class NoDecay(Model):
-    """Eq. 9 with gamma = 0: the memory forgets nothing by itself, a write corrects it."""
+    """Eq. 9 with gamma = 0: the memory does not fade, only writes change it."""
 
     class write_type(Write):
         def log_decay(self, g):

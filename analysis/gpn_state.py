@@ -31,7 +31,7 @@ from common.machine import pick_device
 from common.runs import load_run, run_data
 from common.settings import check_ranges, load_settings
 from data.tokenizers import load_tokenizer
-from model_gpn import start_documents
+from model_gpn import choose_rows
 
 STATES = 16_384  # the 16k of the paper's section 7.1, as 8 batches of 2,048
 
@@ -79,7 +79,7 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
     with empty_heads(model, list(heads_off)):
         for t in range(T):
             if t and c.eos_id is not None:
-                state = start_documents(state, first, (idx[:, t - 1] != c.eos_id).unsqueeze(-1))
+                state = choose_rows(idx[:, t - 1] != c.eos_id, state, first)
             s, g, memory = model.step(u[:, t], *state)
             predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without
             state = predicted if carried else s, g, memory
@@ -196,7 +196,7 @@ def judge(model, batches, **edits):
     for idx, targets in batches:
         states = walk(model, idx, **edits)[0]
         counts = counted_targets(model, idx, targets)
-        logits, wanted = model.head(model.head_input(states[counts])), targets[counts]
+        logits, wanted = model._logits(model.head_input(states[counts])), targets[counts]
         nats.append(F.cross_entropy(logits, wanted, reduction='none').double())
         is_right.append(logits[:, :model.config.n_ids].argmax(-1) == wanted)
         lengths.append(states.norm(dim=-1).mean())

@@ -1,19 +1,18 @@
-"""A training step of GPN, forward and backward: the scan beside the loop, and beside a jitted JAX lax.scan.
+"""Time and memory of a training step of GPN: the scan beside the loop, and beside a jitted JAX lax.scan.
 
     python -m bench.gpn           on CPU: batch 8, T 256, width 256, and config/gpn_quick.py
                                   on a GPU: the paper's 129M, with the bandwidth it would take at best
     python -m bench.gpn --jax     JAX too, which it installs (pip install jax) if it is not there
     python -m bench.gpn --toy     everything at a size of seconds, and no results written
 
-First come bounds, which need no GPU: what a token at 129M must take on an H100 at least, as the scan is and as one
-kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md reads them).
+It begins with bounds, which need no GPU: the least time of a token at 129M on an H100, for the scan as it is and for one
+kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md explains them).
 
-'operators' is the scan in PyTorch's operators, 'c' with its steps in C (scans/gpn.c), where there is a compiler, and
-'c_bf16' these with products in bf16, where the CPU has units for it. 'plain' is autograd through every step; 'loop' is
-what scan = 'loop' gives, which takes the steps of a segment again in the backward. 'jax' has the embedding and the head
-outside the lax.scan, 'jax as the authors' in it. All other sides in fp32, in one process, with the allocator of
-train.py and its fp32 products; JAX takes all cores unless the process is bound to some (taskset).
-Memory is measured in a process for each side.
+'c' is the scan, with its steps in C (scans/gpn.c), and 'c_bf16' the same with products in bf16, where the CPU has units
+for it. 'plain' is autograd through every step; 'loop' is scan = 'loop', which recomputes the steps of a segment in the
+backward. 'jax' has the embedding and the head outside the lax.scan, 'jax as the authors' inside it. All sides but
+'c_bf16' run in fp32, in one process, with the allocator settings of train.py; JAX takes all cores unless the process is
+bound to some (taskset). Memory is measured in one process per side.
 """
 import functools
 import importlib.util
@@ -26,12 +25,10 @@ import torch
 
 import model_gpn
 import train
-from attn_kernels import import_scan
 from bench import alternate, apart, options, resident, write_results
 from common import machine, settings
-from common.matmul import use_matmul
+from scans import gpn as scan
 
-scan = import_scan('gpn')
 SHAPE = dict(n_embd=256, d_emb=128, n_head=4, d_k=32, d_v=64, n_ffn=683, vocab_size=1000, n_ids=1000)
 TOY = dict(n_embd=32, d_emb=16, n_head=2, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=64)
 BANDWIDTH = {'H100': 3.35e12, 'H200': 4.8e12}  # bytes/s, the vendor's data sheets
@@ -71,14 +68,6 @@ class PlainLoop(model_gpn.Model):
         return torch.stack(states, 1), state
 
 
-def with_switch(name, on, step):
-    """step() with scans.gpn's USE_C or USE_GRAPHS set."""
-    def run():
-        with mock.patch.object(scan, name, on):
-            return step()
-    return run
-
-
 def sides_on_cpu(B, T, with_jax, **values):
     """{side: function that takes a training step and returns its loss}."""
     fast, tokens = make_model(B, T, **values)
@@ -86,12 +75,9 @@ def sides_on_cpu(B, T, with_jax, **values):
     plain.__class__ = PlainLoop
     step = functools.partial(training_step, fast, tokens)
     sides = {'plain': functools.partial(training_step, plain, tokens),
-             'loop': functools.partial(training_step, loop, tokens),
-             'operators': with_switch('USE_C', False, step)}
-    if scan.StepsInC.serves(torch.device('cpu'), torch.float32):
-        sides['c'] = with_switch('USE_C', True, step)
-    if scan.StepsInC.serves(torch.device('cpu'), torch.bfloat16):
-        sides['c_bf16'] = torch.autocast('cpu', torch.bfloat16)(sides['c'])
+             'loop': functools.partial(training_step, loop, tokens), 'c': step}
+    if scan.c_dtype(torch.bfloat16) == torch.bfloat16:
+        sides['c_bf16'] = torch.autocast('cpu', torch.bfloat16)(step)
     if with_jax:
         sides |= {'jax': jax_step(fast, tokens, False), 'jax as the authors': jax_step(fast, tokens, True)}
     return sides
@@ -99,7 +85,6 @@ def sides_on_cpu(B, T, with_jax, **values):
 
 def on_cpu(with_jax, toy):
     machine.start_processes(train.Settings())
-    use_matmul('auto', 'cpu', torch.float32)
     B, T, shape = (2, 16, TOY) if toy else (8, 256, SHAPE)
     yield memory_of_the_scan(B, 32 if toy else 2048, shape, toy)
     yield loop_as_users_get_it(B, T, toy)
@@ -109,7 +94,7 @@ def on_cpu(with_jax, toy):
         for name, loss in losses.items():
             assert abs(loss - losses['loop']) < (0.02 if name == 'c_bf16' else 1e-4), losses
         seconds = alternate(sides, rounds=1 if toy else 7, warmup=0 if toy else 2)
-        ours = [name for name in ('operators', 'c', 'c_bf16') if name in sides]
+        ours = [name for name in ('c', 'c_bf16') if name in sides]
         for rival in [name for name in seconds if name not in ours]:
             row = {'what': f'{rival} over the scan', 'n_layer': n_layer, 'loss': round(losses['loop'], 5)}
             row |= {name: round(seconds[rival] / seconds[name], 2) for name in ours}
@@ -184,9 +169,9 @@ def bounds(sizes, B, bandwidth=BANDWIDTH['H100']):
     room = max(0, ON_CHIP - 4 * B * max(columns))
     tensor_s = 2 * B * n_weights / TENSOR_FLOPS
     barriers = 1 + L * (3 if H else 2)  # after the ground gate's product; in, memory and out of each layer
-    # kernels of scan.step and of a step of scan.segment_backward
+    # kernels of a step of scan.InKernels
     if H:
-        launches = {'forward': 2 + 6 * L, 'backward': 4 + 11 + 9 * (L - 1)}
+        launches = {'forward': 2 + 6 * L, 'backward': 4 + 10 + 9 * (L - 1)}
     else:
         launches = {'forward': 2 + 4 * L, 'backward': 4 + 6 * L}
 
@@ -221,7 +206,7 @@ def on_gpu(toy):
         fast = make_model(B, T, **values)
         with torch.autocast('cuda', torch.bfloat16):
             step = functools.partial(training_step, *fast)
-            sides = {'scan': step, 'without graphs': with_switch('USE_GRAPHS', False, step)}
+            sides = {'scan': step, 'without graphs': mock.patch.object(scan, 'USE_GRAPHS', False)(step)}
             if with_loop:
                 sides['loop'] = functools.partial(training_step, *make_model(B, T, 'loop', **values))
             sides['scan']()
@@ -301,8 +286,6 @@ def jax_step(model, tokens, official):
 
 def main(argv=None):
     given = options(argv, '--jax', '--toy')
-    if scan is None:
-        sys.exit('bench.gpn: there is no folder scans/ here, and so nothing to compare')
     toy = '--toy' in given
     rows = on_gpu(toy) if torch.cuda.is_available() else on_cpu('--jax' in given, toy)
     write_results('gpn', itertools.chain(all_bounds(), rows), toy=toy)

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 import attn_kernels
 from attn_kernels import constexpr, jit, outside_graphs, tl, triton
 
-PIN = 'f363bc7b8d46d7278d4e4cb6af2216cbeacbe136095892dea7b1b8e9ea1dbe19'
+PIN = 'f363bc7b8d46d727'
 KEY_EPS = 1e-6  # of `l2_normalize` in model_gpn.py
 USE_GRAPHS = True  # on a GPU, a segment is one CUDA graph: its kernels are too small to be launched one by one
 
@@ -666,16 +666,15 @@ class Graph:
     """A function of tensors, None or bool as a CUDA graph. Each replay overwrites its results."""
 
     def __init__(self, function, inputs):
-        with torch.inference_mode(False), torch.no_grad():
-            self.inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # compiles kernels, which cannot be captured
-                function(*self.inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's own thread may go on
-                self.results = function(*self.inputs)
+        self.inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles kernels, which cannot be captured
+            function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's own thread may go on
+            self.results = function(*self.inputs)
 
     def replay(self, inputs):
         for own, x in zip(self.inputs, inputs):
@@ -830,7 +829,8 @@ def run_segment(w, function, inputs, is_usual):
         return function(*inputs)
     key = function.__name__, *(getattr(x, 'shape', x) for x in inputs)
     if key not in w.graphs:
-        w.graphs[key] = Graph(function, inputs)
+        with torch.inference_mode(False), torch.no_grad():  # evaluation may be first: training writes to its tensors
+            w.graphs[key] = Graph(function, inputs)
     return w.graphs[key].replay(inputs)
 
 

@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in the tests that ask for it
     os.environ['TRITON_INTERPRET'] = '1'
 import attn_kernels
+import scans.gpn  # noqa: F401  its kernels
 from data import write_data
 from data.tokenizers import load_tokenizer
 

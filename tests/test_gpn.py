@@ -1,5 +1,4 @@
-"""The Grounded Prediction Network: the equations against the paper, both forms against the equations, decoding, bad
-input."""
+"""The Grounded Prediction Network: the equations against the paper, the fast form against the equations, decoding."""
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -7,25 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import plain_rms_norm
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import attn_kernels
 import model_gpn as G
 import model_standard as S
-from common import runs, settings
+from common import settings
 from common.decoding import generate
 from common.speculative import speculative_generate
 from config import gpn_transformer
+from scans import gpn as scan
 
-scan = attn_kernels.import_scan('gpn')
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
+needs_triton = pytest.mark.skipif(attn_kernels.triton is None, reason='needs Triton')
 
 
 def make(**values):
-    """A float64 model whose every weight matters, norms and biases included, and windows (3, 23) with ends of documents
-    (59)."""
+    """A float64 model in which every weight matters, norms and biases included, and windows (3, 23) with ends of
+    documents (59)."""
     torch.manual_seed(0)
     model = G.Model(G.Config(**SMALL | values)).double()
     for p in model.parameters():
@@ -36,22 +35,16 @@ def make(**values):
 
 
 def set_form(model, form):
-    model.config.scan = form
-    model.choose_scan()
+    model.fast = form != 'loop'
     return model
 
 
-@pytest.fixture(params=['loop', 'in C', 'in operators'])
-def form(request, monkeypatch):
-    """Each form of the model on CPU: the equations, and the two that the fast form has."""
-    if request.param == 'loop':
-        return 'loop'
-    if scan is None:
-        pytest.skip('scans/ is not here')
-    monkeypatch.setattr(scan, 'USE_C', request.param == 'in C')
-    if request.param == 'in C' and not scan.StepsInC.serves(torch.device('cpu'), torch.float64):
+@pytest.fixture(params=['loop', 'in C'])
+def form(request):
+    """The forms of the model on a CPU. The kernels have tests of their own: their interpreter is slow."""
+    if request.param == 'in C' and not scan.runs_on(torch.device('cpu')):
         pytest.skip('no C compiler here')
-    return 'fast'
+    return request.param
 
 
 def test_initial_weights_are_those_of_the_official_code():
@@ -171,6 +164,7 @@ def test_every_form_is_the_step_repeated_with_all_gradients(n_layer, n_head, bpt
     model, idx = make(n_layer=n_layer, n_head=n_head, bptt_len=bptt_len, eos_id=eos_id)
     want = loss_and_gradients(model, plain_states(model, idx), idx)
     states = set_form(model, form).states(idx)
+    assert want[0].isfinite() and all(x.norm() > 0 for x in want)
     for expected, got in zip(want, loss_and_gradients(model, states, idx)):
         assert (got - expected).norm() < 1e-8 * expected.norm()
     with torch.no_grad():
@@ -189,7 +183,6 @@ def test_any_length_and_any_segments(T, segment_len, form):
 def test_the_loop_holds_the_states_of_segments_not_of_steps():
     """Bytes that the loop keeps for the backward, besides its output: three tensors at each segment's start."""
     model, idx = make(n_layer=2, segment_len=8, scan='loop')
-    model.choose_scan()
     c, held = model.config, {}
 
     def pack(x):
@@ -294,37 +287,50 @@ class Recorder(TorchDispatchMode):
                     own.copy_(x)
 
 
-@pytest.mark.parametrize('form', ['loop', pytest.param('fast',
-                                                       marks=pytest.mark.skipif(scan is None,
-                                                                                reason='scans/ is not here'))])
+@pytest.fixture(params=['loop', pytest.param('in kernels', marks=needs_triton)])
+def graph_form(request):
+    """What decodes on a GPU, in CUDA graphs."""
+    if request.param == 'in kernels':
+        request.getfixturevalue('kernels_device')
+    return request.param
+
+
+@pytest.mark.parametrize('eos_id', [None, 59])
 @torch.no_grad()
-def test_a_recorded_step_decodes_as_the_step_does(form, monkeypatch):
+def test_a_recorded_step_decodes_as_the_step_does(graph_form, eos_id, monkeypatch):
     """Nothing of the state is frozen into a graph: tensors stay the same, and no value comes to Python."""
-    if form == 'fast':
-        monkeypatch.setattr(scan, 'USE_C', False)
-    model, idx = make(n_layer=2, eos_id=59)
-    set_form(model, form)
-    want = model.extend(idx, model.new_cache(3, 23), all_positions=True)
-    cache, tokens = model.new_cache(3, 23, max_run=2), idx[:, :1].clone()
+    model, idx = make(n_layer=2, eos_id=eos_id)
+    set_form(model, graph_form)
+    idx, device = idx[:2, :9], 'cpu'
+    if torch.cuda.is_available():
+        pytest.skip('CUDA graphs are tested as they are')
+    want = model.extend(idx, model.new_cache(2, 9, device=device), all_positions=True)
+    cache, tokens = model.new_cache(2, 9, max_run=2), idx[:, :1].clone()
     model.extend(tokens, cache)
     tokens.copy_(idx[:, 1:2])
-    with Recorder() as graph:
+    graph, launch = Recorder(), scan._launch
+
+    def recorded_launch(*args):
+        graph.calls.append((launch, args, {}, None))
+        with _disable_current_modes():
+            launch(*args)
+    monkeypatch.setattr(scan, '_launch', recorded_launch)
+    with graph:
         logits = model.extend(tokens, cache)
-    for t in range(2, 23):
+    for t in range(2, 9):
         tokens.copy_(idx[:, t:t + 1])
         graph.replay()
-        if t == 10:
+        if t == 5:
             cache.rollback(1)
             tokens.copy_(idx[:, t:t + 1])
             graph.replay()
         torch.testing.assert_close(logits, want[:, t])
 
 
-def test_short_runs_never_wait_for_a_device(form, monkeypatch):
+def test_short_runs_never_wait_for_a_device():
     """Tensors of the meta device have no values: whatever would wait for one on a GPU fails here."""
-    monkeypatch.setattr(G, 'rms_norm', plain_rms_norm)  # autocast does not know the meta device
     with torch.device('meta'):
-        model = G.Model(G.Config(**SMALL, scan=form, eos_id=59)).eval()
+        model = G.Model(G.Config(**SMALL, scan='loop', eos_id=59)).eval()
         cache = model.new_cache(2, 90, max_run=4)
         for n in (1, 4):
             for lengths in (None, torch.ones(2, dtype=torch.int64)):
@@ -338,7 +344,6 @@ def test_a_weight_that_is_not_a_number_shows(form):
     assert model.states(idx).isnan().any()
 
 
-@pytest.mark.skipif(scan is None, reason='scans/ is not here')
 def test_a_cache_of_the_fast_form_keeps_its_weights():
     model, idx = make(scan='fast')
     cache, changed = model.new_cache(3, 23), model.new_cache(3, 23)
@@ -362,7 +367,7 @@ def test_a_cache_is_as_large_for_any_length(form):
     model = set_form(make()[0], form)
     assert model.new_cache(2, 10).nbytes == model.new_cache(2, 100_000).nbytes
     c = model.config
-    assert model.new_cache(2, 10).nbytes > 2 * 2 * 8 * (c.n_embd + c.n_head * c.d_k * c.d_v)  # state and snapshot
+    assert model.new_cache(2, 10).nbytes > 2 * 2 * 8 * (c.n_embd + c.n_head * c.d_k * c.d_v)  # now and a token ago
 
 
 def test_slow_heads_forget_with_bf16_weights():
@@ -398,11 +403,11 @@ def test_state_and_memory_are_in_fp32(narrow, form):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     set_form(model, form)
-    in_bf16 = form == 'fast' and scan.StepsInC.serves(torch.device('cpu'), torch.bfloat16)
+    in_bf16 = form == 'in C' and scan.c_dtype(torch.bfloat16) == torch.bfloat16
     want = model.states(idx)
     if narrow == 'weights':
         model = model.to(torch.bfloat16)
-        assert model.new_cache(3, 23).state[2].dtype == torch.float32
+        assert model.new_cache(3, 23).history[2].dtype == torch.float32
         got = model.states(idx)
     else:
         with torch.autocast('cpu', torch.bfloat16):
@@ -417,10 +422,6 @@ def test_state_and_memory_are_in_fp32(narrow, form):
     assert got.dtype == torch.float32 and 0 < (got - want).norm() < 0.03 * want.norm()
 
 
-def test_a_model_without_memory_heads_has_no_kernels_to_check():
-    runs.check_kernels(make(n_head=0)[0])
-
-
 @pytest.mark.parametrize('name, millions', [('gpn_130m', 129.2), ('gpn_2l', 132.8), ('gpn_nomem', 130.5),
                                             ('gpn_50m_bias', 50.2), ('gpn_50m_memory_bias', 49.8)])
 def test_parameters_at_the_papers_sizes(name, millions):
@@ -430,13 +431,20 @@ def test_parameters_at_the_papers_sizes(name, millions):
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize('values, sentence', [
-    (dict(n_head=-1), 'n_head = -1: expected a number of memory heads, 0 for no memory'),
-    (dict(d_k=0), 'd_k = 0: expected more than 0'),
-    (dict(bptt_len=0), 'bptt_len = 0: expected at least 1, or None'),
-    (dict(segment_len=0), 'segment_len = 0: expected more than 0'),
-    (dict(scan='quick'), "scan = 'quick': expected 'auto', 'loop' or 'fast'"),
-    (dict(vocab_size=9), 'vocab_size = 9 has no room for the 60 ids')])
-def test_bad_values_are_sentences(values, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        G.Config(**SMALL | values)
+def test_a_vocabulary_that_is_too_small_is_a_sentence():
+    with pytest.raises(ValueError, match='vocab_size = 9 has no room for the 60 ids'):
+        G.Config(**SMALL | dict(vocab_size=9))
+
+
+def test_the_loss_is_that_of_the_models_logits():
+    """An edit of `_logits`, such as a soft cap, is an edit of the loss, of evaluation and of decoding."""
+    model, idx = make(eos_id=59)
+    before = model(idx, idx)['loss']
+    head = model._logits
+    model._logits = lambda h: 3 * torch.tanh(head(h) / 3)
+    logits = model.logits(idx)
+    want = F.cross_entropy(model._logits(model.final_hidden(idx)).flatten(0, 1), idx.masked_fill(idx == 59, -1).flatten(),
+                           ignore_index=-1)
+    assert model(idx, idx)['loss'].item() == pytest.approx(want.item(), rel=1e-6) != before.item()
+    torch.testing.assert_close(model.extend(idx, model.new_cache(3, 23), all_positions=True), logits)
+    assert logits[..., :60].abs().max() <= 3

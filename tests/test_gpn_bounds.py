@@ -1,9 +1,6 @@
 """The bounds that bench.gpn prints: the arithmetic by hand at the paper's shape, and what is counted on the code."""
-from collections import Counter
-
 import pytest
 import torch
-from test_gpn import make
 
 from bench import gpn as bench
 from model_gpn import Config, Model
@@ -26,7 +23,7 @@ def test_bounds_at_the_papers_shape_are_those_worked_out_by_hand():
     assert forward['tensor_us'] == pytest.approx(2 * 128 * n_weights / 989e6, abs=0.1) == 26.1
     assert forward['now_us'] == pytest.approx(210.4 + 8 * 1.3, abs=0.1)
     assert forward['persistent_us'] == pytest.approx(210.4 - 2 * room / 3.35e6 + 4, abs=0.1)
-    assert forward['gain'] == 1.2 and backward['gain'] == 1.14
+    assert forward['gain'] == 1.2 and backward['gain'] == 1.13
     assert forward['gain_half'] == round((210.36 + 10.4) / (210.36 - room / 3.35e6 + 4), 2)
 
 
@@ -44,28 +41,3 @@ def test_the_weights_are_all_that_the_scan_multiplies_by(values):
     matrices = [w for w in scan.fold(model)[:2 + 3 * model.config.n_layer] if w.dim() == 2]
     forward, _ = bench.bounds(scan.Sizes.of(model.config), 2)
     assert forward['weights_mb'] == round(2 * sum(w.numel() for w in matrices) / 1e6, 1) > 100
-
-
-@pytest.mark.parametrize('values', [{}, dict(n_layer=2), dict(n_head=0, n_layer=2)])
-def test_the_launches_are_those_of_a_step(values, monkeypatch):
-    model, _ = make(**values)
-    sizes = scan.Sizes.of(model.config)
-    calls = Counter()
-
-    def counting(function):
-        def call(*args):
-            calls[function.__name__] += 1
-            return function(*args)
-        return call
-
-    for name in ('product', 'gated_add_norm', 'memory_inputs', 'delta_step', 'rows_times', 'glu'):  # a kernel each
-        monkeypatch.setattr(scan, name, counting(getattr(scan, name)))
-    monkeypatch.setattr(scan, 'USE_C', False)
-    weights = scan.Weights(scan.fold(model), sizes, model.all_eps, torch.float64)  # as `make` has them
-    calls.clear()  # making them multiplies too
-    k = weights.first_key.repeat(2, 1, 1)
-    memory = k.new_zeros(2, sizes.n_head, sizes.d_k, sizes.d_v)
-    state = k.new_zeros(2, sizes.n_embd)
-    with torch.no_grad():
-        scan.step(weights, state, state, k, memory, state)
-    assert sum(calls.values()) == bench.bounds(sizes, 2)[0]['launches']

@@ -1,7 +1,7 @@
 """GPN with one equation edited: five subclasses of `model_gpn.Model`.
 
-Each subclass changes one equation. The fast form in scans/gpn.py is for `model_gpn.Model` alone, so these train, evaluate
-and decode step by step, by `Model.loop`. Each is a model of its own for every script:
+Each subclass changes one equation. The fast form in scans/gpn.py is for `model_gpn.Model` alone, so these train,
+evaluate and decode step by step, by `Model.loop`. Each is a model of its own for every script:
 
     python train.py config/gpn_quick.py --model=gpn.NoDecay --out_dir=out/no_decay
     python sample.py out/no_decay "Return the"

@@ -5,8 +5,8 @@
     python -m bench.gpn --jax     JAX too, which it installs (pip install jax) if it is not there
     python -m bench.gpn --toy     everything at a size of seconds, and no results written
 
-It begins with bounds, which need no GPU: the least time of a token at 129M on an H100, for the scan as it is and for one
-kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md explains them).
+It begins with bounds, which need no GPU: the least time of a token at 129M on an H100, for the scan as it is and for
+one kernel that stays on the chip over many tokens (`bounds`; docs/gpn.md explains them).
 
 'c' is the scan, with its steps in C (scans/gpn.c), and 'c_bf16' the same with products in bf16, where the CPU has units
 for it. 'plain' is autograd through every step; 'loop' is scan = 'loop', which recomputes the steps of a segment in the
@@ -169,7 +169,7 @@ def bounds(sizes, B, bandwidth=BANDWIDTH['H100']):
     room = max(0, ON_CHIP - 4 * B * max(columns))
     tensor_s = 2 * B * n_weights / TENSOR_FLOPS
     barriers = 1 + L * (3 if H else 2)  # after the ground gate's product; in, memory and out of each layer
-    # kernels of a step of scan.InKernels
+    # kernels of a step of scan.KernelSteps
     if H:
         launches = {'forward': 2 + 6 * L, 'backward': 4 + 10 + 9 * (L - 1)}
     else:

@@ -195,8 +195,8 @@ INLINE long width(const sizes *n, long l) {
 
    w: the ground gate's weight and bias, of each layer the weight and bias of its product in and the weight of its
    product out; then the decay rates and the first key. s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are written
-   in place; with n->keep = 1 they have S + 1 places, and step t goes from place t to place t + 1. carry_mask (S, B) is 0
-   where a document starts; active (S, B) is 0 in rows that stay as they are; both may be null.
+   in place; with n->keep = 1 they have S + 1 places, and step t goes from place t to place t + 1. carry_mask (S, B) is
+   0 where a document starts; active (S, B) is 0 in rows that stay as they are; both may be null.
    saved (S, B, ...) is written: the states of the layers, the ground's product, of each layer the product in and, with
    a memory, what was read. */
 

@@ -8,8 +8,8 @@ The function is `Model.loop` of model_gpn.py. What makes it fast:
 * The next token does not need the grounded state, only the key made from it: (s, k, M) is carried, not (s, g, M).
 * Only the gradients of s, k and M go back through time. The gradient of each weight is one large product per segment
   (`scan_backward`).
-* On CPU, a segment of steps is one call of C (`InC`, gpn.c). On a GPU it is one CUDA graph of products and small Triton
-  kernels (`InKernels`). Without a C compiler or Triton, `runs_on` is False and the equations run.
+* On CPU, a segment of steps is one call of C (`CSteps`, gpn.c). On a GPU it is one CUDA graph of products and small
+  Triton kernels (`KernelSteps`). Without a C compiler or Triton, `runs_on` is False and the equations run.
 
 Training holds, for R = T / S segments of S = segment_len steps: states L T B C, products T B W of width W = C + L (C +
 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at the start of each segment, R B H K D; the backward also holds (S + 1) B H
@@ -489,7 +489,7 @@ def by_step(tensors):
     return [SimpleNamespace(**dict(zip(tensors, row))) for row in zip(*(x.unbind() for x in tensors.values()))]
 
 
-class InKernels:
+class KernelSteps:
     """The list of `fold`, its products in dtype, and the steps of a segment on a GPU.
 
     Where weights are loaded again, CUDA graphs that read them see the new values.
@@ -722,14 +722,16 @@ def _library(command):
             built = Path(folder, name)
             subprocess.run([*command, source, '-o', built, '-lm'], capture_output=True, check=True)
             library = ctypes.CDLL(built)
-            with suppress(OSError), tempfile.TemporaryDirectory(dir=KEPT) as beside:
-                os.replace(shutil.copy(built, beside), KEPT / name)
+            with suppress(OSError):  # a folder that cannot be written
+                KEPT.mkdir(exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=KEPT) as beside:
+                    os.replace(shutil.copy(built, beside), KEPT / name)
             return library
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-class InC:
+class CSteps:
     """The list of `fold` with products in dtype, and the steps of a segment as calls of gpn.c.
 
     backward: the weights are transposed, for `backward` instead of `steps`.
@@ -764,11 +766,12 @@ class InC:
         return ctypes.c_long(x) if isinstance(x, int) else ctypes.c_void_p(None if x is None else x.data_ptr())
 
     def _call(self, function, u, *arguments):
+        assert u.dtype == self.rate.dtype, f'{u.dtype} with weights of {self.rate.dtype}'
         self.numbers.S, self.numbers.B, self.numbers.threads = *u.shape[:2], torch.get_num_threads()
         function(ctypes.byref(self.numbers), self.pointers, *map(self._convert, arguments))
 
     def steps(self, s, k, memory, u, carry=None, active=None):
-        """As `InKernels.steps`."""
+        """As `KernelSteps.steps`."""
         u, carry, active = (x if x is None else x.contiguous() for x in (u, carry, active))
         self.numbers.keep = len(s) > 1
         widths = [self.sizes.n_embd] * self.sizes.n_layer + self.sizes.saved_widths()
@@ -777,7 +780,7 @@ class InC:
         return s, k, memory, outputs
 
     def backward(self, is_cut, u, carry, s, k, memory, grad, ds, dk, dm, *saved):
-        """As `InKernels.backward`."""
+        """As `KernelSteps.backward`."""
         (S, B, _), c = u.shape, self.sizes
         du, ds, dk, dm = torch.empty_like(u), ds.clone(), dk.clone(), dm.clone()
         inner, products = saved[:c.n_layer - 1], saved[c.n_layer - 1:]
@@ -796,19 +799,19 @@ class InC:
 # ---- the operator over a window: one for PyTorch, so that a compiler meets no loop ----
 
 
-def in_c(device):
+def uses_c(device):
     return device.type == 'cpu' and not attn_kernels.KERNELS_ON_CPU
 
 
 @functools.cache
 def _kernels_of(folded_shapes, sizes, norm_eps, dtype, device):
-    return InKernels([torch.empty(shape, device=device) for shape in folded_shapes], sizes, norm_eps, dtype)
+    return KernelSteps([torch.empty(shape, device=device) for shape in folded_shapes], sizes, norm_eps, dtype)
 
 
 def prepared(folded, sizes, norm_eps, dtype, backward=False):
     """The steps with these weights. On a GPU always the same object for the same shapes: its CUDA graphs are kept."""
-    if in_c(folded[0].device):
-        return InC(folded, sizes, norm_eps, dtype, backward)
+    if uses_c(folded[0].device):
+        return CSteps(folded, sizes, norm_eps, dtype, backward)
     shapes = tuple(x.shape for x in folded)
     return _kernels_of(shapes, sizes, norm_eps, dtype, folded[0].device).load(folded)
 
@@ -867,7 +870,7 @@ def _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record):
     outputs = [torch.empty_like(u), u.new_empty(R, B, sizes.n_head, sizes.d_k, sizes.d_v)]
     if record:
         outputs += [torch.empty_like(u) for _ in range(sizes.n_layer - 1)]
-        saved = u.dtype if in_c(u.device) else dtype
+        saved = u.dtype if uses_c(u.device) else dtype
         outputs += [u.new_empty(T, B, width, dtype=saved) for width in sizes.saved_widths()]
     return outputs
 
@@ -948,9 +951,13 @@ def _scan_backward(ctx, grads):
 _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
 
 
+def product_dtype(dtype, device):
+    """dtype on a GPU; on a CPU, fp32 in place of fp16 and, without bf16 units, of bf16."""
+    return c_dtype(dtype) if uses_c(device) else dtype
+
+
 @outside_graphs
 def c_dtype(dtype):
-    """The dtype of products in C: fp32 in place of bf16 without units for it, and of fp16."""
     return dtype if dtype == torch.float64 or dtype == torch.bfloat16 and _build(dtype) else torch.float32
 
 
@@ -962,12 +969,11 @@ def scan_window(model, u, carry_mask=None):
     c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind)
-    if in_c(u.device):
-        dtype = c_dtype(dtype)
     if carry_mask is not None:
         carry_mask = carry_mask.T.unsqueeze(-1).to(u.dtype, memory_format=torch.contiguous_format)
     return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.of(c)), c.norm_eps,
-                    dtype, c.segment_len, c.bptt_len or u.shape[1], torch.is_grad_enabled())[0].transpose(0, 1)
+                    product_dtype(dtype, u.device), c.segment_len, c.bptt_len or u.shape[1],
+                    torch.is_grad_enabled())[0].transpose(0, 1)
 
 
 # ---- decoding ----
@@ -981,8 +987,8 @@ class Decoder:
         c, device = model.config, torch.device(device)
         self.sizes, self.segment_len = Sizes.of(c), c.segment_len
         folded = [w.to(device, copy=True) for w in fold(model)]
-        make, dtype = (InC, c_dtype(model.fuse.weight.dtype)) if in_c(device) else (InKernels, model.fuse.weight.dtype)
-        self.weights = make(folded, self.sizes, c.norm_eps, dtype)
+        make = CSteps if uses_c(device) else KernelSteps
+        self.weights = make(folded, self.sizes, c.norm_eps, product_dtype(model.fuse.weight.dtype, device))
 
     def first_state(self, batch_size, device=None):
         """s, k and M before the first token of a document."""

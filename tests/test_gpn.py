@@ -443,8 +443,8 @@ def test_the_loss_is_that_of_the_models_logits():
     head = model._logits
     model._logits = lambda h: 3 * torch.tanh(head(h) / 3)
     logits = model.logits(idx)
-    want = F.cross_entropy(model._logits(model.final_hidden(idx)).flatten(0, 1), idx.masked_fill(idx == 59, -1).flatten(),
-                           ignore_index=-1)
+    targets = idx.masked_fill(idx == 59, -1).flatten()
+    want = F.cross_entropy(model._logits(model.final_hidden(idx)).flatten(0, 1), targets, ignore_index=-1)
     assert model(idx, idx)['loss'].item() == pytest.approx(want.item(), rel=1e-6) != before.item()
     torch.testing.assert_close(model.extend(idx, model.new_cache(3, 23), all_positions=True), logits)
     assert logits[..., :60].abs().max() <= 3

@@ -17,8 +17,8 @@ import scans
 from attn_kernels import digest
 
 MODELS = {  # small models that use every branch of their fast form
-    'gpn': dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
-                eos_id=59, bptt_len=7)}
+    'gpn': dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60,
+                segment_len=5, eos_id=59, bptt_len=7)}
 
 EDITS = {'gpn': {  # what is edited: a line of it, and the line in its place
     'RMSNorm': ('self.weight.to(x.dtype), self.eps)', 'self.weight.to(x.dtype), 0.1)'),

@@ -474,7 +474,10 @@ def launch(kernel, grid, warps, *args):
     signature = {p.name: 'constexpr' if f else TYPES[x.dtype if isinstance(x, torch.Tensor) else type(x)]
                  for p, x, f in zip(kernel.params, args, fixed)}
     constants = {(i,): x for i, (x, f) in enumerate(zip(args, fixed)) if f}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    aligned = [x.storage_offset() * x.itemsize % 16 == 0 if isinstance(x, torch.Tensor) else not f and x % 16 == 0
+               for x, f in zip(args, fixed)]  # as a launch finds it
+    attributes = {(i,): [['tt.divisibility', 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     key = kernel.__name__, *signature.values(), *constants.values()
     if key not in done:
         built = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps, num_stages=1))

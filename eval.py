@@ -1,32 +1,29 @@
-"""Judges trained runs: validation loss, other corpora, and zero-shot tasks through lm-eval.
+"""Evaluate trained runs: validation loss, other corpora, and zero-shot tasks through lm-eval.
 
     python eval.py RUN [RUN ...] --val                         on the runs' own validation data, or on --data=FOLDER
     python eval.py RUN --corpus=wikitext,c4,books3,govreport   nats per word and bits per byte
     python eval.py RUN --tasks=arc_easy,lambada_openai         zero-shot accuracy
-    python eval.py RUN --paper=sps                             the sets and averages of a paper: sps, nextlat or gpn
+    python eval.py RUN --paper=sps                             the tasks and averages of a paper: sps, nextlat or gpn
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
-    python eval.py RUN --val --weights=int8                    what 8-bit weights cost, in nats, and save, in bytes
-    python eval.py RUN --speculative                           drafts: accepted tokens, speed-up; --draft=RUN drafts
-    python eval.py RUN --to_llama=FOLDER                       a Standard run as a Hugging Face Llama folder
-    python eval.py FOLDER --from_llama=RUN                     a Llama, Mistral or Qwen folder as a new run
+    python eval.py RUN --speculative                           drafting: accepted tokens, speed-up; --draft=RUN drafts
+    python eval.py RUN --to_llama=FOLDER                       export a Standard run as a Hugging Face Llama folder
+    python eval.py FOLDER --from_llama=RUN                     import a Llama, Mistral or Qwen folder as a new run
 
-Several runs are shown side by side, each by its newest checkpoint, whose step is told. Each run folder gets a line in
-eval.jsonl. With --data_dir, tasks and corpora are read from the benchmarks' own files there (common/benchmarks.py lists
-them) and nothing is downloaded.
+Several runs are shown side by side, each with the step of its newest checkpoint. Each run folder gets a line in
+eval.jsonl. With --data_dir, tasks and corpora are read from local benchmark files (common/benchmarks.py lists them) and
+nothing is downloaded.
 
-Where the documents of a run's training start with bos (prepare_fineweb.py --bos), so do the texts of tasks and corpora;
---bos=False leaves it out.
+If the documents of a run's training data start with bos (prepare_fineweb.py --bos), so do the texts of tasks and
+corpora; --bos=False leaves it out.
 
-Rolling likelihood, of which corpora are made, starts each document after bos, or without one after eos, as lm-eval
-does. A model trained with documents on has never been trained to predict from eos (training leaves those positions
-out): the first token of a document is then scored by an untrained position. The SPS paper's figures are made so, and
-these are too.
+Corpora are scored by rolling likelihood, which starts each document after bos, or without one after eos, as lm-eval
+does. A model trained with documents on was never trained to predict the token after eos (training leaves those
+positions out), so the first token of a document is scored by an untrained position. The SPS paper's figures are
+computed in the same way.
 """
 if __name__ == '__main__':
-    import sys
-
     from common.start import quiet_start
-    quiet_start(decodes='--speculative' in sys.argv)
+    quiet_start()
 
 import contextlib
 import csv
@@ -54,14 +51,22 @@ import torch.distributed as dist
 from common.benchmarks import local_records, task_files
 from common.decoding import check_sampling, generate
 from common.files import UserError, first_line, friendly_errors, say_once, write_file
-from common.int8 import check_weights_setting, prepare_weights
-from common.llama import export_llama, import_llama
-from common.machine import join_processes, no_bars_in_logs, pick_device, pick_dtype, take_gpu, torchrun_ranks
-from common.parallel import first_of_all, of_all, rank, world
+from common.machine import (
+    Device,
+    DType,
+    decoding_dtype,
+    join_processes,
+    pick_device,
+    pick_dtype,
+    take_gpu,
+    torchrun_ranks,
+)
+from common.parallel import all_gather, first_given, rank, world
 from common.runs import load_run, run_data
-from common.scoring import Scorer, perplexity, validation_loss
+from common.scoring import Scorer
 from common.settings import check_ranges, load_settings
-from common.speculative import AutoLength, longest_draft, read_length, speculative_generate, weight_bytes
+from common.speculative import AutoLength, longest_draft, read_length, speculative_generate
+from common.validation import perplexity, validation_loss
 from data.tokenizers import Tokenizer, load_tokenizer
 from sample import load_draft
 
@@ -80,28 +85,26 @@ TASK_FILES = Path(__file__).resolve().parent / 'config/lm_eval'  # tasks that lm
 @dataclass
 class Settings:
     val: bool = False  # validation loss on the run's own data, or on `data`
-    data: str | None = None  # data folder for --val and the prompts of --speculative; None: the run's
-    val_tokens: int | None = None  # tokens of --val, in the windows that training takes of so many; None: all
+    data: str | None = None  # data folder for --val and for the prompts of --speculative; None: the run's
+    val_tokens: int | None = None  # tokens of --val, in the windows that training uses; None: all
     corpus: str = ''  # corpora, separated by commas
     tasks: str = ''  # lm-eval tasks, separated by commas
     paper: str = ''  # sps, nextlat or gpn: that paper's tasks and corpora
-    data_dir: str | None = None  # folder with the benchmarks' own files; None: from the Hugging Face hub
-    bos: bool | None = None  # start the texts of tasks and corpora with bos; None: as the run's training data
+    data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
+    bos: bool | None = None  # start the texts of tasks and corpora with bos; None: as in the run's training data
     limit: int | None = None  # documents of each task or corpus; None: all
     speculative: bool = False  # speculative decoding over draft lengths, on prompts from validation data
     draft: str | None = None  # with --speculative: run folder of a model that drafts; None: the model itself
-    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # with --speculative: those that the model can draft are compared
+    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # with --speculative: lengths to compare, if the model can draft them
     n_prompts: int = 1024  # with --speculative: prompts, spread evenly over the data (NextLat paper: 1024)
     prompt_tokens: int = 512  # with --speculative: tokens of each prompt (NextLat paper: 512)
-    new_tokens: int = 512  # with --speculative: tokens that each prompt is continued by (NextLat paper: 512)
+    new_tokens: int = 512  # with --speculative: tokens generated after each prompt (NextLat paper: 512)
     temperature: float = 1.0  # with --speculative; 0: always the likeliest token
-    batch_size: int | None = None  # contexts at a time; None: by batch_tokens; answers 16, --speculative 1
+    batch_size: int | None = None  # contexts per batch; None: by batch_tokens; 16 for answers, 1 for --speculative
     batch_tokens: int = 16384  # tokens of a batch, padding included
-    max_length: int | None = None  # tokens that the model sees at most; None: the block_size of its training
-    scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
-    device: str = 'auto'  # auto, cuda, cpu or mps
-    dtype: str = 'auto'  # auto, bfloat16 or float32
-    weights: str | None = None  # int8: weights of 8 bits, and what they cost beside the run's own; None: its own
+    max_length: int | None = None  # most tokens that the model reads; None: the block_size of its training
+    device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
+    dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
     to_llama: str | None = None  # write the run to this folder as a Hugging Face Llama
     from_llama: str | None = None  # make a new run of this name from a Llama, Mistral or Qwen folder
     tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
@@ -111,7 +114,6 @@ class Settings:
         check_ranges(self, val_tokens=at_least_1, limit=at_least_1, n_prompts=at_least_1, prompt_tokens=at_least_1,
                      new_tokens=(2, inf), batch_size=at_least_1, batch_tokens=at_least_1, max_length=(2, inf))
         check_sampling(self.temperature)
-        check_weights_setting(self.weights)
 
 
 # ---- lm-eval ----
@@ -150,6 +152,9 @@ def lm_eval_class() -> type:
         def tok_encode(self, string, add_special_tokens=None, **kwargs):
             return self.encoding.encode(string)
 
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return super().loglikelihood(requests, disable_tqdm or not sys.stderr.isatty())  # no bars in a log file
+
         def _loglikelihood_tokens(self, requests, **kwargs):
             start, empty = [*self.encoding.start], [self.prefix_token_id]  # what lm-eval makes of an empty context
             # a context of blanks may have no token, nor a continuation that a token has joined with its context
@@ -183,7 +188,7 @@ def lm_eval_class() -> type:
             texts, before = {}, self.scorer.truncated
             for batch in batches[rank()::world()]:
                 texts |= generate_texts(self.scorer, self.encoding, *batch)
-            shares = of_all((texts, self.scorer.truncated - before))
+            shares = all_gather((texts, self.scorer.truncated - before))
             self.scorer.truncated = before + sum(n for _, n in shares)
             texts = {i: text for share, _ in shares for i, text in share.items()}
             return [texts[i] for i in range(len(requests))]
@@ -255,7 +260,7 @@ def run_tasks(lm, tasks: list[str], s: Settings, **options) -> dict:
         except OverflowError as error:
             raise UserError(f'a perplexity of {", ".join(tasks)} is beyond the largest number ({first_line(error)}): '
                             'the model knows nothing of these texts')
-    return first_of_all(found)  # lm-eval returns them on the first process alone
+    return first_given(found)  # lm-eval only returns them on rank 0
 
 
 def task_metrics(found: dict) -> dict[str, dict[str, float]]:
@@ -295,10 +300,10 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
 # ---- validation loss ----
 
 @torch.inference_mode()
-def validation(model, record: dict, s: Settings, full=None) -> dict[str, float]:
-    """Nats a token, perplexity and bits a byte, or a task's scores, on validation data: the run's own or --data.
+def validation(model, record: dict, s: Settings) -> dict[str, float]:
+    """Return nats per token, perplexity and bits per byte, or a task's scores, on the run's validation data or --data.
 
-    full: the model with all bits of its weights, where `model` has int8: then its loss too, and the difference.
+    On a CPU, matrix products are in bf16 where training has them in bf16, so the loss is that of the run's log.
     """
     data = run_data(record, s.data)
     is_task, device = hasattr(data, 'score'), next(model.parameters()).device
@@ -306,16 +311,12 @@ def validation(model, record: dict, s: Settings, full=None) -> dict[str, float]:
     if data.n_windows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     batch_size = s.batch_size or max(1, s.batch_tokens // T)
-    seed = record['settings']['eval_seed']
-    windows = data, T, s.val_tokens, seed, batch_size, device
-    parts, n_counted = validation_loss(model, *windows, from_logits=full is not None)
+    products = pick_dtype(s.dtype, device.type, big_enough=record['settings'].get('dtype') == 'bfloat16')
+    with torch.autocast('cpu', products, enabled=products == torch.bfloat16):
+        parts, n_counted = validation_loss(model, data, T, s.val_tokens, record['settings']['eval_seed'], batch_size,
+                                           device)
     nats = parts['nll']
     values = {'nats_per_token': nats, 'perplexity': perplexity(nats)}
-    if full is not None:
-        full_nats = validation_loss(full, *windows, from_logits=True)[0]['nll']
-        values |= {'full_weights_nats': full_nats, 'int8_costs_nats': nats - full_nats,
-                   'mib_read_per_token': weight_bytes(model.modules()) / 2 ** 20,
-                   'full_weights_mib_read_per_token': weight_bytes(full.modules()) / 2 ** 20}
     values |= {name: mean for name, mean in parts.items() if name not in ('loss', 'nll')}
     if is_task:  # exact, on all its held-out rows
         values |= data.score(model, device, batch_size)
@@ -341,7 +342,7 @@ def speculative(model, record: dict, s: Settings) -> list[dict]:
     prompts = speculative_prompts(record, s)
     draft = None
     if s.draft is not None:
-        draft = load_draft(s.draft, record, next(model.parameters()).device.type, s.dtype, s.weights)
+        draft = load_draft(s.draft, record, next(model.parameters()).device.type, s.dtype)
     lengths = draft_lengths(s.draft_lens, model, draft)
     seconds, statistics_of = time_decoding(decoders(model, draft, lengths, s), prompts, s)
     table = []
@@ -461,21 +462,15 @@ def plot_speculative(tables: dict[str, list[dict]], path) -> None:
 
 # ---- one run, several runs ----
 
-def load_model(folder, s: Settings, weights: str | None) -> tuple:
-    """A run's model, with int8 weights or None for its own, and its config.json."""
+def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
+    """Load a run: its Scorer, its tokenizer and its config.json."""
     device = pick_device(s.device)
-    dtype = pick_dtype(s.dtype, device)
+    dtype = decoding_dtype(s.dtype, device)
     if device == 'cuda' and world() > 1:
         local = torchrun_ranks()[2]
         take_gpu(local)
         device = f'cuda:{local}'
-    model, record = load_run(folder, device, dtype, s.scan)
-    return prepare_weights(model, weights, folder), record
-
-
-def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
-    """A run's Scorer, its tokenizer and its config.json."""
-    model, record = load_model(folder, s, s.weights)
+    model, record = load_run(folder, device, dtype)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
@@ -486,8 +481,7 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> tuple
     scorer, tokenizer, record = load_scorer(folder, s)
     model, results, table = scorer.model, {}, []
     if s.val:
-        full = load_model(folder, s, None)[0] if s.weights == 'int8' else None
-        results['val'] = validation(model, record, s, full)
+        results['val'] = validation(model, record, s)
     if s.speculative:
         table = speculative(model, record, s)
         results['speculative'] = {f'{what} {row["draft_len"]}': row[what] for what in ('speedup', 'accepted')
@@ -585,12 +579,13 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError('which run? python eval.py RUN_FOLDER --val')
         if (s.to_llama or s.from_llama) and len(runs) > 1:
             raise UserError(f'{" ".join(runs)}: --to_llama and --from_llama take one run at a time')
+        if s.to_llama or s.from_llama:
+            from common.llama import export_llama, import_llama
         if s.to_llama:
             return export_llama(runs[0], s.to_llama)
         if s.from_llama:
             return import_llama(runs[0], s.from_llama, s.tokenizer and load_tokenizer(s.tokenizer))
         tasks, corpora = chosen(s)
-        no_bars_in_logs()
         if torchrun_ranks()[1] > 1:
             join_processes('gloo')
         columns, tables = {}, {}
@@ -602,9 +597,6 @@ def main(argv: list[str] | None = None) -> None:
                 of_steps = f' of {line["of_steps"]:,}' if line['of_steps'] else ''
                 print_table({run: columns[run]})
                 print(f'by the checkpoint of step {line["step"]:,}{of_steps}')
-                if s.val and s.weights:
-                    print('these losses leave out ids that pad the vocabulary: compare them with each other, not with '
-                          'those of --val alone')
                 write_records(run, line, tables[run])
         if rank() == 0:
             if len(runs) > 1:

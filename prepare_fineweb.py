@@ -57,7 +57,6 @@ from common.files import (
     write_file,
     write_json,
 )
-from common.machine import no_bars_in_logs
 from common.settings import check_ranges, load_settings
 from data.parts import finish_part, merge_parts, part_folder, part_numbers
 from data.shards import (
@@ -406,7 +405,6 @@ def main(argv: list[str] | None = None) -> None:
                             'documents to train on and to validate on')
         if positional == ['']:
             raise UserError('the source is empty: expected a file, a pattern, a folder or a dataset of the hub')
-        no_bars_in_logs()
         prepare(name, s)
 
 

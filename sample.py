@@ -1,22 +1,21 @@
-"""Generates text from a trained run.
+"""Generate text from a trained run.
 
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
-    python sample.py out/quickstart "Return the" --weights=int8               faster on a CPU; eval.py tells the cost
-    python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt a line, greedy
+    python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt per line, greedy
     echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
-    python sample.py out/quickstart                                           prompts as you type them, to Ctrl-D
+    python sample.py out/quickstart                                           type prompts, until Ctrl-D
     python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
-    python sample.py out/big "Return the" --draft=out/small --draft_len=4     or another run does
-    python sample.py out/big "Return the" --draft=out/small --compare         and how much faster that is than plain
+    python sample.py out/big "Return the" --draft=out/small --draft_len=4     another run drafts
+    python sample.py out/big "Return the" --draft=out/small --compare         and print the speed-up over plain decoding
 
-An empty prompt, "", is the start of a document: the text goes on from eos. Where the documents that the run was trained
-on start with bos (prepare_fineweb.py --bos), every prompt does too, and an empty one is bos alone.
-`generate` and `speculative_generate` are the functions to import: prompts of different lengths in one batch, texts of
-the same distribution. A model without `extend` is read anew for every token, by its `logits`.
+An empty prompt, "", is the start of a document: the text continues after eos. If the documents of the run's training
+data start with bos (prepare_fineweb.py --bos), every prompt does too, and an empty one is bos alone.
+
+`generate` and `speculative_generate` are the functions to import. They take prompts of different lengths as one batch.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
-    quiet_start(decodes=True)
+    quiet_start()
 
 import codecs
 import os
@@ -27,40 +26,35 @@ from dataclasses import dataclass
 from math import inf
 
 from common.decoding import check_sampling, generate, roomy_cache
-from common.extend_check import decodable
 from common.files import UserError, friendly_errors
-from common.int8 import check_weights_setting, prepare_weights
-from common.machine import pick_device, pick_dtype
+from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, read_run, same_vocabulary
 from common.settings import check_ranges, load_settings
-from common.speculative import longest_draft, read_length, speculative_generate, weight_bytes
+from common.speculative import longest_draft, read_length, speculative_generate
 from data.tokenizers import load_tokenizer
 
 
 @dataclass
 class Settings:
-    max_new_tokens: int | None = None  # tokens to generate for each prompt; None: 200, or what the context has room for
+    max_new_tokens: int | None = None  # tokens to generate per prompt; None: 200, or as many as fit the context
     temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
-    top_k: int | None = None  # keep the k likeliest tokens, and any as likely as the last of them
+    top_k: int | None = None  # keep the k likeliest tokens, and any that tie with the last of them
     top_p: float | None = None  # keep the likeliest tokens that together reach this probability
     min_p: float | None = None  # keep tokens at least this fraction as likely as the likeliest
-    seed: int = 0  # of the random numbers
-    stop: str | None = None  # end a text where this string appears; \n means a line end
-    file: str | None = None  # read prompts from this file, one a line
-    truncate: bool = False  # keep the end of a prompt that is too long, instead of an error
-    ignore_eos: bool = False  # go on after the end of a document
+    seed: int = 0  # random seed
+    stop: str | None = None  # end a text where this string appears; \n means a newline
+    file: str | None = None  # read prompts from this file, one per line
+    truncate: bool = False  # keep only the end of a prompt that is too long, instead of an error
+    ignore_eos: bool = False  # continue after the end of a document
     draft_len: str | None = None  # tokens to draft before each verification, or auto; None: plain, with --draft auto
     draft: str | None = None  # run folder of a model that drafts; None: the model itself, if it can
-    compare: bool = False  # with drafts: decode without them too, and tell both speeds
-    scan: str | None = None  # auto, loop or fast, for models with a fast form of their equations; None: as in the run
-    device: str = 'auto'  # auto (cuda where there is one), cuda, cpu or mps
-    dtype: str = 'auto'  # float32, bfloat16; auto: bfloat16 on GPUs and on CPUs with bf16 units
-    weights: str | None = None  # int8: weights of 8 bits, to decode faster; eval.py --val tells what they cost
+    compare: bool = False  # with drafts: also decode without them, and print both speeds
+    device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
+    dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
         check_ranges(self, max_new_tokens=(1, inf), seed=(0, inf))
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-        check_weights_setting(self.weights)
         try:
             (self.stop or '').encode()
         except UnicodeEncodeError:
@@ -70,7 +64,7 @@ class Settings:
 # ---- prompts ----
 
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
-    """The prompts from the command line and the file, or else from standard input; UserError if there is none."""
+    """Return the prompts from the command line and the file, else from standard input; UserError if there is none."""
     if s.file:
         if not os.path.isfile(s.file):
             raise UserError(f'there is no prompt file {s.file}')
@@ -86,7 +80,7 @@ def read_prompts(s: Settings, texts: list[str]) -> list[str]:
 
 
 def typed_prompts() -> Iterator[str]:
-    """The lines that a person types, until end of file."""
+    """Yield the lines typed on the terminal, until end of file."""
     print('Type a prompt, then Enter; Ctrl-D ends.', file=sys.stderr)
     while True:
         print('> ', end='', file=sys.stderr, flush=True)
@@ -98,22 +92,22 @@ def typed_prompts() -> Iterator[str]:
 
 
 def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tuple[list[list[int]], int]:
-    """The ids of the prompts, and how many tokens to generate; UserError if these do not fit the context."""
+    """Return the prompts' ids and the number of tokens to generate; UserError if they do not fit the context."""
     block_size, eos_id = record['settings']['block_size'], record['data']['eos_id']
     prompts = [[*tokenizer.start, *tokenizer.encode(text)] if text else [*tokenizer.start] or [eos_id]
                for text in texts]
     if not all(prompts):
-        raise UserError('a prompt has no tokens: give text that the tokenizer of the run knows')
+        raise UserError("a prompt has no tokens: give text that the run's tokenizer knows")
     n_new = s.max_new_tokens
     if n_new is None:
-        room = block_size + 1 - max(map(len, prompts))  # the last new token is not read
+        room = block_size + 1 - max(map(len, prompts))  # the model does not read the last new token
         least = (block_size + 1) // 2 if s.truncate else 1
         n_new = min(200, max(room, least))
     return [fit(ids, n_new, s.truncate, block_size) for ids in prompts], n_new
 
 
 def fit(ids: list[int], n_new: int, truncate: bool, block_size: int) -> list[int]:
-    """The prompt's ids if prompt and new tokens fit the context, its end with truncate, else a UserError."""
+    """Return a prompt's ids, or with truncate their end; UserError if they and the new tokens do not fit."""
     room = block_size + 1 - n_new
     if room < 1:
         raise UserError(f'max_new_tokens = {n_new} leaves no room for a prompt in the context of {block_size} tokens: '
@@ -127,29 +121,29 @@ def fit(ids: list[int], n_new: int, truncate: bool, block_size: int) -> list[int
 
 # ---- drafts ----
 
-def load_draft(folder, record: dict, device: str, dtype: str, weights: str | None = None):
-    """The model of a run folder, to draft for the run of this record; UserError if it has another tokenizer."""
-    draft, of_draft = load_run(folder, device, pick_dtype(dtype, device))
+def load_draft(folder, record: dict, device: str, dtype: DType):
+    """Load the model of a run that drafts for the run of `record`; UserError if its tokenizer differs."""
+    draft, of_draft = load_run(folder, device, decoding_dtype(dtype, device))
     if not same_vocabulary(of_draft['data'], record['data']):
         drafts, own = (f'{data["tokenizer"]!r} with {data["n_ids"]} ids' for data in (of_draft['data'], record['data']))
         raise UserError(f'the draft run {folder} has tokenizer {drafts}, the run {own}: they must have one tokenizer')
-    return prepare_weights(draft, weights, folder)
+    return draft
 
 
 def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
-    """Options of `speculative_generate` from the settings, None for plain decoding; UserError for an unfit draft."""
+    """Return options for `speculative_generate`, None for plain decoding; UserError if the model cannot draft."""
     if s.draft is None and s.draft_len is None:
         if s.compare:
-            raise UserError('--compare sets drafts beside plain decoding: give --draft_len or --draft too')
+            raise UserError('--compare compares drafting with plain decoding: also give --draft_len or --draft')
         return None
-    draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype, s.weights)
+    draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype)
     draft_len = read_length('auto' if s.draft_len is None else s.draft_len)
     try:
         longest_draft(model, draft, draft_len)
     except ValueError as error:
         raise UserError(str(error))
     if getattr(model, 'sequential', False):
-        print(f'model_{record["model"]} reads tokens one after the other: verifying a draft saves it no time',
+        print(f'model_{record["model"]} reads tokens one after the other: verifying a draft saves no time',
               file=sys.stderr)
     return dict(draft=draft, draft_len=draft_len)
 
@@ -157,17 +151,17 @@ def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
 # ---- texts ----
 
 class Texts:
-    """The new texts of the prompts as they grow, each cut where the stop string starts."""
+    """The generated texts as they grow, each cut where the stop string starts."""
 
     def __init__(self, tokenizer, n: int, stop: str | None):
         self.tokenizer = tokenizer
         self.stop = stop and stop.replace('\\n', '\n').encode()
         self.ends = [None] * n  # where the stop string starts, in bytes
-        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # of the text that is shown as it comes
-        self.shown = 0  # its bytes so far
+        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # for the text that is printed as it grows
+        self.shown = 0  # bytes printed so far
 
     def finished(self, i: int, ids: list[int]) -> bool:
-        """Whether the stop string is in the new text of prompt i; for `generate`."""
+        """Return True if the text of prompt i contains the stop string; for `generate`."""
         start = self.tokenizer.decode(ids).find(self.stop)
         self.ends[i] = start if start >= 0 else None
         return start >= 0
@@ -176,7 +170,7 @@ class Texts:
         return self.tokenizer.decode(ids)[:self.ends[i]]
 
     def stream(self, new: list[list[int]]) -> None:
-        """Prints what is new of the first text: whole characters, and nothing that may become the stop string."""
+        """Print the new part of the first text: whole characters, and nothing that may become the stop string."""
         safe = self.of(0, new[0])
         if self.stop and self.ends[0] is None:
             safe = safe[:max(self.shown, len(safe) - len(self.stop) + 1)]
@@ -188,7 +182,7 @@ class Texts:
 
 
 def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], drafting: dict | None = None) -> None:
-    """Generates and prints: one prompt as its tokens arrive, several one after the other. drafting: `speculation`."""
+    """Generate and print: a single text as its tokens arrive, several at the end. drafting: from `speculation`."""
     texts = [text.encode(errors='replace').decode() for text in texts]
     prompts, n_new = encode_prompts(s, tokenizer, record, texts)
     grown, is_alone = Texts(tokenizer, len(prompts), s.stop), len(prompts) == 1
@@ -198,13 +192,10 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
                     eos_id=None if s.ignore_eos else record['data']['eos_id'],
                     finished=grown.finished if s.stop else None)
     on_tokens = grown.stream if is_alone else None
-    for one in (model, drafting and drafting['draft']):
-        if one:
-            decodable(one)  # compares `extend` with `logits`, once and before the clock runs
     start = time.perf_counter()
     if drafting:
         new, statistics = speculative_generate(model, prompts, n_new, on_tokens=on_tokens, **sampling, **drafting)
-        report = (f'accepted {statistics.accepted_per_step:.2f} tokens a step\n'
+        report = (f'accepted {statistics.accepted_per_step:.2f} tokens per step\n'
                   f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}')
     else:
         cache = roomy_cache(model, prompts, n_new)
@@ -223,7 +214,7 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
         start = time.perf_counter()
         plain_count = sum(map(len, generate(model, prompts, n_new, **sampling)))
         plain_speed = plain_count / (time.perf_counter() - start)
-        print(f'without drafts: {plain_speed:,.1f} tokens/s; with them {speed / plain_speed:.2f} times plain decoding',
+        print(f'without drafts: {plain_speed:,.1f} tokens/s; with drafts {speed / plain_speed:.2f} times as fast',
               file=sys.stderr)
 
 
@@ -231,22 +222,18 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         argv = sys.argv[1:] if argv is None else argv
         if any(arg.partition('=')[0] in ('--prompt', '--prompts') for arg in argv):
-            raise UserError('a prompt has no name: python sample.py RUN_FOLDER "a prompt" "another"')
+            raise UserError('prompts are positional: python sample.py RUN_FOLDER "a prompt" "another"')
         s, positional, _ = load_settings(Settings, argv)
         if not positional:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
         run, *given = positional
-        read_run(run)  # a sentence, where it is none, before prompts are read
+        read_run(run)  # fails before prompts are read
         is_typed = not given and not s.file and sys.stdin.isatty()
         texts = None if is_typed else read_prompts(s, given)
         device = pick_device(s.device)
-        model, record = load_run(run, device, pick_dtype(s.dtype, device), s.scan)
+        model, record = load_run(run, device, decoding_dtype(s.dtype, device))
         tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
-        drafting, full_bytes = speculation(s, model, record, device), weight_bytes(model.modules())
-        prepare_weights(model, s.weights, run)
-        if s.weights is not None:
-            print(f'int8 weights: a token reads {weight_bytes(model.modules()) / 2**20:.1f} MiB, '
-                  f'{full_bytes / 2**20:.1f} MiB before', file=sys.stderr)
+        drafting = speculation(s, model, record, device)
         if not is_typed:
             return write_texts(s, model, tokenizer, record, texts, drafting)
         for text in typed_prompts():

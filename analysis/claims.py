@@ -60,7 +60,7 @@ from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
 from common.run_settings import model_config, read_settings
-from common.runs import blank_model, code_digest, load_run, model_file, read_log, read_run, run_data, saved_config
+from common.runs import blank_model, load_run, model_file, read_log, run_data, saved_config
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
@@ -548,17 +548,17 @@ STATISTICS = {  # name: function of a run folder that gives {name: number}, mayb
 
 
 def measured_as(run) -> str:
-    """A digest of all by which the numbers of a run come about: its log, the code of its model, what is measured."""
+    """Return a digest of what a run's numbers depend on: its log and the constants of the measurements."""
     constants = (GRADIENT_DOCUMENTS, DOCUMENTS, UNROLLED_TOKENS, PROBE_STEPS, PROBE_RATE, PROMPTS, BATCHES, WALKS,
                  WORDS)
-    about = (run / 'log.jsonl').read_text(), code_digest(read_run(run)['model']), constants
+    about = (run / 'log.jsonl').read_text(), constants
     return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def measure(claims: list[Claim], runs: dict[str, list[Path]], path: Path) -> dict[str, dict[str, float]]:
     """{run folder's name: {statistic: number}} of all that claims compare, the folders lying beside `path`.
 
-    What is measured is kept at `path`, and holds for a run and code that are still the same.
+    What is measured is kept at `path` and reused as long as the run does not change.
     """
     kept = read_json(path, 'remove it, and runs are measured again') if path.exists() else {}
     found = {name: of_run for name, of_run in kept.items()

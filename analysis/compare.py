@@ -29,8 +29,8 @@ from analysis.sweep import one_dtype, train_at_best_rates
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.runs import model_file
-from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
+from common.validation import perplexity
 from train import Settings as TrainSettings
 
 

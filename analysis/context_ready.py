@@ -31,8 +31,8 @@ from analysis.loss_curves import runs_to_read
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data
-from common.scoring import perplexity
 from common.settings import check_ranges
+from common.validation import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
 ESTIMATES = ('L_pooled', 'L_token', 'L_token_50', 'L_token_90', 'L_token_99')

@@ -35,8 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from analysis.figures import new_figure, output_path, save_figure, write_csv
 from analysis.loss_curves import runs_to_read
-from common.decoding import generate
-from common.extend_check import decodable
+from common.decoding import decodable, generate
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data

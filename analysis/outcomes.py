@@ -7,7 +7,7 @@ from analysis.figures import is_number
 from analysis.loss_curves import curves_of, flops_per_token, of_each, short_number
 from common.files import UserError
 from common.runs import blank_run, count_parameters, read_log, read_run
-from common.settings import saved_settings
+from common.settings import make_settings
 from train import Settings as TrainSettings
 
 SAME_SIZE = 1.1  # models are of one size up to so many times the parameters of the smallest
@@ -17,7 +17,7 @@ SAME_SIZE = 1.1  # models are of one size up to so many times the parameters of 
 
 def settings_of(run: str) -> TrainSettings:
     """A run's settings of training."""
-    return saved_settings(TrainSettings, read_run(run)['settings'], Path(run) / 'config.json')
+    return make_settings(TrainSettings, read_run(run)['settings'], f'in {run}/config.json')
 
 
 def final_loss(run: str) -> float:

@@ -115,7 +115,7 @@ def evaluations(path: Path) -> dict[str, float]:
         try:
             record = json.loads(line)
             settings = record.get('settings', {})
-            asked = ('data', 'val_tokens', 'limit', 'bos', 'max_length', 'weights')  # None unless they were
+            asked = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None unless they were
             limits = [f'{key}={settings[key]}' for key in asked if settings.get(key) is not None]
             if record.get('of_steps') and record['step'] < record['of_steps']:
                 limits.append(f'step={record["step"]}')

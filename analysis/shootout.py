@@ -38,13 +38,11 @@ from analysis.outcomes import core_hours, final_loss, n_parameters, settings_of,
 from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, one_dtype, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
-from common.cpu_forms import pack_weights
-from common.decoding import Decoder, generate, roomy_cache
-from common.extend_check import decodable
+from common.decoding import Decoder, decodable, generate, roomy_cache
 from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
-from common.machine import pick_device, pick_dtype
+from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
-from common.runs import blank_model, blank_run, code_digest, count_parameters, load_run, read_run
+from common.runs import blank_model, blank_run, count_parameters, load_run
 from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
@@ -277,8 +275,8 @@ def speculation(model, data, s: Settings) -> dict:
 def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict]:
     """{name: figures of decoding} of a run of each model, on one thread or on the GPU."""
     device = pick_device('auto')
-    dtype = pick_dtype('auto', device, big_enough=False)
-    models = {name: pack_weights(load_run(run, device, dtype)[0]) for name, run in runs.items()}
+    dtype = decoding_dtype('auto', device)
+    models = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}
     found = {name: speculation(model, data, s) for name, model in models.items()}
     for model in models.values():
         model.config.eos_id = None  # one text without end: a document that ends would empty the context
@@ -291,11 +289,10 @@ def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict
 
 
 def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, dict]:
-    """`measure_decoding`, once for the same runs, code of models, contexts and machine: it is kept at `path`."""
+    """Return `measure_decoding`, which is kept at `path` for the same runs, contexts and machine."""
     about = where_and_when()
     asked = {'runs': {name: run.name for name, run in runs.items()}, 'contexts': s.contexts,
-             'decode_tokens': s.decode_tokens, 'device': about['device'], 'versions': about['versions'],
-             'code': {name: code_digest(read_run(run)['model']) for name, run in runs.items()}}
+             'decode_tokens': s.decode_tokens, 'device': about['device'], 'versions': about['versions']}
     if path.exists():
         kept = read_json(path, 'remove it, and decoding is measured again')
         if kept.get('asked') == asked:

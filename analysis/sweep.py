@@ -18,7 +18,7 @@ from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, write_file
 from common.machine import pick_device, pick_dtype
 from common.run_settings import read_settings
-from common.runs import read_run, tell_of_edits
+from common.runs import read_run
 from data import open_data
 from train import Settings as TrainSettings
 
@@ -52,14 +52,10 @@ def is_done(folder) -> bool:
 
 
 def check_same(folder, args: list[str]) -> None:
-    """Raises UserError if the run in the folder was begun with other settings or on other data than args say.
-
-    That the code of its model has changed since is said on stderr.
-    """
+    """Raise UserError if the run in the folder was started with other settings or on other data than args say."""
     asked, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
     if checksum(asked.data) != read_run(folder)['data']['sha256']:
         raise UserError(f'{folder} was trained on other data than {asked.data}: give another --out_dir')
-    tell_of_edits(folder)
 
 
 def one_dtype(device: str = 'auto', big_enough: bool = False) -> str:

@@ -30,8 +30,8 @@ from analysis.report import evaluations, logged, median
 from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, friendly_errors, read_json, write_file
 from common.runs import make_config, read_log, read_run, saved_config
-from common.scoring import perplexity
 from common.settings import read_config_file
+from common.validation import perplexity
 
 PAPERS = Path(__file__).parent / 'papers'
 FIRST = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number}  # column: how a number is written

@@ -23,7 +23,7 @@ from analysis.figures import line_styles, new_figure, output_path, save_figure, 
 from analysis.loss_curves import TOKENS, curve, loss_limits, runs_to_read, set_loss_axis, short_number, unit_for
 from analysis.outcomes import beside, settings_of
 from common.files import UserError, friendly_errors
-from train import last_before_decay
+from common.run_settings import last_before_decay
 
 LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # what comes after the constant rate
 

@@ -1,30 +1,26 @@
-"""Side-by-side benchmarks. Machines are shared and noisy, so both sides run alternately and the figure is their ratio.
+"""Side-by-side benchmarks. Machines are shared and noisy, so both sides take turns and the figure is their ratio.
 
-    python -m bench.train_step      a training step beside Hugging Face Llama; nanogpt: beside nanoGPT's
-                                    shape; objectives: NextLat, MTP, JTP over plain
-    python -m bench.generate        decoding beside Hugging Face generate
-    python -m bench.inference       prefill and decoding of the SPS family: speed and memory over Standard's
-    python -m bench.context_ready   backpropagation through time, and few wide layers, beside the plain forms
-    python -m bench.attention       the Triton attention kernels on a GPU beside PyTorch's
-    python -m bench.attention_cpu   the forms of attention on CPU
-    python -m bench.spin            how long PyTorch's threads wait awake, alone and beside a busy program
-    python -m bench.gpn             GPN's bounds on an H100; its scan beside the plain loop; with --jax, beside JAX
-    python -m bench.prepare FILE    prepare_fineweb.py beside a plain loop of tiktoken
-    python -m bench.evaluation      eval.py beside lm-eval's own model
-    python -m bench.checks          what the checks of files and numbers cost, as a share of a training step
-    python -m bench.memory          the memory that --dry_run estimates beside measured peaks on CPU
-    python -m bench.compiled        what each Triton kernel takes of an H100, compiled without one
+    python -m bench.train_step      a training step compared with Hugging Face Llama; nanogpt: with nanoGPT's shape;
+                                    objectives: NextLat, MTP and JTP compared with next-token training
+    python -m bench.generate        decoding compared with Hugging Face generate
+    python -m bench.inference       prefill and decoding of the SPS family: speed and memory relative to Standard
+    python -m bench.context_ready   backpropagation through time, and few wide layers, compared with the plain forms
+    python -m bench.attention       attention on a CPU or GPU compared with PyTorch's own calls
+    python -m bench.gpn             GPN's bounds on an H100; its scan compared with the plain loop and, with --jax, JAX
+    python -m bench.prepare FILE    prepare_fineweb.py compared with a plain loop of tiktoken
+    python -m bench.evaluation      eval.py compared with lm-eval's own model
+    python -m bench.memory          the memory that --dry_run estimates compared with measured peaks on a CPU
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
-Each prints a figure as soon as it is there and writes all, with device, date, versions and commit, to bench/results/;
-bench.compiled writes only with --beside. With --toy it takes seconds, at sizes that tell nothing, and writes nothing;
-bench.attention, bench.compiled and bench/gpu.py have no --toy.
+Each prints its figures as they come and writes them, with device, date, versions and commit, to bench/results/. With
+--toy it takes seconds, at meaningless sizes, and writes nothing; bench/gpu.py has no --toy.
 """
 import datetime
 import json
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -37,7 +33,6 @@ from unittest import mock
 import torch
 
 from common import runs
-from common.machine import cpu_facts
 
 RESULTS = Path(__file__).parent / 'results'
 FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaults)
@@ -118,7 +113,9 @@ def device_name() -> str:
     """The GPU, or the CPU and its threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f'{cpu_facts().get("model name", platform.processor())}, {torch.get_num_threads()} threads'
+    cpuinfo = Path('/proc/cpuinfo')
+    named = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f'{named[1] if named else platform.processor()}, {torch.get_num_threads()} threads'
 
 
 def where_and_when() -> dict:

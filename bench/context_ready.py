@@ -15,11 +15,10 @@ is bound by memory.
 import torch
 
 from bench import alternate, apart, options, resident, write_results
-from common.cpu_forms import pack_weights
 from common.decoding import generate, roomy_cache
-from common.machine import pick_dtype
+from common.machine import decoding_dtype, start_processes
 from model_context_ready import Config, Model, fast
-from train import Settings, start_processes
+from train import Settings
 
 GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if GPU else 'cpu'
@@ -85,12 +84,12 @@ def decode_eagerly(model, new):
 
 
 def generation(pairs, new):
-    dtype = pick_dtype('auto', DEVICE)
+    dtype = decoding_dtype('auto', DEVICE)
     for pair in pairs:
         models = []
         for values in pair:
             torch.manual_seed(0)
-            models.append(pack_weights(Model(Config(n_head=16, **values)).eval().to(DEVICE, dtype)))
+            models.append(Model(Config(n_head=16, **values)).eval().to(DEVICE, dtype))
         # of the embedding a token reads one row
         read = [sum(p.numel() for p in model.parameters()) - model.embed.weight.numel() for model in models]
         modes = {'eager': lambda model: decode_eagerly(model, new)}

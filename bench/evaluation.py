@@ -11,7 +11,6 @@ import torch
 
 import model_standard
 from bench import alternate, options, write_results
-from common.cpu_forms import pack_weights
 from common.llama import to_llama
 from common.scoring import Scorer
 
@@ -49,7 +48,7 @@ def compare(shape: dict, n_questions: int, context_len: int, rounds: int) -> Ite
         torch.manual_seed(0)
         model = model_standard.Model(model_standard.Config(eos_id=None, **shape)).to(DEVICE).eval()
         hf = hf_model(to_llama(model).to(dtype))
-        scorer = Scorer(pack_weights(model.to(dtype)), 1024, batch_size=BATCH)
+        scorer = Scorer(model.to(dtype), 1024, batch_size=BATCH)
 
         def ours(scorer=scorer):
             return [(nats, is_greedy) for nats, is_greedy, _ in scorer.score(requests)]

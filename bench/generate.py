@@ -1,38 +1,35 @@
-"""Decoding tokens/s of model_standard beside Hugging Face `generate` with its cache, same weights.
+"""Decoding tokens/s of model_standard compared with Hugging Face `generate` with its cache, same weights.
 
     python -m bench.generate [--toy]
-    python -m bench.generate int8 [--toy]   beside Hugging Face alone, to a file of its own
 
-8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens and 32 new ones, greedy. 'float32': both in fp32. 'best':
-each in the dtype that is fastest for it; ours with packed weights. 'int8': ours with 8-bit weights (common/int8.py),
-fp32 else, beside Hugging Face at its best. All take turns in one process; a ratio is the median of the rounds' own, as
-the machine may slow down for a while. Then the time of each two-stream method, which runs a pair of positions per
-token, over Standard's.
+8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens, 32 new ones, greedy. 'float32': both in fp32. 'best': ours
+in the dtype that sample.py uses (fp32 on a CPU, bf16 on a GPU), Hugging Face in the faster of fp32 and bf16. All take
+turns in one process. A ratio is the median over the rounds, because the machine may slow down for a while. Then the
+time of each two-stream method, which runs a pair of positions per token, over Standard's.
 """
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 import model_standard
 from bench import FAMILY, alternate, alternate_times, make_model, options, over_standard, write_results
-from common.cpu_forms import pack_weights
 from common.decoding import generate
-from common.int8 import prepare_weights
 from common.llama import to_llama
+from common.machine import decoding_dtype
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
 PROMPT, NEW = 16, 32  # tokens: few, so that many short rounds take turns
-DTYPES = torch.float32, torch.bfloat16
+OUR_DTYPE = decoding_dtype('auto', DEVICE.type)
 
 
-def make_sides(shape: dict, dtype, batch_size: int, n_new: int, weights: str | None = None) -> dict[str, Callable]:
+def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Callable]:
     """{side: function that generates}, after checking that our tokens are the other's likeliest, but for rounding."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE).eval()
     llama = to_llama(model).to(dtype)
-    model = prepare_weights(model.to(dtype), weights)
+    model = model.to(dtype)
     prompts = torch.randint(0, 50257, (batch_size, PROMPT))
     on_device = prompts.to(DEVICE)
 
@@ -43,8 +40,8 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int, weights: str | N
         texts = llama.generate(on_device, attention_mask=torch.ones_like(on_device), do_sample=False,
                                max_new_tokens=n_new, min_new_tokens=n_new)
         return texts[:, PROMPT:].tolist()
-    if weights is None and dtype == torch.float32:
-        # texts may part where two logits are equal but for rounding: compare what comes before
+    if dtype == torch.float32:
+        # compare logits, because rounding may break a tie between two tokens
         new = torch.tensor(ours(), device=DEVICE)
         with torch.no_grad():
             logits = llama(input_ids=torch.cat([on_device, new], 1)[:, :-1]).logits[:, PROMPT - 1:]
@@ -53,16 +50,12 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int, weights: str | N
 
 
 def beside_hugging_face(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[dict]:
-    sides = {(side, str(dtype)[6:]): function for dtype in DTYPES
-             for side, function in make_sides(shape, dtype, batch_size, n_new).items()}
-    beside_int8 = torch.bfloat16 if DEVICE.type == 'cuda' else torch.float32  # of all that is not a weight
-    sides['ours', 'int8'] = make_sides(shape, beside_int8, batch_size, n_new, 'int8')['ours']
+    sides = {(side, str(dtype)[6:]): function for dtype in (torch.float32, torch.bfloat16)
+             for side, function in make_sides(shape, dtype, batch_size, n_new).items()
+             if side == 'hf' or dtype in (torch.float32, OUR_DTYPE)}
     times = alternate_times(sides, rounds, warmup=1)
-
-    def fastest(side):
-        return min(('float32', 'bfloat16'), key=lambda dtype: statistics.median(times[side, dtype]))
-    for terms, ours, hf in (('float32', 'float32', 'float32'), ('best', fastest('ours'), fastest('hf')),
-                            ('int8', 'int8', fastest('hf'))):
+    fastest = min(('float32', 'bfloat16'), key=lambda dtype: statistics.median(times['hf', dtype]))
+    for terms, ours, hf in ('float32', 'float32', 'float32'), ('best', str(OUR_DTYPE)[6:], fastest):
         pair = times['ours', ours], times['hf', hf]
         our_speed, hf_speed = (batch_size * n_new / statistics.median(seconds) for seconds in pair)
         yield {'terms': terms, 'batch': batch_size, 'ours_tokens_per_s': round(our_speed),
@@ -73,30 +66,22 @@ def beside_hugging_face(shape: dict, batch_size: int, n_new: int, rounds: int) -
 def methods(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[dict]:
     """The time of each method of the SPS family over Standard's."""
     prompts = torch.randint(0, 50256, (batch_size, PROMPT)).tolist()
-    for dtype in DTYPES:
-        models = {name: pack_weights(make_model(name, **shape).eval().to(dtype)) for name in FAMILY}
-        sides = {name: lambda model=model: generate(model, prompts, n_new, temperature=0)
-                 for name, model in models.items()}
-        ratios = over_standard(alternate(sides, rounds, warmup=1))
-        yield {'terms': 'time over standard', 'batch': batch_size, 'dtype': str(dtype)[6:]} | ratios
+    models = {name: make_model(name, **shape).eval().to(OUR_DTYPE) for name in FAMILY}
+    sides = {name: lambda model=model: generate(model, prompts, n_new, temperature=0) for name, model in models.items()}
+    ratios = over_standard(alternate(sides, rounds, warmup=1))
+    yield {'terms': 'time over standard', 'batch': batch_size, 'dtype': str(OUR_DTYPE)[6:]} | ratios
 
 
-def figures(shape: dict, batch_sizes: tuple, n_new: int, rounds: int,
-            measures: Iterable[Callable] = (beside_hugging_face, methods)) -> Iterator[dict]:
-    for measure in measures:
+def figures(shape: dict, batch_sizes: tuple, n_new: int, rounds: int) -> Iterator[dict]:
+    for measure in beside_hugging_face, methods:
         for batch_size in batch_sizes:
             yield from measure(shape, batch_size, n_new, rounds)
 
 
 def main(argv: list[str] | None = None) -> None:
-    given = options(argv, '--toy', 'int8')
-    toy = '--toy' in given
+    toy = '--toy' in options(argv, '--toy')
     shape, batch_sizes, n_new, rounds = (TOY_SHAPE, (2,), 4, 1) if toy else (SHAPE, (1, 16), NEW, 7)
-    if 'int8' in given:
-        rows = figures(shape, batch_sizes, n_new, rounds, [beside_hugging_face])
-        write_results('generate_int8', rows, toy=toy)
-    else:
-        write_results('generate', figures(shape, batch_sizes, n_new, rounds), toy=toy)
+    write_results('generate', figures(shape, batch_sizes, n_new, rounds), toy=toy)
 
 
 if __name__ == '__main__':

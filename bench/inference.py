@@ -4,11 +4,11 @@
     python -m bench.inference --scales=xs,s --methods=sps,sps_window_0 --batch=4 --prompt=256 --new=128
     python -m bench.inference --toy
 
-Weights are random and in bf16 (the paper's: fp32, beside a bf16 cache, so cache weighs less there); on a GPU each
-method decodes as a CUDA graph. Speed: one process per scale, the methods in turn, once to warm up, then the median of
-`rounds`. Memory: a process for each method, over what it held before there was a model. 'held' is what the paper calls
-its peak: weights and cache, measured after decoding. 'peak' is the true one, the most that was held at any moment. Both
-through decoding.generate.
+Weights are random, in bf16 on a GPU and fp32 on a CPU (the paper: fp32 with a bf16 cache, where the cache weighs less).
+On a GPU each method decodes as a CUDA graph. Speed: one process per scale, the methods take turns, one round to warm
+up, then the median of `rounds`. Memory: a process for each method, relative to what it held before it made the model.
+'held' is what the paper calls its peak: weights and cache, measured after decoding. 'peak' is the most that was held at
+any moment. Both through decoding.generate.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from bench import FAMILY, alternate, apart, make_model, over_standard, resident, write_results
-from common.cpu_forms import pack_weights
 from common.decoding import generate, roomy_cache
 from common.files import ROOT, UserError, friendly_errors
 from common.settings import check_ranges, load_settings, read_config_file
@@ -66,7 +65,7 @@ def prompts_of(s: Settings) -> list[list[int]]:
 
 
 def ready_model(name: str, scale: str):
-    return pack_weights(make_model(name, **shape_of(scale)).eval().to(torch.bfloat16))
+    return make_model(name, **shape_of(scale)).eval().to(torch.bfloat16 if GPU else torch.float32)
 
 
 def memory(name: str, scale: str, s: Settings) -> dict[str, int]:

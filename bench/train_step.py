@@ -1,30 +1,26 @@
-"""Training tokens/s of model_standard beside Hugging Face Llama of the same shape: 8 layers, 512 wide, T 256, batch 8.
+"""Training tokens/s of model_standard compared with Hugging Face Llama: 8 layers, 512 wide, T 256, batch 8.
 
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--toy]
-    python -m bench.train_step float32 [--toy]     the same in fp32 alone, for a CPU without bf16 units
     python -m bench.train_step nanogpt [--toy]
     python -m bench.train_step scales [--toy]      on a GPU
 
-'same terms': one process, both sides in the same precision, with the same optimizer, clipping and allocator; ours with
-the fp32 products of train.py (common/matmul.py), Hugging Face with PyTorch's, and beside them with ours.
-'as a user runs it': processes of their own, in turn: ours with its defaults; Hugging Face in eager fp32 with torch's
-AdamW. Then the time of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same
-tokens.
+'same terms': one process, both sides with the same precision, optimizer, clipping and allocator. 'as a user runs it':
+processes of their own, in turns: ours with its defaults, Hugging Face in eager fp32 with torch's AdamW. Then the time
+of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same tokens.
 
 `objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8, and bst with a
-tenth of its pairs): parameters, steps/s beside ntp's in turn, and peak memory, each in a process of its own. 1.3B on a
-GPU, 8 x 1024 tokens; on CPU 12 layers, 384 wide, 8 x 256 tokens: times at the vocabulary of bytes, as a small model's
-time is its head's otherwise, memory at 50304.
+tenth of its pairs): parameters, steps/s in turns with ntp's, and peak memory, each in a process of its own. 1.3B on a
+GPU, 8 x 1024 tokens; on a CPU 12 layers, 384 wide, 8 x 256 tokens: times with the vocabulary of bytes, because most of
+a small model's time would be its head's otherwise; memory with 50304.
 
-`nanogpt`: ours and a model of nanoGPT's shape, at equal parameters within 1%, each eager and compiled, in turns in one
-process.
+`nanogpt`: ours and a model of nanoGPT's shape, with equal parameters within 1%, each eager and compiled, in turns in
+one process.
 
-`scales`: the papers' scales S and L, and the share of the GPU's arithmetic that they use.
+`scales`: the paper's scales S and L, and the share of the GPU's arithmetic that they use.
 """
 import contextlib
 import copy
-import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -36,13 +32,13 @@ import model_standard
 import train
 from bench import FAMILY, alternate, apart, make_model, nanogpt, options, over_standard, resident, write_results
 from common import llama, machine
-from common.matmul import use_matmul
+from common.start import SPIN_COUNT
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
 T, BATCH, VOCABULARY = 256, 8, 50304
 DTYPES = torch.bfloat16, torch.float32
-TRAINING = {'GOMP_SPINCOUNT': '5000'}  # as train.py has it (common/start.py)
+TRAINING = {'GOMP_SPINCOUNT': SPIN_COUNT}  # as in train.py
 OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp')), ('bst', 1)]
 
 
@@ -87,30 +83,18 @@ def make_step(side: str, shape: dict, dtype, fused: bool = True, compile: bool =
 
 # ---- beside Hugging Face ----
 
-def same_terms(shape: dict = SHAPE, rounds: int = 12, dtypes=DTYPES) -> Iterator[dict]:
+def same_terms(shape: dict = SHAPE, rounds: int = 12) -> Iterator[dict]:
     """Both sides in this process."""
     machine.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
-    matmul = use_matmul('auto', DEVICE.type, torch.float32)
-    for dtype in dtypes:
-        steps = {'ours': by_matmul(matmul, make_step('ours', shape, dtype)),
-                 'hf': by_matmul('blas', make_step('hf', shape, dtype))}
-        if matmul == 'onednn' and dtype == torch.float32:
-            steps['hf_with_our_matmul'] = by_matmul(matmul, make_step('hf', shape, dtype))
+    for dtype in DTYPES:
+        steps = {side: make_step(side, shape, dtype) for side in ('ours', 'hf')}
         losses = {side: step() for side, step in steps.items()}
         assert max(losses.values()) - min(losses.values()) < 0.02, losses
         seconds = alternate(steps, rounds)
         tokens = BATCH * (T if shape == SHAPE else 16)
-        yield {'terms': 'same', 'dtype': str(dtype)[6:], 'matmul': matmul,
+        yield {'terms': 'same', 'dtype': str(dtype)[6:],
                **{f'{side}_tokens_per_s': round(tokens / s) for side, s in seconds.items()},
                'ratio': round(seconds['hf'] / seconds['ours'], 3)}
-
-
-def by_matmul(name: str, step: Callable[[], float]) -> Callable[[], float]:
-    """The step with its fp32 products by blas or onednn."""
-    def call():
-        use_matmul(name, DEVICE.type, torch.float32)
-        return step()
-    return call
 
 
 def beside_nanogpt(toy: bool = False) -> Iterator[dict]:
@@ -162,10 +146,9 @@ def user_step(side: str) -> float:
     return alternate({'step': step}, rounds=6)['step']
 
 
-def two_streams(toy: bool = False, dtypes=DTYPES) -> Iterator[dict]:
+def two_streams(toy: bool = False) -> Iterator[dict]:
     """The time of each method's step over Standard's."""
     machine.start_processes(train.Settings())
-    use_matmul('auto', DEVICE.type, torch.float32)
     shape = dict(n_layer=6, n_head=6, n_embd=384)
     sizes = [(4096, 8)] if DEVICE.type == 'cuda' else [(1024, 2), (256, 8)]
     if toy:
@@ -173,7 +156,7 @@ def two_streams(toy: bool = False, dtypes=DTYPES) -> Iterator[dict]:
     for block_size, batch_size in sizes:
         tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
         tokens[torch.rand(tokens.shape, device=DEVICE) < 1 / 200] = 50256
-        for dtype in dtypes:
+        for dtype in DTYPES:
             steps = {name: our_step(make_model(name, **shape), tokens, dtype, compile=DEVICE.type == 'cuda')
                      for name in FAMILY}
             ratios = over_standard(alternate(steps, rounds=1 if toy else 7))
@@ -276,23 +259,16 @@ def figures() -> Iterator[dict]:
     yield from apart(two_streams_rows, **TRAINING)
 
 
-def toy_figures(dtypes=DTYPES) -> Iterator[dict]:
-    yield from same_terms(TOY_SHAPE, 1, dtypes)
-    yield from two_streams(True, dtypes)
-
-
-def float32_figures(toy: bool) -> Iterator[dict]:
-    dtypes = [torch.float32]
-    return toy_figures(dtypes) if toy else itertools.chain(same_terms(dtypes=dtypes), two_streams(dtypes=dtypes))
+def toy_figures() -> Iterator[dict]:
+    yield from same_terms(TOY_SHAPE, 1)
+    yield from two_streams(True)
 
 
 def main(argv: list[str] | None = None) -> None:
-    given = options(argv, '--toy', 'float32', 'nanogpt', 'objectives', 'scales')
+    given = options(argv, '--toy', 'nanogpt', 'objectives', 'scales')
     toy = '--toy' in given
     if 'scales' in given:
         write_results('scales', scales(toy), toy=toy)
-    elif 'float32' in given:
-        write_results('train_step_float32', float32_figures(toy), toy=toy)
     elif 'nanogpt' in given:
         write_results('nanogpt', beside_nanogpt(toy), toy=toy)
     elif 'objectives' in given:

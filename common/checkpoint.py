@@ -74,6 +74,40 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     save_checkpoint(folder, step, files, state, keep, always)
 
 
+class Saver:
+    """Saves the checkpoints of a run. The checkpoints of a sharded model are written while training continues.
+
+    Leaving its context waits until the last one is written.
+    """
+
+    def __init__(self, folder, model: torch.nn.Module, optimizer, keep: int, always: int | None):
+        """keep, always: see `save_training`."""
+        self.folder, self.model, self.optimizer, self.keep, self.always = folder, model, optimizer, keep, always
+        self.written = None  # Future of the last checkpoint
+
+    def save(self, step: int, seconds: float) -> None:
+        """Save a checkpoint, after the one before is written."""
+        self.wait()
+        if parallel.rank() == 0 or parallel.is_sharded(self.model):
+            self.written = save_training(self.folder, self.model, self.optimizer, step, seconds, self.keep, self.always)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, if that is known by now."""
+        if self.written and self.written.done():
+            self.wait()
+
+    def wait(self) -> None:
+        written, self.written = self.written, None
+        if written:
+            written.result()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.wait()
+
+
 def training_tensors(model: torch.nn.Module, optimizer) -> dict:
     """The tensors of a checkpoint by name: the model's, and the optimizer's as 'exp_avg/<parameter>' and the like."""
     names = {p: name for name, p in model.named_parameters()}
@@ -144,7 +178,7 @@ def save_parts(folder, step: int, tensors: dict, state: dict, keep: int, always:
     the first process's last steps (checksums, the rename) to the first alone.
     """
     is_first = parallel.rank() == 0
-    refuse_not_finite(folder, step, parallel.first_of_all(not_finite(tensors)))
+    refuse_not_finite(folder, step, parallel.first_given(not_finite(tensors)))
     error = None
     temporary = checkpoint_paths(folder, step)[1]
     if is_first:
@@ -154,7 +188,7 @@ def save_parts(folder, step: int, tensors: dict, state: dict, keep: int, always:
                 write_json(temporary / 'state.json', state)
         except UserError as caught:
             error = str(caught)
-    if error := parallel.first_of_all(error):  # before anybody writes
+    if error := parallel.first_given(error):  # before anybody writes
         raise UserError(error)
     written = parallel.write_parts(temporary, tensors, {key: file_number(key) for key in tensors})
 
@@ -291,11 +325,11 @@ def load_parts(folder, model: torch.nn.Module, up_to: int | None) -> tuple[dict,
             state = json.loads((path / 'state.json').read_text())
         except DAMAGE as caught:
             error = str(caught) or type(caught).__name__
-        error = parallel.first_of_all(error)
+        error = parallel.first_given(error)
         if not error:
             weights, moments = parts_to_fill(path, model, folder)
             parallel.read_parts(path, weights | moments)
-            bad = parallel.first_of_all(not_finite(weights | moments))
+            bad = parallel.first_given(not_finite(weights | moments))
             error = f'{bad} holds numbers that are not finite' if bad else None
         if not error:
             return state, moments

@@ -1,24 +1,23 @@
 """Decoding: the distribution that tokens are drawn from, drawing them, and `generate`.
 
-Read `generate` first, then `Decoder`, which it drives. A model decodes by its `new_cache` and `extend`; where it has
-none, or they give other logits than `logits`, by its `logits` (`decodable` in common/extend_check.py).
+Read `generate` first, then `Decoder`, which it drives. A model decodes through its `new_cache` and `extend`. A model
+without them recomputes the whole text for each token (`Recomputing`).
 """
 import torch
 
-from common.extend_check import Recomputing, decodable
-from common.files import UserError
+from common.files import UserError, say_once
 
-MANY_ROWS = 16  # from here on a cache may have another dtype than for fewer
+MAX_LOGITS = 2 ** 26  # most numbers in the logits of one call
+
 
 # ---- the distribution ----
 
-
 def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                 min_p: float | None = None) -> torch.Tensor:
-    """The distribution that tokens are drawn from. logits (..., V) -> probabilities (..., V), fp32.
+    """Return the distribution that tokens are drawn from. logits (..., V) -> probabilities (..., V), fp32.
 
-    Filters apply one after the other, each to what the one before left: top-k, top-p, min-p. Temperature 0 puts all on
-    the largest logit. Without a wait for the device.
+    The filters top-k, top-p and min-p apply in this order, each to what the one before has kept. Temperature 0 puts all
+    probability on the largest logit. Does not synchronize with the GPU.
     """
     logits = logits.float()
     if temperature == 0:
@@ -30,7 +29,7 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
-        likelier = ordered.cumsum(-1) - ordered  # the probability of all tokens before this one
+        likelier = ordered.cumsum(-1) - ordered  # total probability of the tokens before this one
         ordered = ordered.masked_fill(likelier >= top_p, 0)
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
     if min_p is not None:
@@ -40,7 +39,7 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
 
 def check_sampling(temperature: float, top_k: int | None = None, top_p: float | None = None,
                    min_p: float | None = None) -> None:
-    """Raises UserError for a setting of `token_probs` that fp32 cannot compute with, or that leaves no token."""
+    """Raise UserError for a setting of `token_probs` that fp32 cannot represent or that leaves no token."""
     if temperature != 0 and not 1e-6 <= temperature <= 1e6:
         raise UserError(f'temperature is {temperature}: expected 0 for the likeliest token, or 1e-6 to 1e6')
     if top_k is not None and not top_k >= 1:
@@ -52,34 +51,35 @@ def check_sampling(temperature: float, top_k: int | None = None, top_p: float | 
 
 
 def check_logits(logits) -> None:
-    """Raises UserError unless each row of logits (B, V) has a likeliest token. Waits for the device."""
-    if not logits.amax(-1).isfinite().all():  # an id that only pads the vocabulary has -inf
+    """Raise UserError unless each row of logits (B, V) has a finite maximum. Synchronizes with the GPU."""
+    if not logits.amax(-1).isfinite().all():  # ids that only pad the vocabulary have -inf
         raise UserError('the model computes no finite logits for a prompt: its weights are not finite, or too large')
 
 
 def likeliest(logits) -> torch.Tensor:
-    """The index of the largest of each row. (B, V) -> (B,). On a CPU max is three times as fast as argmax."""
+    """Return the argmax of each row. (B, V) -> (B,). On a CPU, max is three times as fast as argmax."""
     return logits.max(-1).indices
 
 
 def draw(probs, noise) -> torch.Tensor:
-    """Tokens (B,) with probability probs (B, V), without a wait for the device.
+    """Draw tokens (B,) with probabilities probs (B, V), without synchronizing with the GPU.
 
-    The token drawn is the winner of an exponential race, noise (B, V) ~ Exp(1).
+    The winner of an exponential race, noise (B, V) ~ Exp(1), is drawn.
     """
-    return likeliest(probs / noise.clamp(min=2 ** -24))  # noise rounded to 0 would let an impossible token win
+    return likeliest(probs / noise.clamp(min=2 ** -24))  # a noise of 0 would let an impossible token win
 
 
 # ---- generation ----
 
 @torch.inference_mode()
+@torch.autocast('cpu', enabled=False)  # decoding on a CPU is in fp32
 def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperature=1.0, top_k=None, top_p=None,
              min_p=None, seed=0, eos_id=None, finished=None, on_tokens=None, cache=None) -> list[list[int]]:
-    """Continues each prompt, of any length >= 1. Returns the new ids of each, up to and with eos_id.
+    """Continue each prompt, of any length >= 1. Returns the new ids of each prompt, up to and including eos_id.
 
-    finished(i, new_ids) -> bool ends the text of prompt i early; on_tokens(the new ids of each prompt so far) is called
-    as tokens arrive. Ids reach the host every step on CPU, every 16 on a GPU. Pass a cache from `roomy_cache` to look
-    at it afterwards. Raises ValueError for settings out of range, and where the logits of a prompt are not finite.
+    finished(i, new_ids) -> bool ends the text of prompt i early. on_tokens(new ids of each prompt so far) is called as
+    tokens arrive: every step on a CPU, every 16 steps on a GPU. Pass a cache from `roomy_cache` to look at it
+    afterwards. Raises ValueError for settings out of range and for prompts whose logits are not finite.
     """
     check_prompts(prompts)
     check_sampling(temperature, top_k, top_p, min_p)
@@ -90,7 +90,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperatur
         return [[] for _ in prompts]
     device = next(model.parameters()).device
     if device.type == 'cuda':
-        torch.cuda.set_device(device)  # where the graph is captured
+        torch.cuda.set_device(device)  # the graph is captured there
     if cache is None:
         cache = roomy_cache(model, prompts, max_new_tokens)
     generator = torch.Generator(device).manual_seed(seed)
@@ -118,7 +118,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperatur
 
 
 class Decoder:
-    """Decodes one token a row and step. On a GPU the step, model and sampling together, is one CUDA graph replay."""
+    """Decodes one token per row and step. On a GPU, a step (model and sampling) is one replay of a CUDA graph."""
 
     def __init__(self, model, cache, filters, generator):
         self.model, self.cache, self.filters, self.generator = model, cache, filters, generator
@@ -126,7 +126,7 @@ class Decoder:
         self.graph = None
 
     def read_prompts(self, tokens, lengths):
-        """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
+        """Read the prompts (B, n), right-padded to lengths. Returns the first new token of each row (B,)."""
         logits = self.model.extend(tokens, self.cache, lengths)
         check_logits(logits)
         self.noise = torch.empty_like(logits, dtype=torch.float32)
@@ -136,7 +136,7 @@ class Decoder:
         return self.tokens
 
     def next_tokens(self):
-        """Appends the last tokens and returns the ones after them (B,)."""
+        """Append the last tokens and return the next ones (B,)."""
         self.refresh_noise()
         if has_graphs(self.model, self.tokens.device):
             self.graph = self.graph or self.capture()
@@ -146,7 +146,7 @@ class Decoder:
         return self.tokens
 
     def pick(self, logits):
-        """A token (B,) for logits (B, V)."""
+        """Pick tokens (B,) from logits (B, V)."""
         return likeliest(logits.float()) if self.is_greedy else draw(token_probs(logits, **self.filters), self.noise)
 
     def refresh_noise(self):
@@ -157,7 +157,7 @@ class Decoder:
         self.tokens.copy_(self.pick(self.model.extend(self.tokens[:, None], self.cache)))
 
     def capture(self):
-        """One step as a CUDA graph."""
+        """Capture one step as a CUDA graph."""
         tokens = self.tokens.clone()
 
         def undo():
@@ -167,13 +167,13 @@ class Decoder:
 
 
 def check_prompts(prompts: list[list[int]]) -> None:
-    """Raises UserError unless there are prompts, each with at least one token."""
+    """Raise UserError unless there are prompts, each with at least one token."""
     if not prompts or not all(prompts):
         raise UserError('a prompt is empty: each needs at least one token')
 
 
 def pad(sequences: list, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists of ids -> (B, n), right-padded, and their lengths (B,)."""
+    """Pad lists of ids on the right. Returns tokens (B, n) and lengths (B,)."""
     lengths = torch.tensor([len(ids) for ids in sequences])
     tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
     for row, ids in zip(tokens, sequences):
@@ -182,26 +182,20 @@ def pad(sequences: list, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def roomy_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
-    """A cache with room for prompts and new tokens.
-
-    On a CPU that of a bf16 model is fp32 where this is faster: for a few rows, or as `choose_cache` found.
-    """
-    in_fp32 = getattr(model, 'cache_in_fp32', {1: True, MANY_ROWS: False})
-    weight, rows = next(model.parameters()), MANY_ROWS if len(prompts) >= MANY_ROWS else 1
-    is_short = weight.device.type == 'cpu' and weight.element_size() == 2
-    dtype = torch.float32 if is_short and in_fp32[rows] else None
-    return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_run, dtype=dtype)
+    """Return an empty cache with room for the prompts and the new tokens."""
+    return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_run)
 
 
 def has_graphs(model, device) -> bool:
-    """Whether a step can be recorded as a CUDA graph: on a GPU, where the shapes of `extend` are static."""
+    """Return True if a decoding step can be captured as a CUDA graph."""
     return device.type == 'cuda' and not isinstance(model, Recomputing)
 
 
 def record_graph(step, undo, beside=None):
-    """step() as a CUDA graph, not run yet. undo() takes back one of the steps that warm up.
+    """Capture step() as a CUDA graph without running it. undo() takes back one of the two warm-up steps.
 
-    beside: a graph whose memory it shares: neither may be replayed while the other is, nor read what the other left.
+    beside: a graph whose memory pool is shared. Graphs that share a pool must not run at the same time, nor read what
+    another one left in its memory.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -214,3 +208,68 @@ def record_graph(step, undo, beside=None):
     with torch.cuda.graph(graph, pool=beside and beside.pool()):
         step()
     return graph
+
+
+# ---- models without a cache ----
+
+def decodable(model):
+    """Return the model if it has `new_cache` and `extend`, else wrap it in `Recomputing` and print one line."""
+    if isinstance(model, Recomputing) or hasattr(model, 'new_cache') and hasattr(model, 'extend'):
+        return model
+    say_once(f'{type(model).__module__} has no new_cache and extend: decoding recomputes the whole text for each token')
+    return Recomputing(model)
+
+
+class Recomputing:
+    """Gives a model that only has `logits(idx)` the calls `new_cache` and `extend`: the cache holds the text itself.
+
+    There is no `cache.hidden`, and steps are not captured as CUDA graphs.
+    """
+
+    def __init__(self, model):
+        self.model, self.config, self.parameters = model, model.config, model.parameters
+
+    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+        """Return an empty text for batch_size rows of up to max_tokens tokens. dtype is ignored."""
+        return TextCache(batch_size, max_tokens, max_run, device or next(self.parameters()).device)
+
+    @torch.no_grad()
+    def extend(self, tokens, cache, lengths=None, all_positions=False):
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
+        """
+        (B, n), device = tokens.shape, tokens.device
+        n_new = torch.full_like(cache.lengths, n) if lengths is None else lengths
+        positions = cache.lengths[:, None] + torch.arange(n, device=device)  # (B, n)
+        end = cache.lengths + n_new
+        text_len = int(end.max())
+        if text_len > cache.max_tokens:
+            raise ValueError(f'the cache holds {cache.max_tokens} tokens per row, but {text_len} are needed')
+        batch_idx = torch.arange(B, device=device)[:, None]
+        is_real = positions < end[:, None]
+        cache.tokens[batch_idx.expand(B, n)[is_real], positions[is_real]] = tokens[is_real]
+        cache.lengths.copy_(end)
+        wanted = positions.clamp(max=text_len - 1) if all_positions else end[:, None] - 1
+        n_rows = max(1, MAX_LOGITS // (text_len * self.config.vocab_size))
+        chunks = [self.model.logits(text)[batch_idx[:len(text)], at]
+                  for text, at in zip(cache.tokens[:, :text_len].split(n_rows), wanted.split(n_rows))]
+        logits = torch.cat(chunks)
+        return logits if all_positions else logits[:, 0]
+
+
+class TextCache:
+    """The text of each row: tokens (B, max_tokens), of which the first `lengths` (B,) are filled."""
+
+    def __init__(self, batch_size, max_tokens, max_run, device):
+        self.max_tokens, self.max_run = max_tokens, max_run
+        self.tokens = torch.zeros(batch_size, max_tokens, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self):
+        return self.tokens.nbytes + self.lengths.nbytes
+
+    def rollback(self, n):
+        """Forget the last n tokens: n is an int, or (B,) int64 with one count per row."""
+        self.lengths -= n

@@ -1,17 +1,38 @@
-"""A dry run of train.py: what data it assumes that are not there, and the memory of a step."""
+"""A dry run of train.py: checks the settings, prints sizes and costs, and estimates the memory of a step."""
 import math
 import shlex
+import sys
 from types import SimpleNamespace
 
-from common import parallel, runs
-from common.files import first_line
+from common import checkpoint, parallel, runs
+from common.files import UserError, first_line
 from common.machine import pick_dtype
-from common.memory import memory_by_rows
-from common.muon import hidden_matrices
+from common.memory import bytes_by_rows
+from common.run_settings import check_settings, describe, initial_weights, is_new, model_config
+from data import has_data, open_data
 
 
-def assumed_data(s, record):
-    """What a dry run takes data to be that is not there: its run's, or text in s.assumed_ids ids."""
+def dry_run(s, given: dict, record, machine) -> None:
+    """Do everything that train.py does before it makes the model, and print the estimated memory of a step."""
+    data = open_data(s.data) if has_data(s.data) else assumed_data(s, record)
+    config = model_config(s, given, data, record)
+    n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # --shard=64 stands for 64 processes
+    check_settings(s, config, data, n_processes)
+    if is_new(s):
+        try:
+            runs.check_out_dir(s.out_dir, s.overwrite)
+        except UserError as error:
+            print(f'training would stop here: {error}', file=sys.stderr)
+    model = runs.blank_model(s.model, config)
+    describe(s, model, data)
+    source, _, weights = initial_weights(s, record)
+    if source:
+        checkpoint.check_weights(model, runs.adopted(model, weights, source), source)
+    print_memory(s, model, n_processes)
+
+
+def assumed_data(s, record) -> SimpleNamespace:
+    """Return a stand-in for data that do not exist: with the vocabulary of a run, or of s.assumed_ids ids."""
     record = record or (runs.read_run(s.init_from) if s.init_from else None)
     like = record['data'] if record else {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'sha256': '',
                                           'n_ids': s.assumed_ids, 'eos_id': s.assumed_ids - 1}
@@ -23,54 +44,49 @@ def assumed_data(s, record):
 
 
 def command_for_data(s, tokenizer: str) -> str:
-    """The command that makes s.data: the config's, if it names that folder, else FineWeb-Edu's in these tokens."""
+    """Return the command that makes s.data: the config's if it names that folder, else FineWeb-Edu's."""
     if s.make_data and s.data in s.make_data:
         return s.make_data
-    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # validation data are held out of them
+    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
     of_tokenizer = '' if tokenizer == 'gpt2' else f'--tokenizer={shlex.quote(tokenizer)} '
     return f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} {of_tokenizer}--max_tokens={n_tokens}'
 
 
-def print_memory(s, c, blank_model, machine, make_optimizer):
-    """Prints the estimated memory of a process, and whether it fits a GPU of s.memory GiB."""
-    n_params = runs.count_parameters(blank_model)
-    n_processes = processes_meant(s, machine.world)
+def print_memory(s, model, n_processes: int) -> None:
+    """Print the estimated memory per process on a GPU, and whether it fits s.memory GiB.
+
+    model: on the meta device.
+    """
+    n_params = runs.count_parameters(model)
     most = math.ceil(s.batch_size / n_processes)  # sequences of a process
     n_rows = min(s.micro_batch_size, most)
-    whole = 16 * n_params  # weights, gradients, two moments
+    held = 16 * n_params  # weights, gradients, two moments
     if s.optimizer == 'muon':
-        whole -= 4 * sum(p.numel() for p in hidden_matrices(blank_model))  # which have one moment
-    held, what = whole + 4 * n_params * (n_processes > 1), 'weights, gradients and moments'  # DDP has buckets besides
-    evaluation = 0
+        from common.muon import hidden_matrices
+        held -= 4 * sum(p.numel() for p in hidden_matrices(model))  # which have one moment
+    what, evaluation = 'weights, gradients and moments', 0
     if s.parallel == 'fsdp' and n_processes > 1:
         n_shards = s.shard or n_processes
-        gathered, evaluation = parallel.gathered_bytes(blank_model, n_rows < most)
-        held, what = whole / n_shards + gathered, f'1/{n_shards} of {what}, and gathered parts'
-        evaluation += whole / n_shards
-    # of windows too long for a CPU, the tiles of its attention would take minutes to count
-    on_gpu = s.memory is not None or machine.device.type == 'cuda' or s.block_size > 1024
-    dtype = pick_dtype(s.dtype, 'cuda') if on_gpu else machine.dtype
+        gathered, evaluation = parallel.gathered_bytes(model, n_rows < most)
+        held, evaluation = held / n_shards + gathered, held / n_shards + evaluation
+        what = f'1/{n_shards} of {what}, and gathered weights'
+    elif n_processes > 1:
+        held += 4 * n_params  # DDP's buckets
+    dtype = pick_dtype(s.dtype, 'cuda')
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {what}', end='', flush=True)
     try:
-        fixed, by_row = memory_by_rows(lambda: runs.blank_model(s.model, c), make_optimizer, dtype, s.block_size,
-                                       on_gpu)
-    except Exception as error:  # an operator that only numbers can answer, in an edited model
-        print(f'; activations cannot be told: {type(error).__name__}: {first_line(error)}')
+        fixed, per_row = bytes_by_rows(model, dtype, s.block_size)
+    except Exception as error:  # operators that do not run on meta tensors, as some recurrent models have
+        print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
         return
-    fixed += held - whole
-    needed = max(fixed + by_row * n_rows, evaluation)
-    print(f', {needed / 2**30:.2f} GiB at the peak of a step, micro-batches of {n_rows}, products in '
-          f'{str(dtype)[6:]}, {"attention as on a GPU" if on_gpu else "on a CPU, whose allocator may take half more"}')
+    needed = max(held + fixed + per_row * n_rows, evaluation)
+    print(f', {needed / 2**30:.2f} GiB at the peak of a step, with micro-batches of {n_rows} and products in '
+          f'{str(dtype)[6:]} on a GPU')
     if s.memory is None:
         return
-    room = 0.95 * s.memory * 2 ** 30  # the rest is the driver's, and between tensors
-    largest = min(most, int((room - fixed) / by_row)) if evaluation <= room else 0
-    advice = f'the largest micro_batch_size that does is {largest}'
+    room = 0.95 * s.memory * 2 ** 30  # the rest is for the driver and lost to fragmentation
+    largest = min(most, int((room - held - fixed) / per_row)) if evaluation <= room else 0
+    advice = f'the largest micro_batch_size that fits is {largest}'
     if largest < 1:
-        advice = 'no micro_batch_size does: choose a smaller block_size or model, or see checkpoint_ in --help'
+        advice = 'no micro_batch_size fits: choose a smaller block_size or model, or see checkpoint_ in --help'
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
-
-
-def processes_meant(s, world):
-    """How many processes there are; in a dry run with --shard=64 and no torchrun, the 64 that would be started."""
-    return s.shard if s.dry_run and s.shard and world == 1 else world

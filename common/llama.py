@@ -174,7 +174,7 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
     with runs.claimed(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, {'model.safetensors': tensors}, {'step': 0})
         runs.save_run(run, {
-            'model': 'standard', 'settings': {'block_size': block_size, 'data': ''},
+            'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
             'model_config': dataclasses.asdict(c),
             'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
                      'bos': bos, 'sha256': '', 'n_rows': n_rows},

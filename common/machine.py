@@ -1,7 +1,5 @@
-"""Where a script runs: devices, processes, the allocator, the FLOP/s of a device, its terminal and its signals."""
+"""The machine: devices, dtypes, processes, threads, memory, terminal output and signals."""
 import ctypes
-import functools
-import math
 import os
 import platform
 import re
@@ -11,44 +9,45 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from common.files import UserError
 
-PEAK_FLOPS = {  # dense bf16 (V100: fp16), vendors' data sheets
+Device = Literal['auto', 'cuda', 'cpu', 'mps']  # settings of the scripts
+DType = Literal['auto', 'bfloat16', 'float32']
+
+PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
     'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
     'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
-HANG_UP = getattr(signal, 'SIGHUP', signal.SIGTERM)  # Windows has no SIGHUP
+HANG_UP = getattr(signal, 'SIGHUP', signal.SIGTERM)  # not available on Windows
 
 
 @dataclass
 class Machine:
-    """Where this process runs: its rank among `world` processes, its device, and the dtype of its products."""
+    """This process: its rank, the number of processes, its device and the dtype of its matrix products."""
 
     rank: int
     world: int
     device: torch.device
     dtype: torch.dtype = torch.float32
-    launcher: int | None = None  # process id of the torchrun that started this process, if one did
+    launcher: int | None = None  # process id of torchrun, None if the process was started without it
 
     def is_orphan(self) -> bool:
-        """Whether the torchrun that started this process is gone."""
+        """Return True if the torchrun that started this process has died."""
         return self.launcher is not None and os.getppid() != self.launcher
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def pick_device(name: str) -> str:
-    """'cuda', 'cpu' or 'mps' for a device setting of auto, cuda, cpu or mps; UserError if it is not to be had."""
-    if name not in ('auto', 'cuda', 'cpu', 'mps'):
-        raise UserError(f"device is {name!r}: expected 'auto', 'cuda', 'cpu' or 'mps'")
+def pick_device(name: Device) -> str:
+    """Return 'cuda', 'cpu' or 'mps'. auto: cuda if PyTorch sees a GPU, else cpu."""
+    has_gpu = torch.cuda.is_available()
     if name == 'mps' and not torch.backends.mps.is_available():
         raise UserError('device is mps, but PyTorch sees no Apple GPU here: use --device=cpu')
-    has_gpu = torch.cuda.is_available()
     if name == 'cuda' and not has_gpu:
         raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of '
                         'PyTorch')
@@ -57,33 +56,29 @@ def pick_device(name: str) -> str:
     return name
 
 
-def memory_bytes() -> float:
-    """Memory of this machine; inf where the system does not say, as Windows."""
-    if not hasattr(os, 'sysconf'):
-        return math.inf
-    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+def pick_dtype(name: DType, device: str, big_enough: bool = True) -> torch.dtype:
+    """Return the dtype of matrix products in training. auto: bf16 on CUDA and on CPUs that have bf16 instructions.
 
-
-def pick_dtype(name: str, device: str, big_enough: bool = True) -> torch.dtype:
-    """The dtype of products for a setting of auto, bfloat16 or float32.
-
-    auto is bf16 on GPUs, and on CPUs with bf16 units if the model is big enough to gain.
+    big_enough: False for models so small that a CPU gains nothing from bf16.
     """
-    if name not in ('auto', 'bfloat16', 'float32'):
-        raise UserError(f"dtype is {name!r}: expected 'auto', 'bfloat16' or 'float32'")
     if name != 'auto':
         return getattr(torch, name)
     if device != 'cpu':
         return torch.bfloat16 if device == 'cuda' else torch.float32
-    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private, so they may be missing
-    has_units = any(getattr(torch.cpu, test, bool)() for test in tests)
-    return torch.bfloat16 if big_enough and has_units else torch.float32
+    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private functions that may be missing
+    has_bf16 = any(getattr(torch.cpu, test, bool)() for test in tests)
+    return torch.bfloat16 if big_enough and has_bf16 else torch.float32
+
+
+def decoding_dtype(name: DType, device: str) -> torch.dtype:
+    """Return the dtype of weights and cache in decoding. auto: bf16 on CUDA, fp32 elsewhere."""
+    return pick_dtype(name, device, big_enough=False)
 
 
 def start_processes(s) -> Machine:
-    """Joins torchrun's processes, if any, and picks this one's device. s: settings with `device` and `threads`.
+    """Join torchrun's processes, if any, and set up this one's device, threads and allocator.
 
-    Sets what holds for the whole process: its GPU, or its threads (None: its share of the cores) and allocator.
+    s: settings with `device` and `threads`.
     """
     rank, world, local, local_world = torchrun_ranks()
     launcher = os.getppid() if 'RANK' in os.environ else None
@@ -91,8 +86,7 @@ def start_processes(s) -> Machine:
     if kind == 'cuda':
         take_gpu(local)
     else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-        torch.set_num_threads(s.threads or max(1, cores // local_world))
+        set_threads(s.threads, local_world)
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
@@ -101,8 +95,21 @@ def start_processes(s) -> Machine:
     return Machine(rank, world, device, launcher=launcher)
 
 
+def set_threads(n_threads: int | None, local_world: int) -> None:
+    """Set the number of CPU threads. None: PyTorch's default, which OMP_NUM_THREADS sets.
+
+    Several processes on one machine share its cores instead, unless OMP_NUM_THREADS is more than 1: torchrun sets it to
+    1 where it is not set.
+    """
+    if n_threads is None and local_world > 1 and os.environ.get('OMP_NUM_THREADS', '1') == '1':
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+        n_threads = max(1, cores // local_world)
+    if n_threads is not None:
+        torch.set_num_threads(n_threads)
+
+
 def take_gpu(local: int) -> None:
-    """Makes the GPU of the process with this rank on its machine the one it uses; UserError if there is none."""
+    """Select the GPU of the process with this local rank; UserError if there is none."""
     if local >= torch.cuda.device_count():
         raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
                         'Start fewer processes, or use --device=cpu')
@@ -110,10 +117,7 @@ def take_gpu(local: int) -> None:
 
 
 def torchrun_ranks() -> tuple[int, int, int, int]:
-    """(rank, number of processes, rank on this machine, processes on this machine) as torchrun says in the environment.
-
-    (0, 1, 0, 1) without it.
-    """
+    """Return torchrun's (rank, world size, local rank, local world size); (0, 1, 0, 1) without torchrun."""
     defaults = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
     texts = {name: os.environ.get(name, default) for name, default in defaults.items()}
     if all(re.fullmatch('[0-9]{1,7}', text) for text in texts.values()):
@@ -126,59 +130,23 @@ def torchrun_ranks() -> tuple[int, int, int, int]:
 
 
 def join_processes(backend: str) -> None:
-    """Joins torchrun's processes; UserError if something else started them."""
+    """Join torchrun's processes; UserError if something else started them."""
     try:
         dist.init_process_group(backend)
-    except ValueError as error:  # no MASTER_ADDR, for one
+    except ValueError as error:  # no MASTER_ADDR, for example
         raise UserError(f'the processes cannot be joined: start them with torchrun. {error}')
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed blocks instead of returning them to the kernel: page faults slow CPU training."""
+    """Tell glibc to keep freed blocks instead of returning them to the kernel: page faults slow CPU training down."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')
         for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap, trim thresholds, top pad
             libc.mallopt(parameter, value)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch on one thread: a process forked from one that used OpenMP's others would wait for these in vain."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(n_threads)
-
-
-def is_faster(f, g, x, share: float = 0.9, seconds: float = 0.002, clock=time.perf_counter) -> bool:
-    """Whether f(x) takes less than this share of the time of g(x), by `clock`.
-
-    They take turns for `seconds`, three times at least; the least time of each counts, as other programs only add to
-    it.
-    """
-    least, rounds, begun = {f: math.inf, g: math.inf}, 0, clock()
-    while rounds < 3 or clock() - begun < seconds:
-        for side in (f, g):
-            start = clock()
-            side(x)
-            least[side] = min(least[side], clock() - start)
-        rounds += 1
-    return least[f] < share * least[g]
-
-
-def cpu_facts() -> dict[str, str]:
-    """{'model name', 'flags'} of a processor, or what an ARM has for these, as Linux tells them; else empty."""
-    cpuinfo = Path('/proc/cpuinfo')
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    told = 'model name', 'flags', 'CPU part', 'Features'
-    facts = [line.partition(':')[::2] for line in lines if line.startswith(told)]
-    return {name.strip(): value.strip() for name, value in reversed(facts)}
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s the device can reach: from its data sheet, else by timing a large product in this dtype."""
+    """Return the FLOP/s that the device can reach, for the log's MFU: from a data sheet, or by timing a product."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         for name, flops in PEAK_FLOPS.items():
             if re.search(rf'\b{name}\b', torch.cuda.get_device_name(device)):
@@ -194,7 +162,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes that this process has held at most: on the GPU, else on the host. None where the system does not tell."""
+    """Return the most bytes that this process has held, on the GPU or else on the host; None if unknown."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -208,7 +176,7 @@ def peak_memory(device: torch.device) -> int | None:
 # ---- terminal and signals ----
 
 def make_progress() -> Callable[[str], None]:
-    """A function that shows a line: one updating line on a terminal, elsewhere a line every ten seconds."""
+    """Return a function that shows a line: one updating line on a terminal, else a line every ten seconds."""
     shown = 0.0
 
     def progress(line):
@@ -222,37 +190,24 @@ def make_progress() -> Callable[[str], None]:
 
 
 def say(line: str) -> None:
-    """A line of its own that stays, above the updating one."""
+    """Print a line that stays, above the updating one."""
     show(f'\r{line:<100}' if sys.stdout.isatty() else line)
 
 
 def show(text: str, end: str = '\n') -> None:
-    """Prints. Where nobody can read it any more, that is a hang-up, as of a terminal: see `caught_signals`."""
+    """Print. A closed output counts as a hang-up: see `caught_signals`."""
     try:
         print(text, end=end, flush=True)
     except OSError:
         signal.raise_signal(HANG_UP)
 
 
-@functools.cache
-def no_bars_in_logs() -> None:
-    """No progress bars of libraries where stderr is no terminal: a log would get every state of each.
-
-    lm-eval and datasets say themselves whether a bar is shown, so an option or an environment variable is not enough.
-    """
-    if sys.stderr.isatty():
-        return
-    from tqdm import tqdm
-    start = tqdm.__init__
-    tqdm.__init__ = lambda bar, *args, **options: start(bar, *args, **{**options, 'disable': True})
-
-
 @contextmanager
 def caught_signals() -> Iterator[list]:
-    """A list that the first SIGINT, SIGTERM or SIGHUP makes non-empty.
+    """Yield a list that becomes non-empty at the first SIGINT, SIGTERM or SIGHUP.
 
-    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP does not, as a terminal that hangs up sends
-    one and fails each line that is shown. What is ignored stays so: nohup ignores SIGHUP.
+    A second SIGINT or SIGTERM ends the program as usual. Further SIGHUPs are ignored, because every line printed to a
+    closed terminal raises one. Signals that were ignored before, as under nohup, stay ignored.
     """
     stop = []
 

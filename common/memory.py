@@ -1,22 +1,21 @@
-"""How much memory a training step takes, found without one: its operators run on tensors without storage.
+"""Estimate of the activation memory of a training step, for dry runs.
 
-What they take and free is counted as it comes, so any model has its estimate, whatever is in its file.
+The step runs on meta tensors, which have no storage, and the bytes that they would take are counted.
 """
 import math
 import weakref
-from collections.abc import Callable
-from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch.nn.functional as F
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-import attn_kernels
+PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors made under it that still live: `live` now, `peak` at most."""
+    """Counts the bytes of all live tensors that were made inside it: `live` now, `peak` at most."""
 
     def __init__(self):
         super().__init__()
@@ -24,10 +23,6 @@ class LiveBytes(TorchDispatchMode):
         self.sizes = {}  # address of a storage: its bytes
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator is torch.ops.aten._local_scalar_dense.default:
-            # A number that is looked at, and that tensors without storage have not: a first key of attention is 0, no
-            # document having ended, and a test is passed.
-            return args[0].dtype == torch.bool or 0
         out = operator(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -45,56 +40,61 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.sizes.pop(address)
 
 
-def give_fake_weights(model: torch.nn.Module) -> None:
-    """Replaces the parameters and buffers of a model without storage. Call it under a FakeTensorMode."""
-    made = {}  # weights that modules share stay shared
+class AsOnGPU(DeviceContext):  # the only kind of mode that activation checkpointing enters again in the backward pass
+    """torch.device('meta'), where tensors take the memory of a GPU: matrix products in `dtype` and fused attention.
 
-    def fake(tensor):
-        if tensor is not None and tensor not in made:
-            new = torch.empty(tensor.shape, dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            made[tensor] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-        return made.get(tensor)
-    for module in model.modules():
-        module._parameters = {name: fake(tensor) for name, tensor in module._parameters.items()}
-        module._buffers = {name: fake(tensor) for name, tensor in module._buffers.items()}
-
-
-def step_memory(model: torch.nn.Module, make_optimizer, dtype: torch.dtype, n_rows: int, T: int, on_gpu: bool) -> int:
-    """Bytes at the peak of a training step on micro-batches of (n_rows, T) tokens, from the second of them on.
-
-    model: one without storage (`runs.blank_model`), which is of no use afterwards. make_optimizer(model) makes the
-    optimizer; products are in dtype. on_gpu: with a GPU's attention kernels; other operators are always those of a CPU.
-    The model is as it begins, before any `begin_step`, and documents are as long as the window. Of an operator of our
-    own, as GPN's scan, only the results are counted, and not what it holds inside.
+    It stands in for autocast, which PyTorch does not have for meta tensors.
     """
-    live = LiveBytes()
-    # attention takes the way of a GPU's kernels, whose sizes can be told anywhere
-    with FakeTensorMode(), live, mock.patch.object(attn_kernels, 'KERNELS_ON_CPU', on_gpu):
-        give_fake_weights(model)
-        if hasattr(model, 'choose_scan'):  # which would compare numbers
-            form = 'loop' if model.config.scan == 'loop' else 'fast'
-            model.scan_report = {'scan': form, 'device': 'cpu', 'unused': []}
-        optimizer = make_optimizer(model)
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
-        optimizer.step()  # makes its moments
-        tokens = torch.zeros(n_rows, T, dtype=torch.int64)
-        with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
-            loss = model(tokens, tokens)['loss']
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__(torch.device('meta'))
+        self.dtype = dtype
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def cast(x):
+            return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+        if function is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*map(cast, args[:3]))
+        if function in PRODUCTS:
+            args = tree_map(cast, args)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps what fused attention keeps: inputs, output and the log-sum-exp of each query. q, k, v: (B, H, n, D)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
+def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, n_rows: int, T: int) -> int:
+    """Return the peak bytes of a forward and backward pass besides weights and gradients.
+
+    model: on the meta device (`runs.blank_model`). Windows are taken to be one document. The bytes that our own
+    operators in C or Triton hold inside are not counted.
+    """
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)  # as from the second micro-batch on
+    tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
+    with LiveBytes() as live, AsOnGPU(dtype):
+        model(tokens, tokens)['loss'].backward()
     return live.peak
 
 
-def memory_by_rows(make_model: Callable, make_optimizer, dtype: torch.dtype, T: int,
-                   on_gpu: bool) -> tuple[float, float]:
-    """`step_memory` as a line: (bytes without rows, bytes a row), from two runs of about 2,000 and 4,000 tokens.
+def bytes_by_rows(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[float, float]:
+    """Return `activation_bytes` as a line: (bytes without rows, bytes per row).
 
-    More rows than these take no more logits at a time, so the line is right or somewhat high.
+    Fitted to micro-batches of about 2,000 and 4,000 tokens. The logits of a chunked loss do not grow beyond those, so
+    the line is right or somewhat high for larger ones.
     """
     few = math.ceil(2048 / T)
-    low, high = (step_memory(make_model(), make_optimizer, dtype, n, T, on_gpu) for n in (few, 2 * few))
-    by_row = (high - low) / few
-    return low - few * by_row, by_row
+    low, high = (activation_bytes(model, dtype, n, T) for n in (few, 2 * few))
+    per_row = (high - low) / few
+    return low - few * per_row, per_row

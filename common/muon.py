@@ -4,20 +4,28 @@ from contextlib import nullcontext
 import torch
 from torch.overrides import TorchFunctionMode
 
+from common.files import UserError
+from common.machine import pick_dtype
+
 
 class MuonAndAdamW:
     """torch.optim.Muon and torch.optim.AdamW stepped together.
 
-    It has what training reads of an optimizer: `param_groups`, `state` by parameter, and `found_inf`, a tensor that is
-    1 where a step is to change nothing, or None. PyTorch's Muon knows no such tensor, so here each step waits for it.
-    dtype: of the products that make an update orthogonal. PyTorch has them in bfloat16, which takes a CPU without bf16
-    units longer than all the rest of a step.
+    Has what training reads of an optimizer: `param_groups`, `state` by parameter, and `found_inf`: None, or a tensor
+    that is 1 if the next step must change nothing. PyTorch's Muon does not know `found_inf`, so each step waits for it.
     """
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW, dtype: torch.dtype = torch.bfloat16):
-        self.muon, self.adamw, self.dtype = muon, adamw, dtype
-        self.param_groups = adamw.param_groups + muon.param_groups
-        muon.state = self.state = adamw.state  # no parameter is in both
+    def __init__(self, hidden: list, adamw: torch.optim.AdamW, learning_rate: float, weight_decay: float):
+        """hidden: the parameters for Muon."""
+        if not hidden:
+            raise UserError('optimizer = muon trains linear layers except heads, and this model has none: use adamw')
+        self.muon = torch.optim.Muon(hidden, lr=learning_rate, weight_decay=weight_decay,
+                                     adjust_lr_fn='match_rms_adamw')
+        self.adamw = adamw
+        # PyTorch orthogonalizes in bf16, which takes longer than the rest of a step on CPUs without bf16 instructions.
+        self.dtype = pick_dtype('auto', hidden[0].device.type)
+        self.param_groups = adamw.param_groups + self.muon.param_groups
+        self.muon.state = self.state = adamw.state  # no parameter is in both
         self.found_inf = None
 
     def step(self) -> None:
@@ -32,7 +40,7 @@ class MuonAndAdamW:
 
 
 class _BFloat16As(TorchFunctionMode):
-    """Within it x.bfloat16() is a new tensor of another dtype."""
+    """Inside it, x.bfloat16() returns a new tensor of another dtype."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -45,6 +53,6 @@ class _BFloat16As(TorchFunctionMode):
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The weights that Muon is meant for: those of linear layers, but for heads, which have a row for each id."""
+    """Return the weights that Muon is meant for: those of linear layers, except heads."""
     return {module.weight for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and not name.endswith('head')}

@@ -1,14 +1,14 @@
-"""One model on several processes: DDP, where each has all of it, and FSDP, where each has a part of every weight.
+"""Several processes: DDP (each holds the whole model) and FSDP (each holds a part of every weight).
 
-FSDP is PyTorch's `fully_shard`. A group of weights is gathered from all processes before the module that has it is
-called, and the rest of the time each process keeps its rows alone, with their gradients and AdamW's moments:
+FSDP is PyTorch's `fully_shard`. The weights of a group are gathered from all processes before the module is called; at
+other times each process keeps only its rows, with their gradients and AdamW's moments:
 
-    each of model.blocks      gathered when the block is called, once forward and once backward, and freed after it
-    all other weights         embedding, norms, heads, p_psi, ...: gathered from the start of `Model.forward` to the
-                              end of its backward, so a model may read them without calling their module
+    each of model.blocks      gathered when the block is called, once forward and once backward, and freed afterwards
+    all other weights         embedding, norms, heads, p_psi, ...: gathered from the start of `Model.forward` to the end
+                              of its backward, so the model may read them without calling their module
 
-A model with a fast form of its equations (`choose_scan`) may read its blocks' weights without calling them: all its
-weights are in the second group, and so are those of a model that has no `blocks`.
+A model whose blocks read each other's weights sets `shard_blocks = False`: all its weights are then in the second
+group. So are those of a model without `blocks`.
 """
 import functools
 import warnings
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from common.files import UserError
 
-# torch.distributed.fsdp and .checkpoint are imported where they are used: they take a second, which one process spares.
+# torch.distributed.fsdp and .checkpoint are imported where they are used: the import takes a second.
 
 
 def rank() -> int:
@@ -32,42 +32,60 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def of_all(value) -> list:
-    """The value of each process, by rank."""
+def all_gather(value) -> list:
+    """Return the value of each process, by rank."""
     values = [value] * world()
     if world() > 1:
         dist.all_gather_object(values, value)
     return values
 
 
-def first_of_all(value):
-    """The first value of any process that is not None, by rank; None if there is none."""
-    return next((v for v in of_all(value) if v is not None), None)
+def first_given(value):
+    """Return the first value over all processes, by rank, that is not None; None if there is none."""
+    return next((v for v in all_gather(value) if v is not None), None)
+
+
+def any_rank(flag: bool) -> bool:
+    """Return True if the flag is set on any process."""
+    flags = torch.tensor([flag], dtype=torch.int64)
+    if world() > 1:
+        dist.all_reduce(flags)  # on the host
+    return bool(flags)
+
+
+@contextmanager
+def rank_0_first() -> Iterator[None]:
+    """Let rank 0 run the block before all others, so that it can build files that the others then find."""
+    if rank() > 0:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if rank() == 0 and world() > 1:
+            dist.barrier()
 
 
 # ---- the model ----
 
 def check_sharding(parallel: str, n_shards: int | None, n_processes: int) -> None:
-    """Raises UserError for settings `parallel` and `shard` that so many processes cannot have."""
-    if parallel not in ('ddp', 'fsdp'):
-        raise UserError(f"parallel is {parallel!r}: expected 'ddp' or 'fsdp'")
+    """Raise UserError for settings `parallel` and `shard` that do not suit the number of processes."""
     if n_shards and parallel == 'ddp':
         raise UserError(f'shard is {n_shards}, but with parallel = ddp each process has all weights: use '
                         '--parallel=fsdp or --shard=None')
     if n_shards and n_processes > 1 and n_processes % n_shards:
-        raise UserError(f'shard is {n_shards}, which does not divide the {n_processes} processes: use a divisor, as '
-                        'the number of GPUs of a machine, or --shard=None to share the weights among all')
+        raise UserError(f'shard is {n_shards}, which does not divide the {n_processes} processes: use a divisor, such '
+                        'as the number of GPUs per machine, or --shard=None to share the weights among all')
 
 
 def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules whose weights are gathered when they are called, one after the other. See the top of this file."""
-    return [] if hasattr(model, 'choose_scan') else list(dict.fromkeys(getattr(model, 'blocks', ())))
+    """Return the modules whose weights are gathered one module at a time."""
+    return list(dict.fromkeys(getattr(model, 'blocks', ()))) if getattr(model, 'shard_blocks', True) else []
 
 
 def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
-    """Leaves each process its part of the weights, in place. The weights are the same on all processes before.
+    """Shard the weights in place. They must be the same on all processes before.
 
-    They are shared by groups of n_shards processes of neighbouring ranks (None: by all), each of which has all of them.
+    Each group of n_shards processes with neighbouring ranks (None: all processes) holds one copy of the weights.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -80,12 +98,12 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
 
 
 def gathered_bytes(model: torch.nn.Module, accumulates: bool) -> tuple[int, int]:
-    """What a process of a sharded model holds at most besides its own parts: (bytes in training, in evaluation).
+    """Estimate what a process holds besides its own shards: (bytes in training, bytes in evaluation).
 
-    In training: the weights that are gathered all the time and their gradients; and, at its largest, either what is
-    sent of those gradients, or a block and the one gathered ahead, and of one block what is received, its gradients and
-    what is sent of them. With accumulates, where gradients of several micro-batches are summed first, those of all
-    blocks. In evaluation all weights are gathered. By `fully_shard`'s code, not by a measurement.
+    In training: the weights that stay gathered and their gradients; and the larger of the send buffer of those
+    gradients and the buffers of the blocks (a block, the prefetched one, one receive buffer, gradients, one send
+    buffer). If gradients accumulate over micro-batches, also those of all blocks. In evaluation, all weights. Derived
+    from `fully_shard`'s code, not measured.
     """
     blocks = [sum(p.numel() for p in module.parameters()) for module in gathered_modules(model)]
     n_params = sum(p.numel() for p in model.parameters())
@@ -97,13 +115,13 @@ def gathered_bytes(model: torch.nn.Module, accumulates: bool) -> tuple[int, int]
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    return hasattr(model, 'set_requires_gradient_sync')  # as what `fully_shard` has made of it
+    return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
 
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:
-    """Whether the next forward and backward also sum gradients over the processes: once a step, in the last of them.
+    """Turn the reduction of gradients over processes on or off for the next forward and backward.
 
-    ddp: the model as it is called, which is a DistributedDataParallel around it where that is in use.
+    ddp: the model as it is called, wrapped in DistributedDataParallel where that is in use.
     """
     if is_sharded(model):
         model.set_requires_gradient_sync(on)
@@ -114,9 +132,9 @@ def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> 
 
 @contextmanager
 def whole_weights(model: torch.nn.Module) -> Iterator[None]:
-    """All weights on each process, for whatever runs the model without training it. All processes enter together.
+    """Gather all weights on each process, to run the model without training it. All processes must enter together.
 
-    Within, processes need not do the same: none waits for another. A model that is not sharded stays as it is.
+    Inside, processes may do different things. No effect on a model that is not sharded.
     """
     sharded = [module for module in model.modules() if is_sharded(module)]
     for module in sharded:
@@ -131,22 +149,22 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of which each process may have a part, or a term of a sum, on each of them."""
+    """Return the full tensor of a sharded one; any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor."""
+    """Return this process's shard of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
-# ---- files of which each process writes one ----
+# ---- sharded checkpoint files ----
 
 def write_parts(folder, tensors: dict, file_of: dict) -> Future:
-    """Each process writes the parts that it has of named tensors: the Future ends when all have. See `wait_for`.
+    """Write each process's shards of named tensors. The Future is done when all have written: see `wait_for`.
 
-    The parts are copied to the host before this returns. file_of {tensor name: number of its file, from 1}: the files
-    are shard-<rank + 1>-model-<number>-of-<most>.safetensors, each with the place of its parts in its header.
+    The shards are copied to the host before this returns. file_of {tensor name: number of its file, from 1}: the files
+    are shard-<rank + 1>-model-<number>-of-<most>.safetensors; a header says where each shard belongs.
     """
     from torch.distributed import checkpoint
     writer = checkpoint.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
@@ -154,23 +172,23 @@ def write_parts(folder, tensors: dict, file_of: dict) -> Future:
 
 
 def wait_for(written: Future) -> None:
-    """Waits for the Future of `write_parts`. Raises OSError with what the first process that failed says."""
+    """Wait for the Future of `write_parts`. Raises OSError with the message of the first process that failed."""
     from torch.distributed.checkpoint.api import CheckpointException
     try:
         written.result()
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # a BaseException
         failed, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         raise OSError(f'process {failed}: {cause}')
 
 
 @functools.cache
 def writers() -> dist.ProcessGroup:
-    """All processes once more: what they tell each other while they write must not mix with what training sends."""
+    """A process group of its own for writing, because its messages must not mix with those of training."""
     return dist.new_group(backend='gloo')
 
 
 def tensors_in_files(folder) -> dict[str, torch.Tensor]:
-    """{name: tensor without storage}, of the tensors in a folder's safetensors files, whole or in parts."""
+    """Return {name: meta tensor} of the tensors in a folder's safetensors files, sharded or not."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device='meta')
@@ -178,9 +196,9 @@ def tensors_in_files(folder) -> dict[str, torch.Tensor]:
 
 
 def read_parts(folder, tensors: dict) -> None:
-    """Fills named tensors from a folder's safetensors files, whole or in parts, whichever process wrote them.
+    """Fill named tensors from a folder's safetensors files, sharded or not, whichever process wrote them.
 
-    Of a sharded tensor each process reads its own part; it needs no other process.
+    Each process reads its own shard of a sharded tensor, independently of the others.
     """
     from torch.distributed import checkpoint
     with warnings.catch_warnings():

@@ -1,33 +1,36 @@
-"""The settings of a training run, checked: of a new one, and of one that goes on from another.
+"""The settings of a training run: a new one, or one that takes over another run's settings.
 
-`read_settings` reads train.py's command line. With --resume or --eval_only what is not given is the run's, with
---extend that of the run that is made longer; with --init_from what is not given of the model is that of the run whose
-weights it starts from. A run that goes on refuses other values than it began with, but for `MAY_CHANGE`. `model_config`
-makes the model's Config, `check_settings` stops what would fail later.
+`read_settings` reads train.py's command line. With --resume and --eval_only, settings that are not given are those of
+the run in out_dir; with --extend, those of the run that is extended; with --init_from, the model's settings are those
+of the run whose weights are loaded. A resumed or extended run refuses changed settings, except `MAY_CHANGE`.
+`model_config` makes the model's Config, `check_settings` finds problems that would otherwise come up later, and
+`initial_weights` and `restore` load what the run starts from.
 """
 import importlib.util
+import math
+import shlex
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from common import parallel, runs
+from common import checkpoint, parallel, runs
 from common.files import UserError
-from common.settings import load_settings, saved_settings
+from common.machine import torchrun_ranks
+from common.settings import load_settings, make_settings
 from data import has_data
 from data.tokenizers import load_tokenizer, padded_vocab
 
-MAY_CHANGE = {  # on --resume; the last line has settings of models, which change memory and time alone
+MAY_CHANGE = {  # on --resume; the last line has settings of models that only change memory and speed
     'resume', 'overwrite', 'eval_only', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
-    'wandb_project', 'device', 'matmul', 'attention', 'compile', 'parallel', 'shard', 'threads', 'make_data',
-    'assumed_ids',
-    'data',  # where it lies: what it holds is compared by its checksum
-    'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
+    'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
+    'data',  # its folder; the content is compared by its checksum
+    'attention', 'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 
 
 def read_settings(Settings: type, argv: list[str]) -> tuple:
-    """(settings, {name: value} of the model's Config, record of the run that goes on or is evaluated, or None).
+    """Return (settings, {name: value} for the model's Config, config.json of the run that is continued, or None).
 
-    The values are those that are given, or taken over from --init_from. Settings: the dataclass of train.py's.
+    The values are given by the user or taken from --init_from. Settings: train.py's dataclass.
     """
     argv = with_model_of_run(argv)
     s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
@@ -45,11 +48,11 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
 
 
 def resumed_settings(s, given: dict) -> tuple:
-    """(settings of the run in s.out_dir, which goes on or is evaluated, with what is given; that run's record)."""
+    """Return (settings of the run in s.out_dir, which is resumed or evaluated, updated with `given`; its record)."""
     record = runs.read_run(s.out_dir)
     if s.dtype == 'auto':
-        given.pop('dtype', None)  # the run recorded what auto was
-    saved = saved_settings(type(s), record['settings'], f'{s.out_dir}/config.json')
+        given.pop('dtype', None)  # the run has recorded the dtype that auto stood for
+    saved = make_settings(type(s), record['settings'], f'in {s.out_dir}/config.json')
     own = {f.name for f in fields(s)}
     of_model = {name: value for name, value in given.items() if name not in own or name in ('model', 'documents')}
     check_unchanged(s.out_dir, {**asdict(saved), **asdict(runs.saved_config(record, s.out_dir))},
@@ -62,13 +65,12 @@ def resumed_settings(s, given: dict) -> tuple:
 
 
 def with_model_of_source(s, given: dict) -> tuple:
-    """(settings, given) of a run that starts from the weights of s.init_from, with its model's settings where none are
-    given."""
+    """Return (settings, given), with the settings of the model in s.init_from where the user gave none."""
     if is_new(s) and Path(s.out_dir).resolve() == Path(s.init_from).resolve():
         raise UserError(f'--init_from={s.init_from} is the source of the weights: give a new folder, --out_dir=NEW')
     source = runs.read_run(s.init_from)
     values = asdict(runs.saved_config(source, s.init_from))
-    if source['model'] != s.model:  # what both have; in SPS a window is that of the predict stream
+    if source['model'] != s.model:  # only common settings; SPS's window is that of its predict stream
         known = {f.name for f in fields(runs.model_file(s.model).Config)}
         known -= {'window'} if 'sps' in (source['model'], s.model) else set()
         values = {k: v for k, v in values.items() if k in known}
@@ -78,9 +80,9 @@ def with_model_of_source(s, given: dict) -> tuple:
 
 
 def extended_settings(s, given: dict) -> tuple:
-    """(settings of a run that makes the run s.extend longer, that run's record)."""
+    """Return (settings of a run that extends the run s.extend, that run's record)."""
     record = runs.read_run(s.extend)
-    saved = saved_settings(type(s), record['settings'], f'{s.extend}/config.json')
+    saved = make_settings(type(s), record['settings'], f'in {s.extend}/config.json')
     if saved.schedule == 'cosine':
         raise UserError(f'{s.extend} has schedule = cosine, whose learning rates depend on max_tokens from the start, '
                         'so it cannot be made longer: train anew with more max_tokens, or use wsd or constant')
@@ -100,7 +102,7 @@ def extended_settings(s, given: dict) -> tuple:
 
 
 def with_model_of_run(argv):
-    """argv; with the model of the run it goes on with or starts from, if it names neither a model nor a config file."""
+    """Return argv, with --model of the run that is continued, unless argv names a model or a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
     options = {name: value for name, value in options.items() if value not in ('None', 'False', 'false')}
     source = options.get('extend') or options.get('init_from')
@@ -112,60 +114,137 @@ def with_model_of_run(argv):
 
 
 def check_unchanged(folder, saved, given):
-    """Raises UserError if a saved run is given other settings than it was started with, but for MAY_CHANGE."""
+    """Raise UserError if the settings given for a saved run differ from its own, except for MAY_CHANGE."""
     # model first: another has other settings
     for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: (name != 'model', name)):
         if name not in saved:
             raise UserError(f'the run in {folder} has model = {saved["model"]!r}, which has no setting {name!r}: leave '
                             f'{name} out (a saved run needs no config file either)')
         if saved[name] != given[name]:
-            other = 'start another with another --out_dir'
+            other = 'start another run with another --out_dir'
             if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
                 other = f'make it longer with --extend={folder} --max_tokens={given[name]} --out_dir=NEW'
             raise UserError(f'the run in {folder} has {name} = {saved[name]!r}, but {given[name]!r} is asked for: '
                             f'leave {name} out (a saved run needs no config file either), or {other}')
 
 
+def initial_weights(s, record) -> tuple:
+    """Return the weights of another run to start from: (run folder, step, tensors), or (None, 0, None).
+
+    None also for a run that is resumed or extended: `restore` loads its weights and its optimizer's state.
+    """
+    source = s.init_from
+    if record and s.eval_only:
+        source = s.out_dir
+    elif s.extend or record and checkpoint.checkpoints(s.out_dir):
+        source = None
+    if not source:
+        return None, 0, None
+    state, files = checkpoint.load_checkpoint(source, ('model.safetensors',))
+    return source, state['step'], files['model.safetensors']
+
+
+def restore(s, record, model, optimizer) -> tuple[int, float]:
+    """Load the checkpoint that a run continues from. Returns (step, seconds of training so far); (0, 0.0) for none.
+
+    record: config.json of the run that is continued, None for a new run.
+    """
+    if not record:
+        return 0, 0.0
+    if not is_extension(s):
+        if s.extend and not checkpoint.checkpoints(s.out_dir):
+            raise UserError(f'{s.out_dir} was stopped before it had the weights of {s.extend}: start it again, with '
+                            f'--extend={s.extend} --max_tokens={s.max_tokens} --overwrite instead of --resume')
+        return checkpoint.restore_training(s.out_dir, model, optimizer)
+    up_to = last_before_decay(make_settings(type(s), record['settings'], f'in {s.extend}/config.json'))
+    if not checkpoint.candidates(s.extend, up_to):
+        before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
+        raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train a new run with more '
+                        'max_tokens')
+    return checkpoint.restore_training(s.extend, model, optimizer, up_to)
+
+
+def last_before_decay(s) -> int | None:
+    """Return the last step of wsd's constant phase, whose checkpoint is kept for --extend; None for other schedules."""
+    tokens_per_step = s.batch_size * s.block_size
+    return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
+
+
+def describe(s, model, data) -> int:
+    """Print the size and cost of a run. Returns the number of steps."""
+    try:
+        flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
+    except ValueError as error:  # block_size does not suit the model
+        raise UserError(str(error))
+    n_steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
+    tokens = data.splits['train']['tokens']
+    amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
+    print(f'model {s.model}: {runs.count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
+          f'data {data.folder}: {amount}\n'
+          f'{n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
+          + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
+    constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
+    if s.warmup_tokens > constant_until and not s.eval_only:
+        what = 'decay begins' if constant_until < s.max_tokens else 'run ends'
+        print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
+              f'and the {what} after {constant_until:,.0f}')
+    return n_steps
+
+
 def is_new(s) -> bool:
-    """Whether a run folder is to be made."""
+    """Return True if a new run folder is made."""
     return not (s.resume or s.eval_only)
 
 
 def is_extension(s) -> bool:
-    """Whether this is the start of a longer run of s.extend."""
+    """Return True if a run that extends s.extend starts now."""
     return bool(s.extend) and is_new(s)
 
 
 def run_of(s) -> str:
-    """The run folder that the settings are those of."""
+    """Return the folder of the run that is continued."""
     return s.extend if is_extension(s) else s.out_dir
 
 
-def check_settings(s, data, world):
-    """Raises UserError for what would fail later."""
-    if s.schedule not in ('wsd', 'cosine', 'constant'):
-        raise UserError(f"schedule is {s.schedule!r}: expected 'wsd', 'cosine' or 'constant'")
-    if s.optimizer not in ('adamw', 'muon'):
-        raise UserError(f"optimizer is {s.optimizer!r}: expected 'adamw' or 'muon'")
+def resume_command(argv: list[str], world: int, out_dir: str) -> str:
+    """Return the command that continues a run, from the arguments of the one that started it."""
+    args = [a for a in argv if a not in ('--resume', '--overwrite') and not a.startswith('--extend=')]
+    if not any(a.startswith('--out_dir=') for a in args):
+        args.append(f'--out_dir={out_dir}')
+    here = torchrun_ranks()[-1]  # processes on this machine
+    start = f'torchrun --nproc_per_node={here}' if world > 1 else 'python'
+    if world > here:
+        start = f'torchrun --nnodes={world // here} --nproc_per_node={here} ...'
+    return f'{start} {shlex.join(["train.py", *args, "--resume"])}'
+
+
+def check_settings(s, config, data, world):
+    """Raise UserError for settings that would fail later."""
     if s.optimizer == 'muon' and s.parallel == 'fsdp':
-        raise UserError('optimizer = muon needs whole matrices, of which each process has a part with parallel = fsdp: '
-                        'use --parallel=ddp or --optimizer=adamw')
+        raise UserError('optimizer = muon needs whole matrices, but with parallel = fsdp each process has a part: use '
+                        '--parallel=ddp or --optimizer=adamw')
     if s.sample_tokens and not s.eval_only and has_data(s.data):
-        load_tokenizer(data.tokenizer)  # now, not after the training
+        load_tokenizer(data.tokenizer)  # fails now, not after training
     parallel.check_sharding(s.parallel, s.shard, world)
     if s.batch_size < world and not s.eval_only:
         raise UserError(f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one')
     if s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world and not s.eval_only:
-        raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence more than '
-                        'others, and with parallel = fsdp and micro_batch_size = 1 one micro-batch more, for which the '
-                        f'others would wait: use --micro_batch_size=2, or a batch_size that {world} divides')
+        raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence and, with '
+                        'micro_batch_size = 1, one micro-batch more than others, which parallel = fsdp does not allow: '
+                        f'use --micro_batch_size=2, or a batch_size that is a multiple of {world}')
     if s.memory is not None and not s.dry_run:
-        raise UserError(f'--memory={s.memory:g} asks whether a step would fit: add --dry_run, or leave it out to train')
+        raise UserError(f'--memory={s.memory:g} checks whether a step fits: add --dry_run, or leave it out to train')
     if s.acceptance_prompts and hasattr(data, 'score'):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0')
     if s.wandb_project and not s.eval_only and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or use '
                         '--wandb_project=None')
+    if s.acceptance_prompts:
+        from common.speculative import longest_draft
+        try:
+            longest_draft(runs.blank_model(s.model, config), None, 'auto')
+        except ValueError as error:
+            raise UserError(str(error))
     for split in ('train', 'val'):
         if data.n_windows(split, s.block_size) < 1:
             raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
@@ -173,12 +252,12 @@ def check_settings(s, data, world):
 
 
 def model_config(s, given, data, record):
-    """The model's Config: the saved one, or the user's values with the vocabulary of the data."""
+    """Return the model's Config: the saved one, or the user's values with the vocabulary of the data."""
     if record:
         runs.check_vocabulary(record, data, run_of(s))
         if not s.eval_only and record['data']['sha256'] != data.sha256:
             raise UserError(f'{data.folder} is not the data that the run in {run_of(s)} was trained on (its checksums '
-                            'differ): bring that data back, or start another run with --init_from')
+                            'differ): restore that data, or start another run with --init_from')
         changed = {name: value for name, value in given.items() if name in MAY_CHANGE}
         return runs.saved_config({**record, 'model_config': {**record['model_config'], **changed}}, run_of(s))
     if s.init_from:
@@ -188,5 +267,5 @@ def model_config(s, given, data, record):
                         'n_ids out')
     eos_id = data.eos_id if s.documents else None
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
-    names_of_both = [f.name for f in fields(runs.model_file(s.model).Config) if hasattr(s, f.name)]  # as block_size
+    names_of_both = [f.name for f in fields(runs.model_file(s.model).Config) if hasattr(s, f.name)]  # e.g. block_size
     return runs.make_config(s.model, {**vocabulary, **{name: getattr(s, name) for name in names_of_both}, **given})

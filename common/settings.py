@@ -1,10 +1,10 @@
-"""Settings of the scripts: a dataclass each, whose values come from the defaults, a config file and the command line.
+"""Settings of the scripts: dataclasses filled from their defaults, a config file and the command line.
 
-A training run's settings are `train.Settings` plus the `Config` of the chosen model file. A config file is plain Python
-assignments; `--key=value` overrides it, and so does `--key value`. A name nobody knows is an error, in the file as on
-the command line.
+The settings of a training run are `train.Settings` and the `Config` of the chosen model file. A config file is plain
+Python assignments; `--key=value` or `--key value` on the command line overrides it. Unknown names, wrong types and
+values that are not among a setting's `Literal` choices are errors, in a file as on the command line.
 
-`load_settings` is what a script calls. `saved_settings` reads what an earlier run recorded, perhaps by older code.
+Scripts call `load_settings`. `make_settings` builds a dataclass from values, such as those of a run's config.json.
 """
 import ast
 import dataclasses
@@ -22,25 +22,26 @@ from pathlib import Path
 
 from common.files import ROOT, UserError, first_line
 
-LARGEST = 2 ** 53  # number in a setting: up to here whole numbers are exact as floats and in JSON
+LARGEST = 2 ** 53  # largest number in a setting: up to here, integers are exact as floats and in JSON
+SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size'}  # at least 1
 EXAMPLES = [f'config/{name}.py' for name in ('quickstart', 'standard_xs', 'sps_xs', 'gpn_quick', 'gdn_quick')]
-OTHER_NAMES = {  # what a setting is called in nanoGPT and in other repositories
+OTHER_NAMES = {  # names of settings in nanoGPT and other repositories
     'lr': 'learning_rate', 'wd': 'weight_decay', 'max_iters': 'max_tokens', 'warmup_iters': 'warmup_tokens',
     'eval_iters': 'eval_tokens', 'dataset': 'data', 'd_model': 'n_embd', 'dim': 'n_embd', 'hidden_size': 'n_embd',
     'context_length': 'block_size', 'seq_len': 'block_size', 'max_length': 'max_new_tokens'}
 
 
 class Text(str):
-    """A value from the command line, still to be read as the type of its setting."""
+    """A value from the command line, not yet converted to the type of its setting."""
 
 
 def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | None = None) -> tuple:
-    """Reads a script's command line into (settings, positional arguments, {name: value} of what the user gave).
+    """Read a command line: (settings, positional arguments, {name: value} that the user gave).
 
-    Settings is a dataclass, argv None for the process's. With config_of, one positional argument is a config file, and
-    the fields of the dataclass config_of(settings.model), a model's Config, are settings too; they are only in the
-    returned dict. Raises UserError with the nearest valid names for an unknown one. `--help` prints all settings and
-    exits.
+    Settings is a dataclass; argv None means the process's arguments. With config_of, one positional argument is a
+    config file, and the fields of the dataclass config_of(settings.model), a model's Config, are settings too; their
+    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. `--help`
+    prints all settings and exits.
     """
     given, where, positional, wants_help = _parse(join_values(sys.argv[1:] if argv is None else argv, Settings))
     if config_of and positional:
@@ -72,10 +73,10 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
 
 
 def join_values(argv: list[str], Settings: type) -> list[str]:
-    """A script's arguments with `--key value` written as `--key=value`.
+    """Return the arguments with `--key value` joined to `--key=value`.
 
-    A boolean setting is a flag: after it only True or False is a value, all else stands for itself, as a prompt does.
-    The settings of a model are not known here: after one of them a name in .py is a config file, all else is its value.
+    A boolean setting is a flag: after it, only True or False is read as its value. The settings of a model are not
+    known here: after one of them, a name ending in .py is a config file and anything else is its value.
     """
     types_of = typing.get_type_hints(Settings)
     joined = []
@@ -85,7 +86,7 @@ def join_values(argv: list[str], Settings: type) -> list[str]:
         if name not in types_of:
             is_value = not arg.endswith('.py')
         else:
-            is_value = bool not in _options(types_of[name]) or arg.lower() in ('true', 'false')
+            is_value = bool not in kinds(types_of[name])[0] or arg.lower() in ('true', 'false')
         if is_open and is_value and not arg.startswith('--'):
             joined[-1] += f'={arg}'
         else:
@@ -93,13 +94,30 @@ def join_values(argv: list[str], Settings: type) -> list[str]:
     return joined
 
 
-def _options(annotation) -> tuple:
-    """The types that a setting may have."""
-    return typing.get_args(annotation) or (annotation,)
+def kinds(annotation) -> tuple[tuple, tuple]:
+    """Return (the types that a setting may have, its choices); no choices unless it is a Literal or Literal | None."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    found, choices = [], []
+    for part in typing.get_args(annotation) if is_union else (annotation,):
+        if typing.get_origin(part) is typing.Literal:
+            choices += typing.get_args(part)
+            found += map(type, typing.get_args(part))
+        else:
+            found.append(part)
+    if choices and type(None) in found:
+        choices.append(None)
+    return tuple(dict.fromkeys(found)), tuple(choices)
+
+
+def expected(annotation) -> str:
+    """Return the choices or types of a setting in words: "'a', 'b' or None", 'int or None'."""
+    options, choices = kinds(annotation)
+    names = [repr(choice) for choice in choices] or ['None' if o is type(None) else o.__name__ for o in options]
+    return ' or '.join(filter(None, [', '.join(names[:-1]), names[-1]]))
 
 
 def _parse(argv):
-    """({name: value}, {name: where it was given}, positional arguments, whether help is asked for)."""
+    """Return ({name: value}, {name: where it was given}, positional arguments, whether --help was given)."""
     given, where, positional, wants_help = {}, {}, [], False
     for arg in argv:
         if arg in ('-h', '--help'):
@@ -116,15 +134,12 @@ def _parse(argv):
 
 
 def read_config_file(path: str) -> dict:
-    """The assignments of a config file as {name: value}.
-
-    Modules, functions and names with a leading underscore are not settings.
-    """
+    """Return the assignments of a config file, without modules, functions and names that start with an underscore."""
     if not os.path.isfile(path):
         files = (ROOT / 'config').rglob('*.py')
         known = sorted(str(p.relative_to(ROOT)) for p in files if p.name != '__init__.py')
         if os.path.isfile(f'{path}/config.json'):
-            raise UserError(f'{path} is a run folder, no config file: go on with it with --out_dir={path} --resume')
+            raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
         near = difflib.get_close_matches(path, known, 3, 0.4)
         hint = f'did you mean {" or ".join(near)}?' if near else f'expected one such as {", ".join(EXAMPLES)}'
         raise UserError(f'there is no config file {path}: {hint}')
@@ -132,7 +147,7 @@ def read_config_file(path: str) -> dict:
         names = runpy.run_path(str(path))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # SystemExit included
         raise UserError(f'config file {path} does not run: {type(error).__name__}: {first_line(error)}')
 
     def is_setting(name, value):
@@ -141,66 +156,75 @@ def read_config_file(path: str) -> dict:
 
 
 def typed(name: str, value, annotation, where: str):
-    """value as the type of its setting, or a UserError.
+    """Return a value converted to the type of its setting; UserError if that is impossible or the value is negative.
 
-    20e9 may be an int and an int may be a float. What is on the command line is text, and read as the type needs it.
+    A whole float such as 20e9 may be an int, and an int may be a float. Command-line text is parsed as the type needs.
     """
-    options = _options(annotation)
+    options, choices = kinds(annotation)
     if isinstance(value, Text):
-        if not value and {str, type(None)} <= set(options):  # as --init_from=$RUN where RUN is not set
+        if not value and {str, type(None)} <= set(options):  # --init_from=$RUN with RUN unset, for example
             raise UserError(f'setting {name!r} {where} is empty: expected text, or None for none')
         if str in options and value not in ('None', "''", '""'):
-            return str(value)
-        try:
-            value = ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(value, value))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply
             value = str(value)
+        else:
+            try:
+                value = ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(value, value))
+            except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deeply nested
+                value = str(value)
     if type(value) in (int, float) and not abs(value) <= LARGEST:
         raise UserError(f'{name} is {shown(value)} {where}: expected a number of at most {LARGEST:.0e}')
-    for option in options:
-        if option is int and isinstance(value, float) and value.is_integer():
-            return int(value)
-        if option is float and type(value) is int:
-            return float(value)
-        if type(value) is option:
-            return value
-    if value is True and where == 'on the command line':
-        raise UserError(f'--{name} needs a value: write --{name}=VALUE')
-    wanted = ' or '.join('None' if o is type(None) else o.__name__ for o in options)
-    raise UserError(f'setting {name!r} {where} is {shown(value)}, a {type(value).__name__}: expected {wanted}')
+    if float in options and type(value) is int:
+        value = float(value)
+    if int in options and type(value) is float and value.is_integer():
+        value = int(value)
+    if type(value) not in options:
+        if value is True and where == 'on the command line':
+            raise UserError(f'--{name} needs a value: write --{name}=VALUE')
+        raise UserError(f'setting {name!r} {where} is {shown(value)}, a {type(value).__name__}: expected '
+                        f'{expected(annotation)}')
+    least = 1 if name in SIZES else 0
+    if type(value) in (int, float) and value < least:
+        raise UserError(f'{name} is {value} {where}: expected at least {least}')
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), map(str, choices), 1)
+        hint = f'; did you mean {near[0]!r}?' if near else ''
+        raise UserError(f'{name} is {value!r} {where}: expected {expected(annotation)}{hint}')
+    return value
 
 
 def shown(value) -> str:
-    """The repr of a value that may be anything, short enough for a sentence."""
+    """Return the repr of any value, short enough for a sentence."""
     try:
         text = repr(value)
-    except Exception:  # an int of more digits than Python prints, or a class of the user's
+    except Exception:  # an int with too many digits to print, or a user's class
         return '...'
     return text if len(text) <= 80 else f'{text[:80]}...'
 
 
-def saved_settings(Settings: type, values: dict, path):
-    """A dataclass of settings, or a model's Config, from the dict of a config.json at `path`.
+def make_settings(Settings: type, values: dict, where: str):
+    """Return a dataclass of settings, or a model's Config, with these values and defaults for the rest.
 
-    A run may be older than a setting: what is missing takes its default. So the default of a new setting must be what
-    the code did before there was one. Raises UserError for a name that is unknown or a value that is wrong.
+    Raises UserError for an unknown name, for a value that `typed` rejects, and for values that __post_init__ rejects
+    with a ValueError. where: the source of the values, for the message.
     """
     types_of = typing.get_type_hints(Settings)
     unknown = sorted(values.keys() - types_of.keys())
     if unknown:
-        raise UserError(f'{path} has settings that {Path(inspect.getsourcefile(Settings)).name} does not know: '
-                        f'{", ".join(unknown)}. Use the code that the run was made with')
-    values = {name: typed(name, value, types_of[name], f'in {path}') for name, value in values.items()}
+        raise UserError(f'unknown settings {where}: {Path(inspect.getsourcefile(Settings)).name} has no '
+                        f'{", ".join(unknown)}')
+    values = {name: typed(name, value, types_of[name], where) for name, value in values.items()}
     try:
         return Settings(**values)
-    except ValueError as error:
-        raise UserError(f'{path}: {error}')
+    except UserError:
+        raise
+    except (ValueError, ZeroDivisionError) as error:
+        raise UserError(f'{error} ({where})')
 
 
 def check_ranges(settings, **ranges: tuple) -> None:
-    """Raises UserError for a number outside its (low, high), both included; None is always inside.
+    """Raise UserError for a number outside its range (low, high), both included; None is always allowed.
 
-    A dataclass of settings calls it in __post_init__, so that its numbers are right wherever they come from.
+    Dataclasses of settings call it in __post_init__.
     """
     for name, (low, high) in ranges.items():
         value = getattr(settings, name)
@@ -210,7 +234,7 @@ def check_ranges(settings, **ranges: tuple) -> None:
 
 
 def print_help(Settings: type, ModelConfig: type | None = None) -> None:
-    """Every setting with type, default and the comment beside it in the source."""
+    """Print every setting with its type, its default and its comment in the source."""
     print(inspect.getmodule(Settings).__doc__.strip() + '\n')
     sections = [(Settings, 'settings and their defaults, which a config may change')]
     if ModelConfig:
@@ -218,6 +242,6 @@ def print_help(Settings: type, ModelConfig: type | None = None) -> None:
     for cls, title in sections:
         print(f'{title}:')
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
+        hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
-            kind = f.type.__name__ if isinstance(f.type, type) else str(f.type)
-            print(f'  --{f.name}={f.default!r}  ({kind})\n        {comments.get(f.name, "")}')
+            print(f'  --{f.name}={f.default!r}  ({expected(hints[f.name])})\n        {comments.get(f.name, "")}')

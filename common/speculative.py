@@ -1,10 +1,10 @@
 """Speculative decoding: `speculative_generate`.
 
-A round drafts n tokens, appends the last token and the draft to the cache in one `extend`, keeps what the rule of
-`verify` accepts, and draws one token more. The rule makes the distribution of the text that of plain decoding, whatever
-drafts.
+A round drafts n tokens, appends the last token and the draft to the cache in one `extend`, keeps the tokens that
+`verify` accepts, and draws one more. The text has the same distribution as with plain decoding, whatever the draft is.
 
-Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` are who drafts, `AutoLength` how long.
+Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` make drafts; `AutoLength` decides how long
+they are.
 """
 from math import inf
 
@@ -15,6 +15,7 @@ from common.decoding import (
     check_logits,
     check_prompts,
     check_sampling,
+    decodable,
     draw,
     has_graphs,
     pad,
@@ -22,19 +23,18 @@ from common.decoding import (
     roomy_cache,
     token_probs,
 )
-from common.extend_check import decodable, has_right_extend
 
-LONGEST_AUTO = 16  # tokens that auto drafts at most
-LONGEST = 1000  # tokens of any draft, at most
+LONGEST_AUTO = 16  # most tokens of a draft with draft_len 'auto'
+LONGEST = 1000  # most tokens of any draft
 
 
 def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling (Leviathan et al. 2022): how many drafted tokens are accepted (B,), and the next token (B,).
+    """Speculative sampling (Leviathan et al. 2022). Returns the number of accepted tokens (B,) and the next token (B,).
 
-    p (B, n + 1, V) is the model's distribution at each position, q (B, n, V) that of which drafts (B, n) were drawn;
-    lengths (B,) of them count in each row. Token x is accepted with probability min(1, p(x) / q(x)). The first that is
-    not is replaced by a draw from max(p - q, 0), normalised; after all of them comes a draw from p. uniform (B, n) in
-    [0, 1), noise (B, V) as for `draw`.
+    p (B, n + 1, V) is the model's distribution at each position, q (B, n, V) the distribution that drafts (B, n) were
+    drawn from; the first lengths (B,) tokens of each row count. Token x is accepted with probability
+    min(1, p(x) / q(x)). The first rejected token is replaced by a draw from max(p - q, 0), normalized; if all are
+    accepted, one more is drawn from p. uniform (B, n) in [0, 1); noise (B, V) as for `draw`.
     """
     batch_idx, n = torch.arange(len(p), device=p.device), drafts.shape[1]
     if n == 0:
@@ -44,24 +44,26 @@ def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.T
     accepted = (accepts(p_draft, q_draft, uniform) & counted).long().cumprod(1).sum(1)
     p_next = p[batch_idx, accepted]
     rest = (p_next - q[batch_idx, accepted.clamp(max=n - 1)]).clamp(min=0)
-    is_refused = (accepted < lengths) & (rest.sum(-1) > 0)  # rounding may leave no rest
-    return accepted, draw(torch.where(is_refused[:, None], rest, p_next), noise)
+    is_rejected = (accepted < lengths) & (rest.sum(-1) > 0)  # rounding may leave no rest
+    return accepted, draw(torch.where(is_rejected[:, None], rest, p_next), noise)
 
 
 def accepts(p, q, uniform) -> torch.Tensor:
-    """Whether a token of probability p, drawn with probability q, is accepted."""
+    """Return True where the drafted token is accepted: p, q are its target and draft probabilities."""
     return uniform * q < p
 
 
 @torch.inference_mode()
+@torch.autocast('cpu', enabled=False)  # see `generate`
 def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *, draft=None, draft_len='auto',
                          temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, eos_id=None, finished=None,
                          on_tokens=None, auto=None) -> tuple[list[list[int]], 'DraftStatistics']:
-    """`generate` with drafts: the same distribution of texts, in fewer steps. Returns new ids, and DraftStatistics.
+    """`generate` with drafts: the same distribution of texts in fewer steps. Returns new ids and DraftStatistics.
 
-    draft: a second model with the same vocabulary, or None: the model drafts for itself. draft_len: tokens a draft, or
-    'auto' (by `auto`, an `AutoLength`; None: a new one). Greedy texts are those of `generate` but for rounding where
-    two logits are equal. Raises ValueError as `generate`, and for a model that cannot draft, or not so many tokens.
+    draft: a second model with the same vocabulary; None: the model drafts for itself. draft_len: tokens per draft, or
+    'auto' (decided by `auto`, an `AutoLength`; None: a new one). Greedy texts equal those of `generate` except where
+    rounding breaks a tie between two logits. Raises ValueError like `generate`, and if the model cannot draft or cannot
+    draft that many tokens.
     """
     longest = longest_draft(model, draft, draft_len)
     check_prompts(prompts)
@@ -71,7 +73,7 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
         return [[] for _ in prompts], statistics
     device = next(model.parameters()).device
     if device.type == 'cuda':
-        torch.cuda.set_device(device)  # where the graphs are captured
+        torch.cuda.set_device(device)  # the graphs are captured there
     cache = roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
     drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, max_new_tokens, longest)
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -110,9 +112,9 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
 
 
 def draft_tokens(decoder, auto, longest, going) -> int:
-    """Drafts up to `longest` tokens and returns how many: with auto as many as are worth it, at least one.
+    """Draft up to `longest` tokens, with auto as many as pay off, and return how many: at least one.
 
-    going: indices of the rows that go on.
+    going: indices of the rows that are not finished.
     """
     if auto:
         auto.begin(len(going))
@@ -126,36 +128,32 @@ def draft_tokens(decoder, auto, longest, going) -> int:
 
 
 def read_length(text: str):
-    """A draft_len as text -> the number that it is, or else as it stands: 'auto', or what `longest_draft` refuses."""
+    """Return a draft_len given as text: the number, or the text itself for `longest_draft` to accept or reject."""
     return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
 def longest_draft(model, draft, draft_len) -> int:
-    """The longest draft that draft_len asks for; ValueError if it is no length, or not one of the model's."""
+    """Return the longest draft for a draft_len; ValueError if it is no valid length or the model cannot draft it."""
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
     if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= LONGEST):
-        raise ValueError(f'draft_len = {draft_len!r}: expected at least 1 token, or auto, '
-                         f'and at most {LONGEST}')
+        raise ValueError(f"draft_len is {draft_len!r}: expected 'auto' or a number of tokens from 1 to {LONGEST}")
     if longest < 1:
         raise ValueError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that '
                          'drafts')
-    if draft is None and not has_right_extend(model):
-        raise ValueError(f'{type(model).__module__} cannot draft for itself, as its extend differs from its logits: '
-                         'mend it, or give a second run that drafts')
     if draft_len != 'auto' and draft_len > longest:
-        raise ValueError(f'draft_len = {draft_len}: this model drafts up to {longest} tokens')
+        raise ValueError(f'draft_len is {draft_len}: this model drafts up to {longest} tokens')
     if draft is not None:
-        ours, drafts = ((m.config.n_ids, m.config.vocab_size) for m in (model, draft))
-        if ours != drafts:
-            raise ValueError(f'the draft has {drafts[0]} ids in {drafts[1]} rows, the model {ours[0]} in {ours[1]}: '
-                             'they must have one vocabulary')
+        ours, theirs = ((m.config.n_ids, m.config.vocab_size) for m in (model, draft))
+        if ours != theirs:
+            raise ValueError(f'the draft model has {theirs[0]} ids in {theirs[1]} rows, the model {ours[0]} in '
+                             f'{ours[1]}: they must share one vocabulary')
     return min(longest, LONGEST_AUTO) if draft_len == 'auto' else draft_len
 
 
 class SpeculativeDecoder:
-    """Decodes a draft and one token a row and round.
+    """Decodes a draft and one more token per row and round.
 
-    On a GPU each step of a draft and each verification is a CUDA graph.
+    On a GPU, each step of a draft and each verification is a CUDA graph.
     """
 
     def __init__(self, model, cache, drafter, longest, filters, generator):
@@ -164,7 +162,7 @@ class SpeculativeDecoder:
         self.graphs = {}
 
     def read_prompts(self, tokens, lengths):
-        """Reads the prompts (B, n), right-padded to lengths; returns the first new token of each row (B,)."""
+        """Read the prompts (B, n), right-padded to lengths. Returns the first new token of each row (B,)."""
         logits = self.model.extend(tokens, self.cache, lengths)
         check_logits(logits)
         B, V, device = *logits.shape, logits.device
@@ -172,7 +170,7 @@ class SpeculativeDecoder:
         self.uniform = torch.full((B, self.longest), 0.5, device=device)
         self.drafts = torch.zeros(B, self.longest, dtype=torch.int64, device=device)
         self.probs = torch.zeros(B, self.longest, V, device=device)  # the distribution of each drafted token
-        self.confidences = torch.zeros(B, self.longest, device=device)  # the draft's probability for it, unfiltered
+        self.confidences = torch.zeros(B, self.longest, device=device)  # its probability before the filters
         self.lengths, self.accepted = torch.zeros_like(lengths), torch.zeros_like(lengths)
         self.live = torch.ones_like(lengths, dtype=torch.bool)
         self.refresh(self.noise)
@@ -181,19 +179,19 @@ class SpeculativeDecoder:
         return self.token
 
     def refresh(self, noise, uniform=None):
-        """New random numbers; greedy decoding needs none."""
+        """Draw new random numbers, which greedy decoding does not need."""
         if not self.is_greedy:
             noise.exponential_(generator=self.generator)
             if uniform is not None:
                 uniform.uniform_(generator=self.generator)
 
     def pick(self, logits):
-        """A token (B,) for logits (B, V), and the distribution (B, V) it is from."""
+        """Pick tokens (B,) from logits (B, V). Returns them and their distribution (B, V)."""
         probs = token_probs(logits, **self.filters)
         return draw(probs, self.noise), probs
 
     def draft(self, i):
-        """Drafts token i of the round; i = 0, 1, ... in turn."""
+        """Draft token i of the round; called with i = 0, 1, ... in turn."""
         self.refresh(self.noise)
         self.run(('draft', i), lambda: self.draft_step(i), lambda: None)
 
@@ -207,9 +205,9 @@ class SpeculativeDecoder:
         self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
 
     def verify(self, n, lengths, live):
-        """Verifies the n tokens drafted, `lengths` (B,) of which count; rows that are not live (B,) stay as they are.
+        """Verify the n drafted tokens, of which the first `lengths` (B,) count. Rows that are not live (B,) are kept.
 
-        Afterwards `accepted` and `token` hold what came of it, `drafts` the text before `token`.
+        Afterwards `accepted` is the number of accepted tokens of `drafts`, and `token` the one that follows them.
         """
         self.lengths.copy_(lengths)
         self.live.copy_(live)
@@ -233,7 +231,7 @@ class SpeculativeDecoder:
         self.token.copy_(token)
 
     def run(self, name, step, undo):
-        """Does a step: on a GPU as a graph, recorded the first time."""
+        """Run a step: on a GPU as a CUDA graph, captured the first time."""
         if not all(has_graphs(model, self.token.device) for model in (self.model, self.drafter.model)):
             return step()
         if name not in self.graphs:
@@ -241,10 +239,10 @@ class SpeculativeDecoder:
         self.graphs[name].replay()
 
 
-# ---- who drafts ----
+# ---- sources of drafts ----
 
 class OwnDraft:
-    """Drafts by the model itself: its `draft`."""
+    """The model drafts for itself, through its `draft`."""
 
     def __init__(self, model, cache):
         self.model, self.cache = model, cache
@@ -253,8 +251,11 @@ class OwnDraft:
         pass
 
     def step(self, i, token, pick):
-        """Draws token i of the draft, after `token` (B,): (B,), and its distribution (B, V). Again changes nothing."""
-        self.cache.drafted = i  # a replayed graph does not count
+        """Draw token i of the draft, which follows `token` (B,). Returns it (B,) and its distribution (B, V).
+
+        Idempotent.
+        """
+        self.cache.drafted = i  # set here, because replaying a graph does not update it
         tokens, probs = self.model.draft(token, self.cache, 1, pick)
         return tokens[:, 0], probs[:, 0]
 
@@ -263,10 +264,10 @@ class OwnDraft:
 
 
 class RunDraft:
-    """Drafts by another model, of any architecture.
+    """Another model drafts, of any architecture.
 
-    Only the last run of a cache can be forgotten, so each step reads the whole draft so far as one run, which costs
-    little more than its last token.
+    A cache can only roll back its last run, so each step reads the whole draft so far as one run. That costs little
+    more than reading its last token.
     """
 
     def __init__(self, model, prompts, max_new_tokens, longest):
@@ -274,16 +275,16 @@ class RunDraft:
         self.cache = roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
 
     def read_prompts(self, tokens, lengths, token):
-        """Reads the prompts; `token` (B,) comes after them."""
+        """Read the prompts; `token` (B,) follows them."""
         check_logits(self.model.extend(tokens, self.cache, lengths))
         self.new_run = torch.zeros(len(tokens), self.cache.max_run, dtype=torch.int64, device=tokens.device)
         self.new_run[:, 0] = token
-        self.n_unread = torch.ones_like(lengths)  # tokens of the text that the cache has not, 1 or 2: new_run begins so
+        self.n_unread = torch.ones_like(lengths)  # tokens of the text, 1 or 2, that are not in the cache yet
         self.n_held = torch.zeros_like(lengths)  # tokens of new_run that are in the cache
         self.batch_idx = torch.arange(len(tokens), device=tokens.device)
 
     def step(self, i, token, pick):
-        """As `OwnDraft.step`."""
+        """See `OwnDraft.step`."""
         if i > 0:
             self.new_run[self.batch_idx, self.n_unread + i - 1] = token
         self.cache.rollback(self.n_held)
@@ -293,11 +294,11 @@ class RunDraft:
         return pick(self.model.extend(tokens, self.cache, self.n_held))
 
     def end_round(self, n, drafts, accepted, token, live):
-        """After a round: forgets what was not accepted (B,) of the drafts (B, n); `token` comes next.
+        """End a round: forget the tokens of the drafts (B, n) after the first accepted (B,); `token` comes next.
 
-        Rows that are not live stay as they were.
+        Rows that are not live are kept.
         """
-        if n == 0:  # every row is at its end
+        if n == 0:  # every row has its last token
             return
         self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.n_held))
         self.n_held.zero_()
@@ -308,20 +309,19 @@ class RunDraft:
         self.n_unread.copy_(torch.where(live, 1 + all_accepted.long(), self.n_unread))  # in place: a graph reads it
 
 
-# ---- how long a draft is ----
+# ---- draft lengths ----
 
 class DraftStatistics:
-    """What became of the drafts.
+    """Counts over all rows: `rounds`, `drafted` tokens, and by position in the draft, tokens `tried` and `accepted`.
 
-    `tried` and `accepted` by position in the draft; `rounds` over all rows, each of which also makes a token undrafted,
-    and `drafted`, the tokens of all drafts.
+    Each round also makes one token that was not drafted.
     """
 
     def __init__(self):
         self.tried, self.accepted, self.rounds, self.drafted = [], [], 0, 0
 
     def add(self, length: int, accepted: int) -> None:
-        """A row's draft of `length` tokens, of which the first `accepted` were accepted."""
+        """Count one row's draft of `length` tokens, of which the first `accepted` were accepted."""
         self.rounds += 1
         self.drafted += length
         for counts, n in ((self.tried, min(length, accepted + 1)), (self.accepted, accepted)):
@@ -335,40 +335,40 @@ class DraftStatistics:
 
     @property
     def by_position(self) -> list[float]:
-        """Share of the tokens at each position of a draft that are accepted, of those whose turn comes."""
+        """Acceptance rate at each position of a draft, given that all tokens before it were accepted."""
         return [a / t for a, t in zip(self.accepted, self.tried) if t]
 
 
 class AutoLength:
-    """Decides after each drafted token whether to draft another; pass it on to the next call, for it learns.
+    """Decides after each drafted token whether to draft another. It learns: reuse it for the next call.
 
-    The unit of time is one verification. A round of n drafted tokens takes 1 + n cost, and yields one token and those
-    accepted. `speed` is the tokens of all rounds so far over their time. One more drafted token takes `cost`, in which
-    speed x cost tokens could be made. Its gain is the mean over the rows of the probability that the whole draft, and
-    it too, are accepted. It is drafted while its gain is more than speed x cost.
+    The unit of time is one verification. A round with n drafted tokens takes 1 + n cost and yields the accepted tokens
+    and one more. `speed` is the number of tokens of all rounds so far over their time. One more drafted token takes
+    `cost`, in which speed x cost tokens could be made otherwise. Its gain is the probability that it and the whole
+    draft before it are accepted, averaged over the rows. It is drafted if its gain is more than speed x cost.
 
-    A drafted token is taken to be accepted as often as those before it of like confidence (the draft's own probability
-    for it), and the one to come as often as all before it. The rows of a batch share a round's time, so they share its
-    length: a row that stopped alone would save nothing.
+    The acceptance probability of a drafted token is estimated from earlier tokens of similar confidence (the draft
+    model's probability for the token), and that of the next token from all earlier ones. The rows of a batch share a
+    round's time, so they share its length: a row that stopped alone would save nothing.
 
-    That a token is drafted depends on those before it only, never on itself, so the distribution of the text stays. No
+    Whether a token is drafted depends only on the tokens before it, so the distribution of the text is unchanged. No
     clock is read: the same seed gives the same lengths and the same text.
     """
 
     BINS = 10  # of confidence
 
     def __init__(self, cost: float | None = None):
-        """cost: of drafting one token; None: `draft_cost` of the first call."""
+        """cost: time to draft one token; None: `draft_cost` of the first call."""
         self.cost = cost
-        self.tokens = self.time = 1.0  # of a row, over all rounds: a start, as plain decoding
-        self.bins = [[2 * (i + 0.5) / self.BINS, 2.0] for i in range(self.BINS)]  # accepted, tried: a start
+        self.tokens = self.time = 1.0  # per row, over all rounds; starts at the speed of plain decoding
+        self.bins = [[2 * (i + 0.5) / self.BINS, 2.0] for i in range(self.BINS)]  # accepted, tried: a prior
 
     def begin(self, n_rows: int) -> None:
-        """Before a round."""
+        """Start a round."""
         self.drafts, self.survive = [], [1.0] * n_rows
 
     def more(self, confidences: list[float]) -> bool:
-        """Whether to draft another token. confidences: of the token just drafted, for each row that goes on."""
+        """Return True to draft another token. confidences: of the token just drafted, in each unfinished row."""
         bins = [self.bins[min(int(c * self.BINS), self.BINS - 1)] for c in confidences]
         self.drafts.append(bins)
         self.survive = [before * accepted / tried for before, (accepted, tried) in zip(self.survive, bins)]
@@ -376,7 +376,7 @@ class AutoLength:
         return sum(self.survive) * accepted / tried > len(bins) * self.cost * self.tokens / self.time
 
     def learn(self, outcomes: list[tuple[int, int]]) -> None:
-        """After a round. outcomes: (length, accepted) of each row that went on."""
+        """End a round. outcomes: (length, accepted) of each row that was unfinished."""
         self.tokens += 1 + sum(accepted for _, accepted in outcomes) / len(outcomes)
         self.time += 1 + len(self.drafts) * self.cost
         for row, (length, accepted) in enumerate(outcomes):
@@ -387,10 +387,10 @@ class AutoLength:
 
 
 def draft_cost(model, draft, decoder) -> float:
-    """What a drafted token costs, in verifications: the ratio of the bytes of weights and cache that they read.
+    """Return the time to draft a token over the time of a verification: the ratio of the bytes that they read.
 
-    Besides, the verification has one more token to read, which its products feel on a CPU: measured on a Xeon, 0.07
-    with quickstart_nextlat and 0.11 with 8 layers of 192. The GPU's 0.01 is a guess.
+    The verification also has one more token to read, which costs a CPU 0.08 (measured on a Xeon: 0.07 with
+    quickstart_nextlat, 0.11 with 8 layers of 192) and a GPU 0.01 (a guess).
     """
     if draft is not None:
         drafting = weight_bytes(draft.modules()) + decoder.drafter.cache.nbytes
@@ -398,7 +398,7 @@ def draft_cost(model, draft, decoder) -> float:
         called = set()
         hook = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(module))
         try:
-            decoder.draft_step(0)  # the round drafts it again
+            decoder.draft_step(0)  # the round repeats it
         finally:
             hook.remove()
         drafting = weight_bytes(called)
@@ -407,7 +407,7 @@ def draft_cost(model, draft, decoder) -> float:
 
 
 def weight_bytes(modules) -> int:
-    """Bytes of the modules' weights, each once; a table of embeddings is looked up, not read."""
+    """Return the bytes of the modules' weights, each counted once, without embedding tables, which are only indexed."""
     weights = {p for module in modules if not isinstance(module, nn.Embedding)
                for p in module.parameters(recurse=False)}
     return sum(p.nbytes for p in weights)

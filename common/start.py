@@ -1,21 +1,21 @@
-"""What a program does before its long imports."""
+"""Process setup that must run before the slow imports."""
 import os
 import signal
 import sys
-import time
+
+# Iterations that an idle OpenMP thread spins before it sleeps. With libgomp's default (300,000), training is 5 times
+# slower than with this value while another program keeps a core busy. With 1,000 it is a quarter slower on an idle
+# machine, because threads fall asleep between two matrix products (bench/results/spin_cpu.json).
+SPIN_COUNT = '5000'
 
 
-def quiet_start(decodes: bool = False) -> None:
-    """Ctrl-C ends the imports without a traceback, and standard files that the shell closed (`>&-`) are there again.
+def quiet_start() -> None:
+    """Prepare the process: Ctrl-C during imports exits without a traceback, closed standard streams are reopened.
 
-    What a terminal cannot show is shown as its code. `friendly_errors` of files.py takes over after the imports.
-
-    PyTorch's threads spin for a while when they wait, and then sleep; OpenMP reads for how long as it is loaded. The
-    many short products of decoding are 1.3 to 1.5 times as fast where no thread falls asleep between two of them, but
-    on cores that others use each wait is lost (`python -m bench.spin`). Training is long: others may come.
+    Characters that the terminal cannot show are printed as escapes. Libraries show no progress bars in a log file.
+    Environment variables that the user has set are kept.
     """
-    spins = 5000 if not decodes else 1000 if others_run() else 15000
-    os.environ.setdefault('GOMP_SPINCOUNT', str(spins))
+    os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number, name, mode in ((0, 'stdin', 'r'), (1, 'stdout', 'w'), (2, 'stderr', 'w')):
@@ -24,17 +24,6 @@ def quiet_start(decodes: bool = False) -> None:
             setattr(sys, name, open(number, mode, closefd=False))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors='backslashreplace')
-
-
-def others_run() -> bool:
-    """Whether other threads than this one use the cores now, at three looks. False where the system does not tell."""
-    try:
-        for _ in range(3):
-            with open('/proc/loadavg') as file:
-                n_running = int(file.read().split()[3].partition('/')[0])
-            if n_running == 1:
-                return False
-            time.sleep(0.002)
-    except (OSError, ValueError, IndexError):
-        return False
-    return True
+    if not sys.stderr.isatty():
+        for name in ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PROGRESS_BARS'):
+            os.environ.setdefault(name, '1')

@@ -19,7 +19,6 @@ if sys.argv[0] == '-m':  # as in python -m data.pointer_chasing, which runs this
 
 from common.files import UserError
 from data.shards import BUILT, VAL_SHARE, Data, write_data
-from data.sources import START, batches, file_batches, fitting_share, is_for_datasets, text_files
 from data.tasks import Generated, builtin_data, task_class
 
 
@@ -33,6 +32,7 @@ def open_data(name) -> Data | Generated:
     if name in builtin_data():
         folder, build = BUILT / name, importlib.import_module(f'data.{name}').build
     elif not (folder / 'meta.json').exists():
+        from data.sources import text_files
         files = text_files(str(name))
         if files:
             folder, build = text_data(folder, files)
@@ -65,15 +65,13 @@ def has_data(name: str) -> bool:
 
 
 def text_data(path: Path, files: list[str]) -> tuple:
-    """(the data folder of a .txt file or of a folder of them, the function that builds it).
+    """Return (the data folder of a .txt file or of a folder of them, the function that builds it).
 
-    Other texts are another data folder.
+    The folder's name depends on the texts.
     """
+    from data.sources import START, batches, file_batches, fitting_share, is_for_datasets
     stats = [(file, os.stat(file)) for file in files]
     identity = [[os.path.relpath(file, path), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
-    of_older_code = built_folder(path, [identity, 10_000, VAL_SHARE])  # in documents of 10,000 bytes; runs may go on
-    if of_older_code.exists():
-        return of_older_code, None
     s = SimpleNamespace(text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE, val_hash='sha256')
 
     def read(position):
@@ -83,7 +81,7 @@ def text_data(path: Path, files: list[str]) -> tuple:
         if path.is_dir() and is_for_datasets(path):
             raise UserError(f'{path} has records beside {len(files)} .txt: make a data folder of the records with '
                             f'python prepare_fineweb.py {path}, or give a folder of texts alone')
-        from data.tokenizers import load_tokenizer  # here, as that file is a program too
+        from data.tokenizers import load_tokenizer  # imported here because that file can be run as a program too
         s.val_share = fitting_share(read, s)
         write_data(built, load_tokenizer('byte'), (found for _, batch in batches(read, s, START) for found in batch))
     return built_folder(path, ['a document a file', identity, VAL_SHARE]), build

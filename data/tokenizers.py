@@ -18,7 +18,6 @@ import numpy as np
 
 from common.files import UserError, friendly_errors, sha256, write_file
 from common.settings import check_ranges, load_settings
-from data.sources import printable
 from data.tasks import make_task, task_class
 
 GPT2_SHA256 = {
@@ -250,7 +249,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
 
 
 def texts_of(paths: list[Path]) -> Iterator[str]:
-    """The lines of .txt files and the texts of .jsonl records."""
+    """Yield the lines of .txt files and the texts of .jsonl records."""
+    from data.sources import printable
     for path in paths:
         with open(path, encoding='utf-8', errors='replace') as file:
             for number, line in enumerate(file, 1):

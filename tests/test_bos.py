@@ -98,15 +98,6 @@ def test_transformers_starts_the_texts_of_an_exported_run_as_training_did(traine
     assert ids == {'run': [0, *encode('a text')], 'plain': encode('a text')}
 
 
-def test_a_run_of_older_code_has_no_bos(trained, tmp_path):
-    record = config_json(trained)
-    del record['data']['bos']
-    record['data']['tokenizer'] = str(trained / 'tokenizer.json')
-    (tmp_path / 'run').mkdir()
-    write_json(tmp_path / 'run/config.json', record)
-    assert runs.read_run(tmp_path / 'run')['data']['bos'] is False
-
-
 @pytest.mark.parametrize('bos', [None, False])
 def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeypatch):
     pytest.importorskip('lm_eval')

@@ -14,7 +14,7 @@ from conftest import assert_sentence, run
 
 import data
 from common.files import UserError
-from common.scoring import validation_loss
+from common.validation import validation_loss
 from data import python_docs, shards
 from data.shards import Data, epoch_keys, permute, shuffled
 from data.tokenizers import load_tokenizer, padded_vocab

@@ -32,7 +32,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import runs
-from common.cpu_forms import KEPT
 from common.start import quiet_start
 from data.shards import write_data
 from data.tokenizers import load_tokenizer
@@ -388,8 +387,7 @@ def check(base: Path, program: str, argv, faults, env, encoding, stdin) -> None:
     assert os.WEXITSTATUS(status) == 0 or stderr.strip(), f'no sentence: {case}'
     own = {name for name in OWN.get(program, ()) if any(name in arg for arg in argv)}
     others = {name.partition('/')[0] for name in before} - own
-    changed = {name for name, _ in before.items() ^ contents(folder).items() if name.partition('/')[0] in others
-               and not (program in ('sample', 'eval') and Path(name).name == KEPT)}
+    changed = {name for name, _ in before.items() ^ contents(folder).items() if name.partition('/')[0] in others}
     assert not changed, f'changed {changed}: {case}'
 
 

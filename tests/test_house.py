@@ -1,41 +1,44 @@
-"""The house: who imports whom, read from the source; config/ holds settings alone; no line is too long."""
+"""The structure of the repository: who imports whom, that nobody patches anybody, and how much code training loads."""
 import ast
+import re
 
-from conftest import ROOT
+import pytest
+from conftest import ROOT, run_apart
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
-COMMON = {'start', 'files', 'settings', 'machine', 'matmul', 'runs', 'llama', 'decoding', 'speculative', 'scoring',
-          'benchmarks', 'memory', 'muon', 'kernel_check', 'parallel', 'int8', 'checkpoint', 'cpu_forms',
-          'run_settings', 'dry_run', 'extend_check'}
-ARROWS = {  # room: the rooms that it imports; analysis, bench and tests import anything
+GROUND = {'common.files', 'common.settings'}
+ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may import anything
     'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
-    'data': {'data', 'common.start', 'common.files', 'common.settings', 'common.decoding'},
+    'common.decoding': {'common.files'},
+    'data': {'data', 'common.start', 'common.decoding', *GROUND},
     'common.parallel': {'common.files'},
     'common.checkpoint': {'common.files', 'common.parallel'},
-    'common.runs': {'common.files', 'common.settings', 'common.checkpoint', 'common.kernel_check', 'data'},
-    'common.llama': {'common.files', 'common.runs', 'common.checkpoint', 'data'},
-    'common.matmul': {'common.files', 'common.machine', 'common.parallel'},
-    'common.extend_check': {'common.files'},
-    'common.decoding': {'common.files', 'common.extend_check'},
-    'common.cpu_forms': {'common.files', 'common.machine', 'common.parallel', 'common.decoding', 'attn_kernels'},
-    'common.int8': {'common.files', 'common.extend_check', 'common.cpu_forms', 'attn_kernels'},
-    'common.speculative': {'common.decoding', 'common.extend_check'},
-    'common.scoring': {'common.files', 'common.decoding', 'common.extend_check', 'common.parallel'},
+    'common.runs': {'common.checkpoint', 'data', *GROUND},
+    'common.run_settings': {'common.runs', 'common.checkpoint', 'common.machine', 'common.parallel',
+                            'common.speculative', 'data', *GROUND},
+    'common.validation': {'common.parallel'},
+    'common.muon': {'common.files', 'common.machine'},
+    'common.memory': set(),
+    'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.parallel',
+                       'common.memory', 'common.muon', 'common.run_settings', 'data'},
+    'common.speculative': {'common.decoding'},
+    'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},
-    'common.memory': {'attn_kernels'},
-    'common.run_settings': {'common.files', 'common.settings', 'common.runs', 'common.parallel', 'data'},
-    'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.parallel', 'common.memory',
-                       'common.muon'},
-    'common.muon': set(),
-    'common.kernel_check': {'attn_kernels', 'common.machine', 'common.parallel'},
-    'scripts': {'scripts', 'data', *(f'common.{name}' for name in COMMON)},
+    'common.llama': {'common.files', 'common.runs', 'common.checkpoint', 'data'},
+    'scripts': {'scripts', 'data', 'common'},
     'models': {'attn_kernels', 'scans'},
-    'scans': {'attn_kernels', 'scans.delta_rule'},
+    'scans': {'attn_kernels', 'scans'},
     'attn_kernels': set(),
 }
+LOADED_BY_QUICKSTART = 5000  # lines, at most
+
+# Documented settings of PyTorch, made once.
+ALLOWED_WRITES = {('train.py', name) for name in (
+    'torch._dynamo.config.allow_unspec_int_on_nn_module', 'torch._dynamo.config.optimize_ddp',
+    'functorch.backward_pass_autocast', 'inductor.triton.mix_order_reduction')}
 
 
 def modules():
@@ -46,7 +49,7 @@ def modules():
 
 
 def imports(path, known):
-    """The repository's modules that a file imports, by name or through `import_scan`, wherever in the file."""
+    """The repository's modules that a file imports, wherever in the file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -54,33 +57,29 @@ def imports(path, known):
         elif isinstance(node, ast.ImportFrom):
             full = {f'{node.module}.{alias.name}' for alias in node.names}
             found |= {name if name in known else node.module for name in full}
-        elif isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'import_scan':
-            found.add(f'scans.{node.args[0].value}')
     return found & known
 
 
 def room(module):
     first = module.partition('.')[0]
-    if first in ('data', 'attn_kernels'):
-        return first
     if first in SCRIPTS:
         return 'scripts'
-    return 'models' if first.startswith('model_') else 'scans' if first == 'scans' else module
+    return 'models' if first.startswith('model_') else module if first == 'common' else first
 
 
-def test_arrows_are_those_of_the_plan():
+def test_imports_follow_the_plan():
     known = set(modules())
     for module, path in modules().items():
         for imported in imports(path, known):
-            assert room(module) in ARROWS or module == 'common', f'{module} has no place in the house: give it one here'
-            allowed, target = ARROWS[room(module)], room(imported)
-            assert target in allowed or imported in allowed, f'{module} imports {imported}'
+            assert room(module) in ARROWS, f'{module} has no place in ARROWS: add it'
+            allowed = ARROWS[room(module)]
+            assert {imported, imported.partition('.')[0], room(imported)} & allowed, f'{module} imports {imported}'
             if room(module) == 'models':  # each has its own scan, if any
                 own_scan = f'scans.{module.removeprefix("model_")}'
-                assert target == 'attn_kernels' or imported == own_scan, (module, imported)
+                assert imported in ('attn_kernels', 'scans', own_scan), (module, imported)
 
 
-def test_no_circle_of_imports():
+def test_no_circular_imports():
     graph = {module: imports(path, set(modules())) for module, path in modules().items()}
     done = set()
 
@@ -94,7 +93,79 @@ def test_no_circle_of_imports():
         visit(module, [])
 
 
-def test_config_holds_settings_files_alone():
+def writes_to_imported(source):
+    """The attributes of imported modules, classes and functions that a source assigns, deletes or patches."""
+    tree = ast.parse(source)
+    imported = {(alias.asname or alias.name).partition('.')[0] for node in ast.walk(tree)
+                if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    found = []
+    for node in ast.walk(tree):
+        targets = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = [part for target in node.targets
+                       for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition('.')[2] in (
+                'setattr', 'object', 'patch'):
+            targets = [ast.Attribute(node.args[0], '...')]
+        for target in targets:
+            owner = target
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            if isinstance(target, ast.Attribute) and isinstance(owner, ast.Name) and owner.id in imported:
+                found.append(ast.unparse(target))
+        # operators that replace PyTorch's own, and modules whose forward is replaced
+        if isinstance(node, ast.Call) and re.search(r"Library\('aten'", ast.unparse(node)):
+            found.append(ast.unparse(node))
+        found += [ast.unparse(target) for target in targets if ast.unparse(target).endswith('.forward')]
+    return found
+
+
+def test_writes_to_imported_modules_are_found():
+    for source, expected in (
+            ('import torch.nn.functional as F\nF.dropout = f', 'F.dropout'),
+            ('import attn_kernels as K\nK.REFERENCE = True', 'K.REFERENCE'),
+            ('from tqdm import tqdm\ntqdm.__init__ = f', 'tqdm.__init__'),
+            ('import torch\ntorch.a.b, x = 1, 2', 'torch.a.b'),
+            ('from unittest import mock\nimport attn_kernels\nmock.patch.object(attn_kernels, "x", 1)', 'attn_kernels....'),
+            ('def f(module):\n    module.forward = g', 'module.forward'),
+            ("import torch\ntorch.library.Library('aten', 'IMPL')", "torch.library.Library('aten', 'IMPL')")):
+        assert writes_to_imported(source) == [expected], source
+    assert writes_to_imported('import os\nx.y = 1\nself.forward_pass = 2\nos.environ["a"] = "b"') == []
+
+
+@pytest.mark.parametrize('folder', ['.', 'common', 'data', 'scans', 'analysis', 'bench'])
+def test_nothing_patches_another_module_or_a_library(folder):
+    found = {(str(path.relative_to(ROOT)), name) for path in (ROOT / folder).glob('*.py')
+             for name in writes_to_imported(path.read_text())}
+    assert found - ALLOWED_WRITES - {('common/start.py', 'sys....')} == set()  # closed standard streams are reopened
+
+
+TINY_QUICKSTART = '''
+import pathlib, sys
+import train
+train.main(sys.argv[1:])
+files = {pathlib.Path(m.__file__).resolve() for m in sys.modules.values() if getattr(m, '__file__', None)}
+lines = {str(f.relative_to(pathlib.Path.cwd())): len(f.read_text().splitlines())
+         for f in files if f.is_relative_to(pathlib.Path.cwd()) and 'site-packages' not in f.parts and f.exists()}
+print(*(f'{n:6} {name}' for name, n in sorted(lines.items())), sep='\\n')
+print('lines loaded:', sum(lines.values()))
+'''
+
+
+@pytest.mark.slow
+def test_the_quickstart_loads_little_code(tiny_data, tmp_path):
+    result = run_apart('-c', TINY_QUICKSTART, 'config/quickstart.py', f'--data={tiny_data}', '--block_size=32',
+                       f'--out_dir={tmp_path / "run"}', '--max_tokens=256', '--warmup_tokens=0', '--eval_tokens=64',
+                       '--n_layer=1', '--n_embd=32', '--n_head=2', '--sample_tokens=4', '--device=cpu')
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    assert 'a sample' in result.stdout
+    assert int(result.stdout.rpartition(':')[2]) <= LOADED_BY_QUICKSTART, result.stdout
+
+
+def test_config_holds_settings_files_only():
     assert (ROOT / 'config/__init__.py').read_text() == ''
     for path in (ROOT / 'config').rglob('*.py'):
         statements = {type(node) for node in ast.parse(path.read_text()).body}

@@ -61,7 +61,7 @@ def orthogonal(x):
 
 @pytest.mark.parametrize('dtype, error', [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_the_dtype_of_muons_products(monkeypatch, dtype, error):
-    monkeypatch.setattr(train, 'pick_dtype', lambda name, device: dtype)
+    monkeypatch.setattr('common.muon.pick_dtype', lambda name, device: dtype)
     torch.manual_seed(0)
     layer = torch.nn.Linear(12, 20, bias=False)
     layer.weight.grad = torch.randn(20, 12)
@@ -80,7 +80,7 @@ def test_muon_leaves_short_convolutions_to_adamw():
 
 
 def test_a_model_without_hidden_matrices_is_for_adamw():
-    with pytest.raises(UserError, match='this model has none: take adamw'):
+    with pytest.raises(UserError, match='this model has none: use adamw'):
         train.make_optimizer(torch.nn.ModuleDict({'head': torch.nn.Linear(3, 4)}), train.Settings(optimizer='muon'))
 
 

@@ -112,7 +112,7 @@ def trained(tiny_data, tmp_path_factory):
         arguments(tiny_data, folder / f'{model}_{kind}', model, f'--parallel={kind}', '--sample_tokens=8')
         for model in QUICK for kind in ('ddp', 'fsdp')])
     assert result.returncode == 0, result.stderr
-    assert 'weights in parts on 2 processes' in result.stdout
+    assert 'weights sharded over 2 processes' in result.stdout
     return folder
 
 
@@ -145,7 +145,7 @@ def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):
     for batch_size, micro, world in itertools.product((3, 4, 5, 7), (1, 2, 3), (2, 3)):
         s = train.Settings(batch_size=batch_size, micro_batch_size=micro, block_size=8, parallel='fsdp')
         try:
-            run_settings.check_settings(dataclasses.replace(s, sample_tokens=0), data, world)
+            run_settings.check_settings(dataclasses.replace(s, sample_tokens=0), c, data, world)
         except UserError as error:
             refused.append((batch_size, micro, world))
             assert '--micro_batch_size=2' in str(error)
@@ -154,7 +154,7 @@ def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):
         for rank in range(world):
             rows.clear()
             train.train_step(model, forward, train.make_optimizer(model, s), data, s, 0,
-                             Machine(rank, world, torch.device('cpu')), torch.zeros(3), False)
+                             Machine(rank, world, torch.device('cpu')), torch.zeros(3))
             assert max(rows) <= micro
             calls.append(len(rows))
         assert len(set(calls)) == 1, (batch_size, micro, world, calls)
@@ -199,7 +199,6 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
 
 
 @pytest.mark.parametrize('settings, sentence', [
-    (('zero', None, 2), "parallel is 'zero': expected 'ddp' or 'fsdp'"),
     (('ddp', 2, 4), 'shard is 2, but with parallel = ddp'),
     (('fsdp', 3, 4), 'shard is 3, which does not divide the 4 processes')])
 def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
@@ -229,8 +228,8 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
         'n_layer': 2, 'n_head': 2, 'n_embd': 512, 'vocab_size': 2, 'n_ids': 1, 'eos_id': None}))
     assert parallel.gathered_bytes(no_head, False)[0] == 4 * (2 * 3 * 512 + 5 * block)
     held = 16 * (always + 3 * block) / 64 + parallel.gathered_bytes(model, False)[0]
-    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments, and gathered parts' in in_parts
-    assert 'the largest micro_batch_size that does is 1\n' in in_parts and 'largest micro_batch_size' in whole
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments, and gathered weights' in in_parts
+    assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 
 @pytest.mark.long

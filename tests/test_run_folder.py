@@ -16,7 +16,6 @@ import torch
 from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, run_apart, train_tiny
 from safetensors.torch import load_file, save_file
 
-import attn_kernels
 from common import checkpoint, machine, runs
 from common.files import UserError, friendly_errors, locked, sha256
 
@@ -32,60 +31,6 @@ def trained(tiny_data, tmp_path_factory):
 def contents(folder):
     """{path: content} of a folder's files, without its lock."""
     return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
-
-
-# ---- the code of its model ----
-
-def edited(monkeypatch, folder, old, new, file='model_standard.py'):
-    """The digest of 'standard.Thing' where the repository is a copy in `folder` with an edit in one of its files."""
-    folder.mkdir(exist_ok=True)
-    (folder / 'analysis').mkdir(exist_ok=True)
-    for name in ('model_standard.py', 'analysis/standard_edits.py'):
-        source = (ROOT / name).read_text()
-        assert name != file or old in source
-        (folder / name).write_text(source.replace(old, new, 1) if name == file else source)
-    monkeypatch.setattr(runs, 'ROOT', folder)
-    runs.say_once.cache_clear()
-    return runs.code_digest('standard.Thing')
-
-
-def test_comments_and_docstrings_are_not_code_and_all_else_is(tmp_path, monkeypatch):
-    line = '    def forward(self, idx, targets):\n'
-    own = edited(monkeypatch, tmp_path, '', '')
-    for new in (line + '        # why\n\n', line + '        """What."""\n',
-                line.replace('\n', '  # why\n')):
-        assert edited(monkeypatch, tmp_path, line, new) == own, new
-    for new in (line + '        idx = "a"\n', line + '        return {}\n', '    def forward(self, idx, goals):\n'):
-        assert edited(monkeypatch, tmp_path, line, new) != own, new
-    assert edited(monkeypatch, tmp_path, 'class ', 'class New', 'analysis/standard_edits.py') != own
-    assert runs.code_digest('standard') != runs.code_digest('standard.Thing')
-    own, table = runs.code_digest('standard'), attn_kernels.rope_table
-    monkeypatch.setattr(attn_kernels, 'rope_table', lambda *args: table(*args))
-    assert runs.code_digest('standard') != own
-
-
-def test_a_run_whose_model_was_edited_says_so_once(trained, tiny_data, tmp_path, monkeypatch):
-    out, said = shutil.copytree(trained, tmp_path / 'run'), 'attn_kernels.py has changed since'
-    judge = ['eval.py', out, '--val', '--weights=int8', '--device=cpu']  # loads the run twice
-    edited(monkeypatch, tmp_path / 'code', 'class Model', '# the model\nclass Model')
-    assert said not in run(*judge).stderr
-    edited(monkeypatch, tmp_path / 'code', 'class Model', 'EPS = 1e-3\nclass Model')
-    result = run(*judge)
-    assert result.returncode == 0 and result.stderr.count(f'{said} {out} was begun') == 1, result.stderr
-    new, begun_with = runs.code_digest('standard'), runs.read_run(out)['versions']['model_code']
-    runs.say_once.cache_clear()
-    assert run('train.py', f'--out_dir={out}', '--resume').stderr.count(said) == 1
-    assert runs.read_run(out)['versions']['model_code'] == begun_with != new
-    assert f'"model_code": "{new}"' in (out / 'log.jsonl').read_text()
-    runs.say_once.cache_clear()
-    started = train_tiny(tiny_data, tmp_path / 'new', f'--init_from={out}', steps=1)
-    assert started.returncode == 0 and started.stderr.count(said) == 1
-    older = runs.read_run(out)
-    del older['versions']['model_code']
-    (out / 'config.json').write_text(json.dumps(older))
-    runs.say_once.cache_clear()
-    runs.load_run(out)
-    assert said not in run(*judge).stderr
 
 
 # ---- its weights ----
@@ -209,9 +154,9 @@ def test_damage_costs_a_log_no_other_line(tmp_path, capsys):
     assert n_damaged > 7 * len(whole)
 
 
-def test_a_log_of_older_code_is_read_on(tmp_path, capsys):
+def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path, capsys):
     (tmp_path / 'log.jsonl').write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
-    with runs.open_log(tmp_path, 1, 'digest') as log:
+    with runs.open_log(tmp_path, 1) as log:
         log.write(runs.log_line({'step': 2, 'loss': 2.125}))
     assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
     assert 'left out 1 damaged line' in capsys.readouterr().err
@@ -245,7 +190,7 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
 
     disk, link = shutil.copytree(trained, tmp_path / 'disk'), tmp_path / 'link'
     link.symlink_to(disk)
-    for name in runs.OF_EVALUATION:
+    for name in runs.EVALUATION_FILES:
         (disk / name).write_text('of the run before')
     for name in ('notes.txt', 'ckpt/step_00000010.tar', 'ckpt/mine/thesis.txt'):
         (disk / name).parent.mkdir(exist_ok=True)
@@ -253,7 +198,7 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
     result = replaced(link)
     assert result.returncode == 0 and 'not of the run, and stay: ckpt, notes.txt' in result.stdout, result.stderr
     assert link.is_symlink() and [record['step'] for record in runs.read_log(disk)] == [1, 2]
-    assert not any((disk / name).exists() for name in runs.OF_EVALUATION)
+    assert not any((disk / name).exists() for name in runs.EVALUATION_FILES)
     names = sorted(path.name for path in (disk / 'ckpt').iterdir())
     assert names == ['mine', 'step_00000001', 'step_00000002', 'step_00000010.tar']
     assert len(list(disk.rglob('*.txt'))) == 2
@@ -269,7 +214,7 @@ def test_a_kill_while_a_run_is_replaced_leaves_a_folder_that_says_so(tiny_data, 
     with monkeypatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(runs.shutil, 'rmtree', killed)
         runs.remove_run(out)
-    assert_sentence(train_tiny(tiny_data, out, steps=2), 'being replaced', '--overwrite goes on')
+    assert_sentence(train_tiny(tiny_data, out, steps=2), 'being replaced', '--overwrite replaces')
     assert_sentence(train_tiny(tiny_data, out, '--resume', steps=2), 'is not a run folder')
     assert train_tiny(tiny_data, out, '--overwrite', steps=2).returncode == 0
     assert len(runs.read_log(out)) == 2 and (out / 'notes.txt').exists()
@@ -387,7 +332,7 @@ def test_no_poison_reaches_a_checkpoint(tiny_data, tmp_path, processes):
 
 
 @pytest.mark.slow
-def test_a_poisoned_checkpoint_of_older_code_is_not_used(trained, tmp_path):
+def test_a_poisoned_checkpoint_is_not_used(trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
     for step in (10, 9, 5):
         folder = out / f'ckpt/step_{step:08d}'

@@ -1,5 +1,4 @@
 """Generation: the tokens are those of the full forward, drawn from the distribution that was asked for."""
-import copy
 import io
 import os
 import signal
@@ -7,18 +6,14 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, assert_sentence, run, train_tiny
+from conftest import assert_sentence, run, train_tiny
 
-import attn_kernels
 import model_sps
 import model_standard
 import sample
-from common import cpu_forms, start
-from common.cpu_forms import KEPT, Choices, choose_cache, pack_weights, use_attention
-from common.decoding import generate, roomy_cache, token_probs
+from common import machine
+from common.decoding import generate, token_probs
 from common.files import UserError
-from common.int8 import prepare_weights
-from common.machine import is_faster
 from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 
@@ -46,177 +41,15 @@ def test_greedy_generation_equals_full_forwards(eos_id, module, device):
         assert new == ids[len(prompt):]
 
 
-has_packing = hasattr(torch.ops.mkldnn, '_reorder_linear_weight') and torch.backends.mkldnn.is_available()
-
-
-@pytest.mark.parametrize('few', [0, 4, 100])
-def test_packed_weights_generate_the_same(device, monkeypatch, few):
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x, **_: len(x) < few)
-    model = make(device)
-    want = generate(model, PROMPTS, 20, temperature=0)
-    packed = pack_weights(copy.deepcopy(model))
-    assert generate(packed, PROMPTS, 20, temperature=0) == want
-    if device == 'cpu' and has_packing:
-        assert ('forward' in packed.head.__dict__) == (few < 100)  # it did pack
-
-
-@pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
-def test_packed_weights_serve_the_counts_of_vectors_for_which_they_are_not_slower(monkeypatch):
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda plain, packed, x, **_: len(x) < 4)
-    head = pack_weights(make()).head
-    head.weight.data.zero_()  # of the plain weight alone
-    uses_packed = [bool(head(torch.ones(*shape, 32)).any()) for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (2, 9))]
-    assert uses_packed == [False, False, True, True, True]
-
-
-@pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
-def test_the_first_process_chooses_where_weights_are_packed(monkeypatch):
-    plain_is_faster = lambda found: found if isinstance(found, tuple) else True
-    monkeypatch.setattr(cpu_forms, 'first_of_all', plain_is_faster)
-    assert 'forward' not in pack_weights(make()).head.__dict__
-
-
-TWO_PROCESSES = '''
-import os, torch, torch.distributed as dist
-from common import cpu_forms
-dist.init_process_group('gloo')
-cpu_forms.is_faster = lambda plain, packed, x, **_: dist.get_rank() == 1
-layer = cpu_forms.pack_weights(torch.nn.Sequential(torch.nn.Linear(8, 8)))[0]
-os.write(1, f'packed {"forward" in layer.__dict__}\\n'.encode())  # in one write, so that lines stay whole
-dist.destroy_process_group()
-'''
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not has_packing, reason='this PyTorch has no packed weights')
-def test_two_processes_pack_the_same_weights(tmp_path):
-    (tmp_path / 'script.py').write_text(TWO_PROCESSES)
-    result = run(tmp_path / 'script.py', processes=2, env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    assert result.stdout.splitlines() == ['packed True'] * 2, result.stderr
-
-
-def test_what_is_chosen_is_faster_by_more_than_a_tenth_in_its_quietest_round():
-    now, seconds = [0.0], {}
-
-    def side(name):
-        def call(x):
-            now[0] += seconds[name].pop()
-        return call
-    for quietest, expected in ((0.8, True), (0.95, False), (1.2, False)):
-        seconds.update(f=[5.0, quietest, 5.0], g=[1.0, 1.0, 1.0])
-        assert is_faster(side('f'), side('g'), None, clock=lambda: now[0]) == expected
-
-
-class Answers(Choices):
-    """Choices that answer each question as `answer` does, and note it."""
-
-    def __init__(self, answer):
-        super().__init__()
-        self.answer, self.asked = answer, []
-
-    def is_faster(self, question, f, g, x):
-        f(x), g(x)
-        self.asked.append(question)
-        return self.answer(question)
-
-
-@pytest.mark.parametrize('fused', [False, True])
-def test_the_cache_of_a_bf16_model_is_kept_and_read_as_is_faster(monkeypatch, fused):
-    read = []
-    model = make(n_kv_head=1).bfloat16()
-    choices = Answers(lambda question: fused if 'fused' in question else question.startswith('1 ') and not fused)
-    with monkeypatch.context() as patched:
-        patched.setattr(attn_kernels, 'slot_attention', lambda q, k, v, seen: read.append(
-            (attn_kernels.products_over_slots, k.dtype, *k.shape[:2])))
-        choose_cache(model, choices)
-    assert len(choices.asked) == 3 and attn_kernels.products_over_slots == (not fused)
-    assert model.cache_in_fp32 == {1: not fused, 16: False}
-    bf16, fp32 = torch.bfloat16, torch.float32
-    assert [pair[:2] for pair in read[:2]] == [(False, bf16), (True, bf16)]
-    assert [(dtype, rows, heads) for _, dtype, rows, heads in read[2:]] == [
-        (fp32, 1, 1), (bf16, 1, 1), (fp32, 16, 1), (bf16, 16, 1)]
-    assert all(by_products == (not fused) for by_products, *_ in read[2:])
-    for rows, dtype in (1, bf16 if fused else fp32), (16, bf16):
-        assert roomy_cache(model, [[1]] * rows, 4).k.dtype == dtype
-    for other in make(), torch.nn.Linear(2, 2).bfloat16():  # fp32, and no attention
-        unasked = Answers(None)
-        choose_cache(other, unasked)
-        assert not unasked.asked
-
-
-@pytest.mark.parametrize('rows', [1, 3])
-def test_both_forms_of_reading_a_bf16_cache_are_the_attention(monkeypatch, rows):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(rows, 2, 4, 16), *torch.randn(2, rows, 2, 9, 16)
-    seen = torch.rand(rows, 2, 9) < 0.7
-    seen[..., 0] = True
-    want = attn_kernels._dense_attention(q, k.transpose(1, 2), v.transpose(1, 2), seen)
-    for by_products in True, False:
-        monkeypatch.setattr(attn_kernels, 'products_over_slots', by_products)
-        got = attn_kernels.slot_attention(*(x.bfloat16() for x in (q, k, v)), seen)
-        assert got.dtype == torch.bfloat16 and (got - want).abs().max() < 0.03
-
-
-def test_what_was_faster_is_kept_with_the_run_and_not_measured_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: True)
-    first = Choices(tmp_path)
-    assert first.is_faster('plain before packed', None, None, None)
-    first.keep()
-    monkeypatch.setattr(cpu_forms, 'is_faster', None)  # it is not called
-    again = Choices(tmp_path)
-    assert again.is_faster('plain before packed', None, None, None)
-    before = (tmp_path / KEPT).read_bytes()
-    (tmp_path / KEPT).unlink()
-    again.keep()  # nothing is new
-    assert not (tmp_path / KEPT).exists()
-    (tmp_path / KEPT).write_bytes(before)
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: False)
-    monkeypatch.setattr(cpu_forms, 'this_machine', lambda: 'another one')
-    assert not Choices(tmp_path).is_faster('plain before packed', None, None, None)
-    for damaged in '{', '[]', 'null', '{"a CPU": 3}', '{"a CPU": {"plain before packed": "false"}}':
-        (tmp_path / KEPT).write_text(damaged)
-        assert not Choices(tmp_path).of_machines.get('a CPU')
-
-
-def test_what_cannot_be_kept_is_no_error(tmp_path):
-    choices = Choices(tmp_path / 'missing')  # not to be written to
-    assert not choices.is_faster('plain before packed', None, None, None)
-    choices.keep()
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_first_process_chooses_the_attention_of_training(monkeypatch):
-    monkeypatch.setattr(cpu_forms, 'first_of_all', lambda found: {'tiles': 'fused'}[found])
-    assert use_attention('auto', 'cpu', torch.bfloat16, 32) == 'fused' and not attn_kernels.tiles_in_bf16
-
-
-def test_a_model_in_8_bits_has_its_cache_chosen_too():
-    assert prepare_weights(make().bfloat16(), 'int8').cache_in_fp32 == {1: False, 16: False}
-
-
-@pytest.mark.parametrize('fused', [False, True])
-def test_attention_of_training_in_bf16_is_what_is_faster(monkeypatch, fused):
-    timed, attention = [], attn_kernels.attention
-
-    def noted(*qkv):
-        timed.append(attn_kernels.tiles_in_bf16)
-        return attention(*qkv)
-    monkeypatch.setattr(cpu_forms, 'is_faster', lambda f, g, x, **_: (f(x), g(x), fused)[-1])
-    with monkeypatch.context() as patched:
-        patched.setattr(attn_kernels, 'attention', noted)
-        assert use_attention('auto', 'cpu', torch.bfloat16, 32) == ('fused' if fused else 'tiles')
-    assert timed == [False, True]
-    tiled = []
-    monkeypatch.setattr(attn_kernels, '_tiled_attention', lambda q, *_: tiled.append(1) or q)
-    x = torch.ones(1, 32, 2, 16, dtype=torch.bfloat16)
-    attn_kernels.attention(x, x, x)
-    assert bool(tiled) == (not fused)
-    attn_kernels.attention(x, x, x, torch.zeros(1, 32, dtype=torch.int64))  # documents: tiles have keys to skip
-    assert len(tiled) == 2 - fused
-    for unchosen in ('cpu', torch.float32, 32), ('cuda', torch.bfloat16, 32), ('cpu', torch.bfloat16, 4096):
-        assert use_attention('auto', *unchosen) == 'auto'
-    with pytest.raises(UserError, match="expected 'auto', 'tiles' or 'fused'"):
-        use_attention('flash', 'cpu', torch.bfloat16, 32)
+def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
+    model = make()
+    with torch.autocast('cpu', torch.bfloat16):
+        assert generate(model, PROMPTS, 20, seed=1) == generate(make(), PROMPTS, 20, seed=1)
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    seen = []
+    with torch.autocast('cpu', torch.bfloat16):
+        generate(model, PROMPTS, 3)
+    assert seen and set(seen) == {torch.float32}
 
 
 def test_draws_follow_the_distribution(device):
@@ -315,19 +148,30 @@ def test_output_in_an_encoding_without_the_character_has_its_code(monkeypatch):
     assert out.buffer.getvalue() == rb'a\xe9\u65e5'
 
 
-@pytest.mark.parametrize('running, decodes, spins', [
-    ('1', True, '15000'), ('321', True, '15000'), ('322', True, '1000'), ('1', False, '5000'), ('x', True, '15000')])
-def test_threads_that_wait_spin_for_long_only_where_no_others_run(monkeypatch, running, decodes, spins):
-    looks, before = iter(running), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(start, 'open', lambda path: io.StringIO(f'0.9 0.5 0.1 {next(looks)}/83 3258'), raising=False)
-    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.setattr(sys, 'stderr', io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.delenv('GOMP_SPINCOUNT')
-    try:
-        quiet_start(decodes)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert os.environ['GOMP_SPINCOUNT'] == spins
+def test_threads_spin_as_documented_unless_the_user_says_otherwise(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    for name in 'stdout', 'stderr':
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
+    for given, expected in (None, '5000'), ('7', '7'):
+        monkeypatch.delenv('GOMP_SPINCOUNT') if given is None else monkeypatch.setenv('GOMP_SPINCOUNT', given)
+        quiet_start()
+        assert os.environ['GOMP_SPINCOUNT'] == expected
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize('given, local_world, omp, expected', [
+    (None, 1, None, None), (None, 1, '3', None), (5, 1, '3', 5), (None, 2, None, 4), (None, 2, '1', 4),
+    (None, 2, '3', None), (5, 2, '1', 5), (None, 99, None, 1)])
+def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch, given, local_world, omp, expected):
+    """None: PyTorch's own choice, which reads OMP_NUM_THREADS."""
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    if omp is not None:
+        monkeypatch.setenv('OMP_NUM_THREADS', omp)
+    chosen = []
+    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(8), raising=False)
+    machine.set_threads(given, local_world)
+    assert chosen == ([] if expected is None else [expected])
 
 
 # ---- the command line ----
@@ -348,7 +192,6 @@ def test_command_line(trained, tmp_path):
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
-    assert not has_packing or (trained / KEPT).exists()
     again = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
     assert again.stdout == one.stdout
 
@@ -409,7 +252,7 @@ def test_bad_input_is_a_sentence(trained, tmp_path):
     assert_sentence(run('sample.py'), 'which run?')
     assert_sentence(run('sample.py', tmp_path / 'none', 'a'), f'{tmp_path}/none is not a run folder')
     assert_sentence(run('sample.py', trained), 'a prompt is empty')
-    assert_sentence(run('sample.py', trained, '--prompt=a b'), 'a prompt has no name: python sample.py')
+    assert_sentence(run('sample.py', trained, '--prompt=a b'), 'prompts are positional: python sample.py')
     assert_sentence(run('sample.py', trained, '-n', '5'), 'unknown option -n')
     assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
     assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')

@@ -1,0 +1,51 @@
+"""Validation loss. With several processes, each evaluates a part of the windows."""
+import math
+
+import torch
+
+from common.parallel import all_gather, rank, world
+
+
+def counted(idx, targets, eos_id: int | None) -> int:
+    """Return the number of positions that the loss averages over: target >= 0, and the input is not eos."""
+    mask = targets >= 0
+    if eos_id is not None:
+        mask &= idx != eos_id
+    return int(mask.sum())
+
+
+@torch.no_grad()
+def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None, batch_size: int,
+                    device) -> tuple[dict[str, float], int]:
+    """Return ({loss part: mean over the counted tokens}, number of counted tokens) on validation windows of T tokens.
+
+    The windows hold n_tokens tokens: at random offsets drawn with `seed`, or in order from the start where seed is
+    None. All of the validation data, in order, where n_tokens is None or not less than the data. The same windows for
+    any number of processes. 'nll' is in nats per token. A part that averages over other positions than 'nll' is the
+    mean of its batch means. Sums are in float64.
+    """
+    n_windows = data.n_windows('val', T)
+    if n_tokens is None or n_tokens // T >= n_windows:
+        seed = None
+    else:
+        n_windows = max(1, n_tokens // T)
+    totals, n_counted = {}, 0
+    mine = range(rank(), n_windows, world())
+    for start in range(0, len(mine), batch_size):
+        idx, targets = data.val_batch(mine[start:start + batch_size], T, seed)
+        count = counted(idx, targets, model.config.eos_id)
+        for name, mean in model(idx.to(device), targets.to(device)).items():
+            totals[name] = totals.get(name, 0.0) + mean.item() * count
+        n_counted += count
+    shares = all_gather((totals, n_counted))
+    n_counted = sum(count for _, count in shares)
+    names = dict.fromkeys(name for totals, _ in shares for name in totals)
+    return {name: sum(totals.get(name, 0.0) for totals, _ in shares) / n_counted for name in names}, n_counted
+
+
+def perplexity(nats: float) -> float:
+    """Return exp of nats per token; infinity where a float cannot hold it."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

@@ -364,14 +364,15 @@ def rotate(x, rope):
 
 
 @outside_graphs  # a compiler would unroll the chunks and keep their logits
-def chunked_loss(fn, rows, params, width):
+def chunked_loss(fn, rows, params, width, shared=()):
     """Sum a loss over the rows of its inputs without holding more than a chunk of logits.
 
     Args:
-        fn: fn(*chunk) -> (sum, *parts), the loss summed over the chunk's rows, and tensors to log
+        fn: fn(*chunk, *shared) -> (sum, *parts), the loss summed over the chunk's rows, and tensors to log
         rows: tensors with one entry per position on their first axis: states, targets, weights, masks
         params: all parameters of the model; those that fn uses get their gradient
         width: numbers that fn holds per row, such as the vocabulary size; it decides the length of a chunk
+        shared: tensors that every chunk gets whole, such as the vectors that the rows are indices of
 
     Returns (sum, *parts), summed over the chunks in fp32. The gradients are made in the forward pass, chunk by chunk,
     so that the logits are computed only once.
@@ -379,8 +380,8 @@ def chunked_loss(fn, rows, params, width):
     size = max(1, 2 ** 26 // (256 * width)) * 256
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled():
-        return _ChunkedLoss.apply(fn, size, len(rows), *rows, *params)
-    sums = [fn(*chunk) for chunk in zip(*(x.split(size) for x in rows))]
+        return _ChunkedLoss.apply(fn, size, len(rows), len(shared), *rows, *shared, *params)
+    sums = [fn(*chunk, *shared) for chunk in zip(*(x.split(size) for x in rows))]
     return _sums(sums)
 
 
@@ -391,15 +392,17 @@ def _sums(parts_of_chunks):
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, fn, size, n_rows, *tensors):
-        rows, params = tensors[:n_rows], tensors[n_rows:]
+    def forward(ctx, fn, size, n_rows, n_shared, *tensors):
+        rows, params = tensors[:n_rows], tensors[n_rows + n_shared:]
+        shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
+        params = [*shared, *params]
         learns = [x.requires_grad for x in rows]
         row_grads, param_grads, sums = [[] for _ in rows], [None] * len(params), []
         for chunk in zip(*(x.split(size) for x in rows)):
             chunk = [x.detach().requires_grad_(wanted) for x, wanted in zip(chunk, learns)]
             with torch.enable_grad():
-                total, *parts = fn(*chunk)
-            inputs = [x for x in chunk if x.requires_grad] + list(params)
+                total, *parts = fn(*chunk, *shared)
+            inputs = [x for x in chunk if x.requires_grad] + params
             grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
             for kept, x in zip(row_grads, chunk):
                 if x.requires_grad:
@@ -417,7 +420,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         given = iter(ctx.saved_tensors)
-        return None, None, None, *(next(given) * grad if is_given else None for is_given in ctx.is_given)
+        return None, None, None, None, *(next(given) * grad if is_given else None for is_given in ctx.is_given)
 
 
 # ---- the KV cache ----

@@ -1,0 +1,254 @@
+"""Multi-token prediction ("Better & Faster Large Language Models via Multi-token Prediction", Gloeckle et al., 2024), a
+baseline of NextLat.
+
+All blocks but the last are a shared trunk. The last block predicts the next token from it. d future blocks, one for
+each i = 1 ... d, predict the token after i more, x_{t+1+i}, from the same trunk. All of them share the final norm and
+the output head. The future blocks also draft: after one pass, the model has d tokens to verify.
+
+Read `Model._run_blocks`, which is the idea, then `Model.forward`.
+
+    B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
+    L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
+    n  positions of one `extend` call; tokens of a draft                 h  what the head multiplies
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from attn_kernels import (
+    KVCache,
+    attention,
+    checkpointed,
+    chunked_loss,
+    document_starts,
+    make_mask,
+    rope_table,
+    rotate,
+)
+
+
+@dataclass
+class Config:
+    horizon: int = 1  # d: tokens ahead that are trained besides the next one
+    lambda_mtp: float = 1.0  # lambda_MTP: weight of the further tokens in the loss
+    n_layer: int = 12  # blocks, L, the next token's last block included and the future blocks not
+    n_head: int = 12  # attention heads, H
+    n_embd: int = 768  # width of the residual stream, C
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd up to a multiple of 128 (from parameter counts)
+    rope_theta: float = 10000.0  # base of the rotary wavelengths
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    init_std: float = 0.02  # standard deviation of the initial weights
+    tied_head: bool = False  # the output head shares the embedding's weights
+    checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
+    vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
+    n_ids: int = 50257  # real token ids; rows from here on are padding
+    pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official SPS code
+    eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
+
+    def __post_init__(self):
+        if self.horizon < 1:
+            raise ValueError(f'horizon = {self.horizon}: expected at least 1')
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
+                             'n_embd / n_head must be an even whole number')
+        if self.n_ids > self.vocab_size:
+            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
+        self.head_size = self.n_embd // self.n_head
+        self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        C = config.n_embd
+        self.layer, self.head_size = layer, config.head_size
+        self.checkpoints = config.checkpoint_blocks
+        self.attn_norm = nn.RMSNorm(C, config.norm_eps)
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.attn_out = nn.Linear(C, C, bias=False)
+        self.ffn_norm = nn.RMSNorm(C, config.norm_eps)
+        self.gate_up = nn.Linear(C, 2 * config.n_ffn, bias=False)
+        self.ffn_out = nn.Linear(config.n_ffn, C, bias=False)
+
+    @checkpointed
+    def forward(self, h, rope, mask, cache=None):
+        """h: (B, T, C) -> (B, T, C). rope: cos and sin of the positions; cache: that of a decoding step."""
+        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (3, -1, self.head_size)).unbind(2)
+        q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        h = h + self.attn_out(attention(q, k, v, mask).flatten(2))
+        gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
+        return h + self.ffn_out(F.silu(gate) * up)
+
+
+class Cache(KVCache):
+    """`KVCache` with what the future blocks give the head."""
+
+    def __init__(self, n_future, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drafted = 0  # tokens drafted since the last `extend` or `rollback`
+        self.future = self.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_run, d, C): `hidden` of each
+
+    def rollback(self, n):
+        super().rollback(n)
+        self.drafted = 0
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.longest_draft = config, config.horizon
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.embed.weight
+        self._init_weights(self)  # as in model_nextlat: with the same seed, the same weights
+        self.future = nn.ModuleList(Block(config, config.n_layer + i) for i in range(config.horizon))
+        for block in self.future:
+            block.checkpoints = True  # memory hardly grows with the horizon
+        self._init_weights(self.future)
+
+    def _init_weights(self, module):
+        """Set every matrix: initialise anything that should start differently after it."""
+        for name, p in module.named_parameters():
+            if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
+                scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
+                nn.init.normal_(p, std=self.config.init_std * scale)
+
+    def sees(self, q, k):
+        """The attention pattern: does the query q see the key k? Edit it, and the edit trains and decodes."""
+        return (k.pos <= q.pos) & (k.pos >= q.doc_start)
+
+    def _run_blocks(self, idx, rope, mask, cache=None, n_future=0):
+        """What the head multiplies to predict x_{t+1}, then x_{t+1+i} for i = 1 ... n_future, from each t.
+
+        idx: (B, T) -> 1 + n_future of (B, T, C).
+        """
+        trunk = self._run_trunk(idx, rope, mask, cache)
+        last_blocks = [self.blocks[-1], *self.future[:n_future]]
+        return [self.norm(block(trunk, rope, mask, cache)) for block in last_blocks]
+
+    def _run_trunk(self, idx, rope, mask, cache=None):
+        h = self.embed(idx)
+        for block in self.blocks[:-1]:
+            h = block(h, rope, mask, cache)
+        return h
+
+    def _prepare(self, idx):
+        """rope and mask of whole sequences. idx: (B, T)."""
+        c, T = self.config, idx.shape[1]
+        mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id))
+        return rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta), mask
+
+    def trunk(self, idx):
+        """What enters the last blocks: the state that analysis/probes.py reads. idx: (B, T) -> (B, T, C)."""
+        return self._run_trunk(idx, *self._prepare(idx))
+
+    def final_hidden(self, idx):
+        """What the head multiplies, for whole sequences. idx: (B, T) -> (B, T, C)."""
+        return self._run_blocks(idx, *self._prepare(idx))[0]
+
+    def forward(self, idx, targets):
+        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll', 'further_tokens'}: mean nats per token.
+
+        The loss is nll + lambda_mtp further_tokens, the mean over i = 1 ... d of a mean over positions. With documents
+        on, a prediction counts if the token and all inputs up to the one before it are in one document.
+        """
+        c, T = self.config, idx.shape[1]
+        if T <= c.horizon:
+            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
+                             'expected a horizon shorter than the window')
+        if c.eos_id is not None:
+            targets = targets.masked_fill(idx == c.eos_id, -1)
+        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): of t, ..., t + d
+        if c.eos_id is not None:
+            later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
+            targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
+        counted = targets >= 0
+        weights = counted / counted.sum((0, 1)).clamp(min=1)
+        states = self._run_blocks(idx, *self._prepare(idx), n_future=c.horizon)
+        rows = [x.flatten(0, 1) for x in (targets, weights, torch.stack(states, 2))]
+        loss, nll, further = chunked_loss(self._losses, rows, self.parameters(), (c.horizon + 1) * c.vocab_size)
+        return {'loss': loss, 'nll': nll.detach(), 'further_tokens': further.detach()}
+
+    def _losses(self, targets, weights, states):
+        """The loss of a chunk and its two parts. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
+        logits = self._logits(states).float().flatten(0, 1)
+        if not self.config.pad_rows_in_loss:
+            logits[:, self.config.n_ids:] = float('-inf')
+        nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none').view_as(targets)
+        means = (nats * weights).sum(0)
+        nll, further = means[0], means[1:].mean()
+        return nll + self.config.lambda_mtp * further, nll, further
+
+    def _logits(self, h):
+        """Logits of all V rows. An edit here changes the loss, decoding and drafts alike."""
+        return self.head(h)
+
+    def logits(self, idx):
+        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        return self._real_logits(self.final_hidden(idx))
+
+    def _real_logits(self, h):
+        logits = self._logits(h)
+        logits[..., self.config.n_ids:] = float('-inf')
+        return logits
+
+    def adopt(self, tensors):
+        """Named weights of a model_standard run. The future blocks keep theirs; the logits are the same."""
+        return {name: p.detach() for name, p in self.named_parameters() if name.startswith('future.')} | tensors
+
+    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
+        c, weight = self.config, self.embed.weight
+        n_future = c.horizon if max_run > 1 else 0  # plain decoding needs no future blocks
+        return Cache(n_future, self.sees, c.n_layer + n_future, c.n_head, c.head_size, batch_size, max_tokens, max_run,
+                     c.n_embd, eos_id=c.eos_id, rope_theta=c.rope_theta, device=device or weight.device,
+                     dtype=dtype or weight.dtype)
+
+    @torch.no_grad()
+    def extend(self, tokens, cache, lengths=None, all_positions=False):
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
+        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have static
+        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.runs`).
+        """
+        states = [self._run_blocks(run.tokens, run.rope, run.mask(), cache, n_future=cache.future.shape[2])
+                  for run in cache.runs(tokens, lengths)]
+        h, *future = (torch.cat(parts, 1) for parts in zip(*states))
+        tail = cache.tail(tokens.shape[1])
+        for i, state in enumerate(future):
+            cache.future[:, :tail.shape[1], i] = state[cache.batch_idx, tail]
+        last, cache.drafted = cache.end(h), 0
+        return self._real_logits(h if all_positions else last)
+
+    @torch.no_grad()
+    def draft(self, token, cache, n, pick):
+        """Draft n tokens after token (B,), the one that follows those in the cache. No block runs.
+
+        pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
+        (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
+        next `extend` or `rollback`. Each row must have kept a token of the last `extend`. Raises ValueError for a draft
+        of more tokens than the horizon, or in a cache made for plain decoding, with max_run = 1.
+        """
+        first, longest = cache.drafted, cache.future.shape[2]
+        if first + n > longest:
+            raise ValueError(f'a draft of {first + n} tokens: this model drafts up to {longest} with this cache')
+        states = cache.future[cache.batch_idx[:, 0], cache.last, first:first + n].to(self.embed.weight.dtype)
+        cache.drafted += n
+        tokens, probs = zip(*(pick(self._real_logits(h)) for h in states.unbind(1)))
+        return torch.stack(tokens, 1), torch.stack(probs, 1)
+
+    def flops_per_token(self, T):
+        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""
+        c = self.config
+        weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)  # which only looks up
+                      for p in part.parameters(recurse=False) if p.dim() >= 2)
+        weights += c.horizon * self.head.weight.numel()  # the head runs for each i
+        return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * (T + 1) / 2

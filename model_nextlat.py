@@ -269,7 +269,7 @@ class Model(nn.Module):
 
         frozen: without a gradient into the head.
         """
-        return F.linear(h, self.head.weight.detach() if frozen else self.head.weight)
+        return F.linear(h, self.head.weight.detach()) if frozen else self.head(h)
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""

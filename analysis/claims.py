@@ -105,7 +105,7 @@ class Run:
 
 SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
-NEXTLAT = f'config/quickstart_nextlat.py {SHAPE} --n_dynamics=192'
+NEXTLAT = f'config/quickstart_nextlat.py {SHAPE}'
 STAR = 'config/path_star_small.py --warmup_tokens=600_000 --eval_interval=100'  # as the config has it
 STAR_TOKENS = 2500 * 128 * 31  # steps, rows, tokens of a row
 A5 = 'config/a5_small.py'
@@ -141,11 +141,11 @@ RUNS = {
     'pointer_n4': Run(f'{ROFORMER} --n_layer=4', 1e-3, tokens=POINTER_TOKENS),
 
     'ntp': Run(f'{NEXTLAT} --objective=ntp', 1.3e-3),
-    'nextlat': Run(NEXTLAT, 1.3e-3),
-    'nextlat_2': Run(f'{NEXTLAT} --horizon=2', 1.3e-3),
-    'mtp': Run(f'{NEXTLAT} --objective=mtp', 1.3e-3),
-    'mtp_2': Run(f'{NEXTLAT} --objective=mtp --horizon=2', 1.3e-3),
-    'jtp': Run(f'{NEXTLAT} --objective=jtp', 1.3e-3),
+    'nextlat': Run(f'{NEXTLAT} --n_dynamics=192', 1.3e-3),
+    'nextlat_2': Run(f'{NEXTLAT} --n_dynamics=192 --horizon=2', 1.3e-3),
+    'mtp': Run(f'{NEXTLAT} --model=mtp', 1.3e-3),
+    'mtp_2': Run(f'{NEXTLAT} --model=mtp --horizon=2', 1.3e-3),
+    'jtp': Run(f'{NEXTLAT} --model=jtp', 1.3e-3),
     'bst': Run(f'{SPS} --model=bst --init_std=0.03 --pair_share=0.02', 1.3e-3),
     'star_ntp': Run(f'{STAR} --objective=ntp', 4e-3, tokens=STAR_TOKENS),
     'star_nextlat': Run(STAR, 4e-3, tokens=STAR_TOKENS),

@@ -4,10 +4,9 @@
 
 For each offset k = 1 ... 20 a linear layer learns to predict x_{t+k} from a trained model's state after x_t, on the
 run's training data, with its batch and weight decay, and with its learning rate unless --learning_rate gives one for
-all; the model learns nothing. The state is `state(idx, 'trunk')` where a model has that (mtp before its last layer, jtp
-before Fetch, bst's forward encoder), else `final_hidden`. Offsets that leave the document do not count. Writes the
-validation nats of each offset to NAME.csv, and to NAME.png their difference to those of the first run's configuration:
-give next-token runs first.
+all; the model learns nothing. The state is `trunk(idx)` if the model has it (MTP before its last blocks, BST's forward
+encoder), else `final_hidden`. Offsets that leave the document do not count. Writes the validation nats of each offset
+to NAME.csv, and to NAME.png their difference to those of the first run's configuration: give next-token runs first.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -61,7 +60,7 @@ def states(model, idx: torch.Tensor, s: Settings) -> torch.Tensor:
     """The states that probes read. idx (B, T) -> (B, T, C) fp32."""
     dtype = pick_dtype(s.dtype, idx.device.type)
     with torch.autocast(idx.device.type, dtype, enabled=dtype != torch.float32):
-        h = model.state(idx, 'trunk') if hasattr(model, 'state') else model.final_hidden(idx)
+        h = model.trunk(idx) if hasattr(model, 'trunk') else model.final_hidden(idx)
     return h.float()
 
 

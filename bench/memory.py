@@ -26,7 +26,7 @@ CASES = [  # (model, settings, T, rows)
     ('sps', {'method': 'reverse_sps'}, 512, 6),
     ('context_ready', {'K': 1}, 256, 24), ('context_ready', {'K': 3}, 256, 8), ('context_ready', {'K': 3}, 512, 4),
     ('context_ready', {'K': 5, 'checkpoint_unrolls': True}, 256, 16),
-    ('nextlat', {'horizon': 1}, 512, 8), ('nextlat', {'horizon': 4}, 256, 12)]
+    ('nextlat', {'horizon': 1}, 512, 8), ('nextlat', {'horizon': 4}, 256, 12), ('mtp', {'horizon': 2}, 256, 12)]
 
 
 def config(name, settings, toy):

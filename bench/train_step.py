@@ -26,12 +26,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-import model_bst
-import model_nextlat
 import model_standard
 import train
 from bench import FAMILY, alternate, apart, make_model, nanogpt, options, over_standard, resident, write_results
-from common import llama, machine
+from common import llama, machine, runs
 from common.start import SPIN_COUNT
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -191,7 +189,7 @@ def scales(toy: bool = False) -> Iterator[dict]:
 
 
 def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, toy: bool = False) -> tuple:
-    """A training step of model_nextlat, or of model_bst, as train.py does it by default, and the model.
+    """Return a training step as train.py does it by default, and its model. objective: ntp or the name of a model.
 
     The width of p_psi is the paper's share of n_embd. bst has no horizon.
     """
@@ -202,12 +200,10 @@ def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, t
         shape, n_dynamics, tokens_per_row = TOY_SHAPE | {'n_layer': 2}, 32, 16
     torch.manual_seed(0)
     shape |= dict(vocab_size=vocabulary, n_ids=vocabulary, eos_id=None)
-    if objective == 'bst':
-        model = model_bst.Model(model_bst.Config(pair_share=0.1, **shape))
-    else:
-        model = model_nextlat.Model(model_nextlat.Config(objective=objective, horizon=horizon, n_dynamics=n_dynamics,
-                                                         **shape))
-    model = model.to(DEVICE)
+    own = {'ntp': dict(objective='ntp'), 'nextlat': dict(horizon=horizon, n_dynamics=n_dynamics),
+           'bst': dict(pair_share=0.1)}.get(objective, dict(horizon=horizon))
+    module = runs.model_file('nextlat' if objective == 'ntp' else objective)
+    model = module.Model(module.Config(**own, **shape)).to(DEVICE)
     tokens = torch.randint(0, vocabulary, (2, BATCH, tokens_per_row), device=DEVICE)
     dtype = machine.pick_dtype('auto', DEVICE.type)
     return our_step(model, tokens, dtype, compile=DEVICE.type == 'cuda'), model

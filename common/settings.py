@@ -40,7 +40,8 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
 
     Settings is a dataclass; argv None means the process's arguments. With config_of, one positional argument is a
     config file, and the fields of the dataclass config_of(settings.model), a model's Config, are settings too; their
-    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. `--help`
+    values are only in the returned dict. If the command line names another model than the file, settings that only the
+    file's model has are left out. Raises UserError for an unknown name, with the closest valid ones. `--help`
     prints all settings and exits.
     """
     given, where, positional, wants_help = _parse(join_values(sys.argv[1:] if argv is None else argv, Settings))
@@ -50,6 +51,10 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
             raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. '
                             'Overrides are --key=value')
         from_file = read_config_file(path)
+        if 'model' in given and 'model' in from_file:  # a file for one model, used for another
+            theirs, ours = (typing.get_type_hints(config_of(str(x['model']))) for x in (from_file, given))
+            ours |= typing.get_type_hints(Settings)
+            from_file = {name: value for name, value in from_file.items() if name in ours or name not in theirs}
         given = {**from_file, **given}
         where = {**dict.fromkeys(from_file, f'in {path}'), **where}
     own = {f.name: f for f in dataclasses.fields(Settings)}

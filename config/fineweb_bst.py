@@ -1,5 +1,5 @@
 # Belief State Transformer, 2.57B: a baseline of the NextLat paper, in its table of training costs alone. The settings
-# are those of fineweb_ntp.
+# are those of fineweb_nextlat_d1.
 model = 'bst'
 pair_share = 0.1  # the paper: 10% of the pairs, or memory does not suffice
 n_layer = 22

@@ -1,5 +1,4 @@
 # JTP, horizon 1, 1.34B: a baseline of the NextLat paper.
-from config.fineweb_ntp import *
+from config.fineweb_mtp_d1 import *
 
-objective = 'jtp'
-horizon = 1
+model = 'jtp'

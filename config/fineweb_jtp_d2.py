@@ -1,5 +1,4 @@
 # JTP, horizon 2, 1.34B: a baseline of the NextLat paper.
-from config.fineweb_ntp import *
+from config.fineweb_mtp_d2 import *
 
-objective = 'jtp'
-horizon = 2
+model = 'jtp'

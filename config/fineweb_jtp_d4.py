@@ -1,5 +1,4 @@
 # JTP, horizon 4, 1.34B: a baseline of the NextLat paper.
-from config.fineweb_ntp import *
+from config.fineweb_mtp_d4 import *
 
-objective = 'jtp'
-horizon = 4
+model = 'jtp'

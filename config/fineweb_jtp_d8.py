@@ -1,5 +1,4 @@
 # JTP, horizon 8, 1.34B: a baseline of the NextLat paper.
-from config.fineweb_ntp import *
+from config.fineweb_mtp_d8 import *
 
-objective = 'jtp'
-horizon = 8
+model = 'jtp'

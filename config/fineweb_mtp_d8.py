@@ -1,5 +1,4 @@
 # MTP, horizon 8, 1.72B: a baseline of the NextLat paper.
-from config.fineweb_ntp import *
+from config.fineweb_mtp_d1 import *
 
-objective = 'mtp'
 horizon = 8

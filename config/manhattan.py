@@ -1,5 +1,6 @@
 # Manhattan taxi rides of the NextLat paper (table of hyperparameters; section on the details). The city is a file of
-# yours, see docs/data.md. The baselines: --objective=ntp, mtp or jtp, for which it swept lambda_mtp over 0.1 ... 1.
+# yours, see docs/data.md. The baselines: --objective=ntp, and --model=mtp and --model=jtp, for which it
+# swept lambda_mtp over 0.1 ... 1.
 model = 'nextlat'
 data = 'manhattan:edges=data/built/manhattan/edges.json'
 make_data = f'a file of a city, as docs/data.md describes it, gives {data}'

@@ -1,6 +1,6 @@
 # TinyStories of the NextLat paper (table of hyperparameters), which also takes horizon = 8. The baselines:
-# --objective=ntp, mtp or jtp, for which it swept lambda_mtp over 0.1 ... 1, and tinystories_bst. The data are
-# in a vocabulary of 1,000 trained on them: docs/nextlat.md. The ablations: --lambda_kl=0, --lambda_h=0,
+# --objective=ntp, --model=mtp and --model=jtp, for which it swept lambda_mtp over 0.1 ... 1, and tinystories_bst. The
+# data are in a vocabulary of 1,000 trained on them: docs/nextlat.md. The ablations: --lambda_kl=0, --lambda_h=0,
 # --token_loss=ce, --stop_target=False, --stop_head=False.
 model = 'nextlat'
 data = 'data/built/tinystories'

@@ -16,7 +16,6 @@ are as good as impossible at 12 letters.
 from dataclasses import dataclass
 from functools import reduce
 from itertools import permutations
-from math import inf
 
 import numpy as np
 import torch
@@ -65,7 +64,7 @@ class Task:
         Of NextLat 'rnn_accuracy_1' ... as well: those of p_psi alone, as an RNN.
         """
         found = {'accuracy': greedy_tokens(model, idx, device, batch_size)}
-        if hasattr(model, 'p_psi') and model.longest_draft == inf:  # ntp, mtp and jtp are trained without it
+        if hasattr(model, 'dynamics'):  # the weights of p_psi
             parts = idx.to(device).split(batch_size)
             found['rnn_accuracy'] = torch.cat([recurrent_states(model, part).cpu() for part in parts])
         return {f'{name}_{t}': accuracy for name, states in found.items()

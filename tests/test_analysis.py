@@ -224,7 +224,8 @@ def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_
         for seed, end in enumerate(of_seeds):
             folder = tmp_path / f'{data}_{objective}_{seed}'
             settings = {'data': data, 'max_tokens': 20}
-            runs.append(write_run(folder, [4.0], 'nextlat', seed, settings, objective=objective))
+            own = {'objective': 'ntp'} if objective == 'ntp' else {}
+            runs.append(write_run(folder, [4.0], 'mtp' if objective == 'mtp' else 'nextlat', seed, settings, **own))
             points = ((10, 0.1), (20, end)) if end is not None else ((10, 0.99),)
             (folder / 'log.jsonl').write_text('\n'.join(json.dumps(
                 {'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy': a}) for step, a in points))

@@ -66,10 +66,10 @@ VARIANTS = {
     'nextlat': ('nextlat', dict(eos_id=None)),
     'nextlat, documents, tied': ('nextlat', dict(eos_id=59, horizon=2, tied_head=True)),
     'nextlat, ablations': ('nextlat', dict(eos_id=59, horizon=2, token_loss='ce', stop_target=False, stop_head=False)),
-    'mtp, documents': ('nextlat', dict(eos_id=59, objective='mtp', horizon=2)),
-    'jtp, documents': ('nextlat', dict(eos_id=59, objective='jtp', horizon=2)),
+    'mtp, documents': ('mtp', dict(eos_id=59, horizon=2)),
+    'jtp, documents': ('jtp', dict(eos_id=59, horizon=2)),
     'nextlat, grouped queries': ('nextlat', GROUPED | dict(eos_id=59)),
-    'jtp, grouped queries': ('nextlat', GROUPED | dict(eos_id=None, objective='jtp', horizon=2, n_kv_head=1)),
+    'mtp, tied': ('mtp', dict(eos_id=None, tied_head=True)),
     'bst': ('bst', dict(eos_id=None)),
     'bst, documents, half of the pairs': ('bst', dict(eos_id=59, pair_share=0.5, min_k=2)),
     'gpn': ('gpn', GPN | dict(eos_id=None)),
@@ -194,21 +194,12 @@ def test_final_hidden_is_what_the_head_multiplies_in_the_cache_too(variant):
         assert torch.allclose(cache.hidden[:, :kept], hidden[:, b - kept:b], atol=1e-4)
 
 
-TOKENS = some_tokens(2, 12)
-
-
 @pytest.mark.parametrize('variant, head_of_trunk', [
-    ('nextlat', lambda model, trunk: trunk), ('jtp, documents', lambda model, trunk: trunk),
-    ('mtp, documents', lambda model, trunk: model.norm(model.blocks[-1](trunk, *model._prepare(TOKENS)[:2]))),
-    ('bst, documents, half of the pairs', lambda model, trunk: model._next_state(trunk))])
-def test_state_is_what_the_head_multiplies_or_the_trunk_below_it(variant, head_of_trunk):
-    model, idx = make(variant), TOKENS
-    trunk = model.state(idx, 'trunk')
-    assert torch.equal(model.state(idx), model.final_hidden(idx))
-    assert torch.allclose(head_of_trunk(model, trunk), model.final_hidden(idx), atol=1e-5)
-    assert torch.equal(trunk, model.final_hidden(idx)) == (variant in ('nextlat', 'jtp, documents'))
-    with pytest.raises(ValueError, match="which = 'tail': expected 'head' or 'trunk'"):
-        model.state(idx, 'tail')
+    ('mtp, documents', lambda model, idx, trunk: model.norm(model.blocks[-1](trunk, *model._prepare(idx)))),
+    ('bst, documents, half of the pairs', lambda model, idx, trunk: model._next_state(trunk))])
+def test_trunk_is_the_state_below_what_the_head_multiplies(variant, head_of_trunk):
+    model, idx = make(variant), some_tokens(2, 12)
+    assert torch.allclose(head_of_trunk(model, idx, model.trunk(idx)), model.final_hidden(idx), atol=1e-5)
 
 
 @pytest.mark.parametrize('variant', VARIANTS)

@@ -25,8 +25,8 @@ MODELS = {
     'standard': ['--model=standard', '--checkpoint_blocks=True'],
     'sps': ['--model=sps', '--window=4'],
     'nextlat': ['--model=nextlat', '--horizon=3'],
-    'mtp': ['--model=nextlat', '--objective=mtp', '--horizon=2'],
-    'jtp': ['--model=nextlat', '--objective=jtp', '--horizon=2'],
+    'mtp': ['--model=mtp', '--horizon=2'],
+    'jtp': ['--model=jtp', '--horizon=2'],
     # In one group: some of these read weights without calling modules. At a high learning rate they amplify rounding.
     'bst': ['--model=bst', '--learning_rate=1e-3'],
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],

@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import assert_sentence, run, train_tiny
 
+import model_jtp
+import model_mtp
 import model_nextlat
 import model_sps
 import model_standard
@@ -16,8 +18,7 @@ from common.speculative import AutoLength, speculative_generate
 from eval import draft_lengths
 
 SHAPES = {'standard': (model_standard, {}), 'sps': (model_sps, dict(window=2)), 'nextlat': (model_nextlat, dict()),
-          'mtp': (model_nextlat, dict(objective='mtp', horizon=2)),
-          'jtp': (model_nextlat, dict(objective='jtp', horizon=3))}
+          'mtp': (model_mtp, dict(horizon=2)), 'jtp': (model_jtp, dict(horizon=3))}
 
 
 def make(name, seed=0, spread=0.3, **values):

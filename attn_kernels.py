@@ -471,6 +471,7 @@ class KVCache:
         if n_streams == 2:
             self.slot_stream[:left], self.slot_stream[left:] = self.left_stream, 1 - self.left_stream
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
+        self.n_new = torch.zeros_like(self.lengths)  # tokens of the last call
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
         self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)  # the last call's last h
         self.last = torch.full((batch_size,), -1, device=device)  # where in `hidden` a row's last token is; -1: nowhere

@@ -48,7 +48,6 @@ from attn_kernels import (
     rotate,
 )
 
-
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); a stream that does not persist is windowed
     'sps': (X, RHO),  # state in x, prediction in rho

@@ -16,7 +16,6 @@ from test_gpn import (
     make,
     needs_triton,
     plain_states,
-    set_form,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -61,11 +61,12 @@ def measure(model, idx, targets):
         nll = {1: model(idx, targets)['nll'].item()}
         return nll | {'sequential': nll[1]}, torch.zeros(3, *idx.shape), 1
     K = 5 if c.bptt else max(c.K, 3)
-    for k, (z, correction) in zip(range(1, max(K, DEPTHS[-1]) + 1), model.iterates(idx)):
+    e, _, starts, _ = model.prepare(idx)
+    for k, z in zip(range(1, max(K, DEPTHS[-1]) + 1), model.iterates(idx)):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
         if K - 2 <= k <= K:
-            corrections.append(correction)
+            corrections.append(model.correct(z.roll(1, 1), e, starts))  # z_{t-1}; at t = 0 a document starts
     first, second, last = corrections
     moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)])
     nll['sequential'] = model.nll(model.stream(idx), targets).item()

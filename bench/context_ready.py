@@ -17,7 +17,7 @@ import torch
 from bench import alternate, apart, options, resident, write_results
 from common.decoding import generate, roomy_cache
 from common.machine import decoding_dtype, start_processes
-from model_context_ready import Config, Model, fast
+from model_context_ready import Config, Model, context_ready
 from train import Settings
 
 GPU = torch.cuda.is_available()
@@ -45,7 +45,7 @@ def bptt_step(shape):
     idx = torch.randint(0, 100, (batch_size, T), device=DEVICE)
 
     def step(form):
-        z = model.loop(idx) if form == 'loop' else fast.stream(model, idx)
+        z = model.loop(idx) if form == 'loop' else context_ready.stream(model, idx)
         model.zero_grad()
         model.nll(z, idx).backward()
     return step
@@ -61,7 +61,7 @@ def peak_mb(shape, form):
 
 
 def bptt(shapes, rounds):
-    if fast is None:  # there is no folder scans/
+    if context_ready is None:  # there is no folder scans/
         return
     for shape in shapes:
         step = bptt_step(shape)

@@ -1,4 +1,4 @@
-"""The fast form of model_context_ready's `loop`: Algorithm 1 over whole windows, and its exact gradient, by hand.
+"""The fast form of model_context_ready's `loop`: Algorithm 1 over whole windows, with a hand-written exact gradient.
 
     forward                                       backward
 
@@ -26,6 +26,17 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import attn_kernels
+
+PIN = '09327b0ba6011457'
+
+
+def implements(model_file):
+    """What this file re-implements: an edit of any of these would have no effect here."""
+    m, k = model_file, attn_kernels
+    return [m.FFN, m.Block, m.Model.__init__, m.Model.sees, m.Model.correct, m.Model.step, m.Model.loop, k.rotate,
+            k.attention, k._dense_sdpa]
+
 
 def stream(model, idx, graphs=True):
     """Algorithm 1 over whole windows, in the dtype of the weights, differentiable. idx (B, T) -> z (B, T, C).
@@ -34,11 +45,11 @@ def stream(model, idx, graphs=True):
     the next forward.
     """
     c = model.config
-    e, doc_start, _, rope = model.places(idx)
+    e, doc_start, _, rope = model.prepare(idx)
     B, T, C = e.shape
     dropout = None  # factors: on what enters the blocks, then on the two branches of each block
     if c.dropout and model.training:
-        dropout = F.dropout(e.new_ones(1 + 2 * c.n_layer, T, B, C), c.dropout)  # by name: the check exchanges it
+        dropout = F.dropout(e.new_ones(1 + 2 * c.n_layer, T, B, C), c.dropout)
     params = _parameters(model)
     # A graph reads the weights where they lay when it was recorded. So none is recorded for weights that
     # functional_call lends for one call, or that FSDP gathers anew for each step.
@@ -69,7 +80,7 @@ def _recorded(model, inputs, params):
         rest = iter(tensors)
         return _scan(model, [next(rest) if there else None for there in is_given], list(rest))
 
-    key = inputs[0].shape, model.config.window, *is_given, *(p.data_ptr() for p in params)
+    key = inputs[0].shape, model.reach, *is_given, *(p.data_ptr() for p in params)
     if key not in graphs:
         e, *others = given
         e, *own = (x.detach().clone().requires_grad_() for x in (e, *params))
@@ -83,12 +94,12 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, model, e, doc_start, dropout, rope, *params):
-        c, T = model.config, e.shape[1]
+        T = e.shape[1]
         e = e.transpose(0, 1).contiguous()  # positions first, so that one of them is one block of memory
         correct = _CorrectionTape(model, e, doc_start)
         branches = []
         for block in model.blocks:
-            branches += [_AttentionTape(block.attn, e, rope, doc_start, c.window), _FFNTape(block.ffn, e)]
+            branches += [_AttentionTape(block, e, rope, doc_start, model.reach), _FFNTape(block.ffn, e)]
         z = torch.empty_like(e)
         for t in range(T):
             x = e[t] + correct.step(t, z[t - 1] if t else torch.zeros_like(e[0]))
@@ -216,16 +227,16 @@ class _AttentionTape:
               t = 3         1 2 3
     """
 
-    def __init__(self, attn, e, rope, doc_start, window):
+    def __init__(self, block, e, rope, doc_start, reach):
         T, B, C = e.shape
-        H = attn.n_head
-        self.attn, self.doc_start, self.shape = attn, doc_start, (B, H, C // H)
-        self.W = T if window is None else min(window + 1, T)
-        self.norm = _NormTape(attn.norm, e.new_empty(T, B, C))
+        H = C // block.head_size
+        self.block, self.doc_start, self.shape = block, doc_start, (B, H, C // H)
+        self.W = min(reach + 1, T)
+        self.norm = _NormTape(block.attn_norm, e.new_empty(T, B, C))
         self.q, self.k, self.v = (e.new_empty(B * H, T, C // H) for _ in range(3))  # q rotated and scaled, k rotated
         self.p = e.new_empty(B * H, T, self.W)
         self.mixed = e.new_empty(T, B, C)  # what the output projection reads
-        cos, sin = (table.to(e.dtype).unsqueeze(1) for table in rope)  # (T, 1, 1, D / 2)
+        cos, sin = (table.to(e.dtype).unsqueeze(1) for table in rope)  # (T, 1, 1, D/2)
         cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         scale = (C // H) ** -0.5
         self.cos, self.sin = (torch.cat([table * scale, table], 1) for table in (cos, sin))  # (T, 2, 1, D): of q, of k
@@ -240,9 +251,9 @@ class _AttentionTape:
         return x.as_strided((len(x), 1, min(W, T - t)), (T * W, 1, W - 1), t * W + W - 1)
 
     def step(self, t, x):
-        (B, H, D), attn = self.shape, self.attn
+        (B, H, D), block = self.shape, self.block
         first_key = max(0, t + 1 - self.W)
-        qkv = torch.addmm(attn.qkv.bias, self.norm.step(t, x), attn.qkv.weight.T).view(B, 3, H, D)
+        qkv = torch.addmm(block.qkv.bias, self.norm.step(t, x), block.qkv.weight.T).view(B, 3, H, D)
         qk = self._rotate(qkv[:, :2], t, 1)
         for kept, new in ((self.q, qk[:, 0]), (self.k, qk[:, 1]), (self.v, qkv[:, 2])):
             kept.view(B, H, -1, D)[:, :, t] = new
@@ -253,7 +264,7 @@ class _AttentionTape:
         p = scores.softmax(-1)
         self.p[:, t:t + 1, first_key - t - 1:] = p
         torch.bmm(p, self.v[:, first_key:t + 1], out=self.mixed[t].view(B * H, 1, D))
-        return torch.addmm(attn.out.bias, self.mixed[t], attn.out.weight.T)
+        return torch.addmm(block.attn_out.bias, self.mixed[t], block.attn_out.weight.T)
 
     def start_back(self):
         self.norm.start_back()
@@ -262,10 +273,10 @@ class _AttentionTape:
         self.grad_qkv = self.mixed.new_empty(*self.mixed.shape[:2], 3 * self.mixed.shape[2])
 
     def back(self, t, grad):
-        (B, H, D), attn = self.shape, self.attn
+        (B, H, D), block = self.shape, self.block
         first_key, queries = max(0, t + 1 - self.W), slice(t, t + self.W)  # that it sees; that see it
         self.grad[t] = grad
-        grad_mixed = (grad @ attn.out.weight).view(B * H, 1, D)
+        grad_mixed = (grad @ block.attn_out.weight).view(B * H, 1, D)
         self.grad_mixed[:, t:t + 1] = grad_mixed
         p = self.p[:, t:t + 1, first_key - t - 1:]
         grad_p = grad_mixed @ self.v[:, first_key:t + 1].transpose(1, 2)
@@ -276,11 +287,11 @@ class _AttentionTape:
         grad_k = self._of_key(self.grad_scores, t) @ self.q[:, queries]
         out[:, :2] = self._rotate(torch.cat([x.view(B, 1, H, D) for x in (grad_q, grad_k)], 1), t, -1)
         out[:, 2] = (self._of_key(self.p, t) @ self.grad_mixed[:, queries]).view(B, H, D)
-        return self.norm.back(t, attn.qkv.weight, self.grad_qkv[t])
+        return self.norm.back(t, block.qkv.weight, self.grad_qkv[t])
 
     def weight_gradients(self):
-        return [*self.norm.weight_gradients(), *_linear_gradients(self.attn.qkv, self.grad_qkv, self.norm.y),
-                *_linear_gradients(self.attn.out, self.grad, self.mixed)]
+        return [*self.norm.weight_gradients(), *_linear_gradients(self.block.qkv, self.grad_qkv, self.norm.y),
+                *_linear_gradients(self.block.attn_out, self.grad, self.mixed)]
 
 
 class _CorrectionTape:

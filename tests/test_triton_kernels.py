@@ -1,254 +1,256 @@
-"""The Triton kernels against float64 references: on a GPU, or in Triton's interpreter, which runs the same code on
-CPU."""
-import itertools
-import random
+"""The Triton attention kernels: in Triton's interpreter, which runs them on a CPU (on a GPU if there is one), against a
+dense float64 definition; and compiled for an H100, which needs no GPU."""
+import os
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, train_tiny
-from test_attn_kernels import assert_close, documents, gradients
-from test_models import decode_in_pieces, make, some_tokens
 
 import attn_kernels as K
-from bench import make_model
-from bench.compiled import innermost_loops
-from common import kernel_check
-from common.runs import read_log
+from common import runs
 
 pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
-PATTERNS = {  # of two streams: (persistent stream, streams that ask); None: one stream
-    'causal': None, 'sps': ('input', 'both'), 'sps last layer': ('input', 'predict'), 'two_x_memory': ('both', 'both'),
-    'delayed_state': ('predict', 'both'), 'reverse_sps last layer': ('predict', 'input')}
+ALL = 2**30
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+STREAMS = {  # (streams of queries, streams of keys, stream of the first queries)
+    'one': (1, 1, 0), 'both': (2, 2, 0), 'x alone': (1, 2, 0), 'rho alone': (1, 2, 1)}
 
 
-def pairwise(*options):
-    """Few cases in which every two options of different axes meet."""
-    rng, cases = random.Random(0), []
-    pairs = lambda case: set(itertools.combinations(enumerate(case), 2))
-    missing = set().union(*map(pairs, itertools.product(*options)))
-    while missing:
-        cases.append(max(([rng.choice(axis) for axis in options] for _ in range(200)),
-                         key=lambda case: len(pairs(case) & missing)))
-        missing -= pairs(cases[-1])
-    return cases
+def pattern(NQ, NK, first, T, reaches, doc_start):
+    """The booleans of eq. 5: (B, NQ * T, NK * T)."""
+    q, k = torch.arange(NQ * T)[:, None], torch.arange(NK * T)
+    q_pos, q_stream, k_pos, k_stream = q % T, first + q // T, k % T, k // T
+    earlier = (k_pos < q_pos) | ((k_pos == q_pos) & (k_stream <= q_stream))
+    reach = torch.tensor(reaches)[k_stream]
+    return earlier & (q_pos - k_pos <= reach) & (k_pos >= doc_start.repeat(1, NQ)[:, :, None])
 
 
-def make_case(pattern, window, kind, T, D, dtype, device, group=1):
-    """(fast, reference, [q, k, v]), strided as a projection leaves them; `group` query heads read each key head."""
+def dense(q, k, v, seen):
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum('bqhd,bkhd->bhqk', q, k) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~seen[:, None], float('-inf')).softmax(-1)
+    return torch.einsum('bhqk,bkhd->bqhd', weights, v)
+
+
+def output_and_gradients(attention, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = attention(*inputs)
+    grad = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view_as(out).to(out)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+
+def make_case(streams, T, D, group, documents, reaches, dtype, device):
+    """q, k, v strided like slices of one projection, the pattern, and further arguments of `triton_attention`."""
+    NQ, NK, first = STREAMS[streams]
     torch.manual_seed(0)
-    streams, heads = 1 if PATTERNS[pattern] is None else 2, 1 if T > 100 else 2
-    heads *= group
-    q, k, v = torch.randn(2, streams, T, 3, heads, D, device=device).to(dtype).unbind(3)
-    k, v = k[..., ::group, :], v[..., ::group, :]
-    doc_start = None if kind is None else K.document_starts(documents(kind, 2, T), 9).to(device)
-    if streams == 1:
-        q, k, v = q[:, 0], k[:, 0], v[:, 0]
-        return (lambda q, k, v: K.attention(q, k, v, doc_start, window),
-                lambda q, k, v: K.attention_reference(q, k, v, doc_start, window), [q, k, v])
-    persistent, queries = PATTERNS[pattern]
-    options = K.stream_windows(persistent, window), doc_start, queries
-    return (lambda q, k, v: K.two_stream_attention(q, k, v, *options),
-            lambda q, k, v: K.two_stream_attention_reference(q, k, v, *options),
-            [q[:, K.STREAMS[queries]], k, v])
+    HK = 1 if group == 1 else 2
+    q, k, v = torch.randn(2, 2 * T, 3, HK * group, D, device=device).to(dtype).unbind(2)
+    q, k, v = q[:, :NQ * T], k[:, :NK * T, ::group], v[:, :NK * T, ::group]
+    starts = torch.rand(2, T) < 0.02
+    starts[0] = torch.arange(T) % 32 == 31  # the last position of each tile
+    doc_start = torch.where(starts & documents, torch.arange(T), 0).cummax(1).values
+    seen = pattern(NQ, NK, first, T, reaches[:NK], doc_start).to(device)
+    return (q, k, v), seen, (doc_start.to(device) if documents else None, reaches[:NK], T, first)
 
 
-@pytest.mark.parametrize('pattern, window, kind, T, D, dtype, group', pairwise(
-    list(PATTERNS), [0, 1, 3, 64, None], [None, 'many', 'edges'], [1, 17, 64, 129, 200], [16, 48, 64, 70, 128],
-    [torch.float32, torch.float16], [1, 3]))
-def test_kernels_equal_the_reference(pattern, window, kind, T, D, dtype, group, kernels_device):
-    fast, reference, inputs = make_case(pattern, window, kind, T, D, dtype, kernels_device, group)
-    want = gradients(reference, *(x.double() for x in inputs))
-    assert_close(gradients(fast, *inputs), want, 1e-5 if dtype == torch.float32 else 2e-3)
+@pytest.mark.parametrize('streams', STREAMS)
+@pytest.mark.parametrize('T, D, group, documents, reaches, dtype', [
+    (1, 32, 1, False, (0, ALL), torch.float32), (33, 32, 2, False, (7, ALL), torch.float32),
+    (33, 128, 1, True, (7, 1), torch.float32), (130, 32, 1, True, (ALL, 0), torch.float32),
+    (130, 64, 1, False, (ALL, 62), torch.float32), (130, 64, 1, True, (64, ALL), torch.float16),
+    pytest.param(1100, 128, 1, True, (64, ALL), torch.bfloat16, marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason='needs a GPU: the interpreter multiplies bf16 wrongly'))])
+def test_kernels_equal_the_definition(streams, T, D, group, documents, reaches, dtype, kernels_device):
+    inputs, seen, options = make_case(streams, T, D, group, documents, reaches, dtype, kernels_device)
+    want = output_and_gradients(lambda *qkv: dense(*qkv, seen), *(x.double() for x in inputs))
+    got = output_and_gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+    sees_one_key = seen.sum(-1).max() == 1  # then the gradients of q and k are zero
+    for name, g, w in zip(('out', 'dq', 'dk', 'dv'), got, want, strict=True):
+        assert bool(w.isfinite().all()) and bool(w.any() or sees_one_key and name in ('dq', 'dk')), name
+        error = float((g.double() - w).abs().max() / (1 + w.abs().max()))
+        assert error <= TOLERANCE[dtype], (name, error)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU: the interpreter multiplies bf16 wrongly')
-@pytest.mark.parametrize('pattern', PATTERNS)
-@pytest.mark.parametrize('D', [64, 70, 128])
-def test_kernels_in_bf16(pattern, D):
-    fast, reference, inputs = make_case(pattern, 64, 'edges', 1100, D, torch.bfloat16, 'cuda')
-    assert_close(gradients(fast, *inputs), gradients(reference, *(x.double() for x in inputs)), 2e-2)
-
-
-def counting(function, calls):
-    """The function, which notes in calls {its name: how often it is called}."""
-    name = function.fn.__name__
-
-    def counted(*args):
-        calls[name] = calls.get(name, 0) + 1
-        return function(*args)
-    return counted
+def least_tiles(seen, own, walked):
+    """How many tiles (own, walked) cover what each strip of `own` rows sees, and how many of them need a mask."""
+    loaded = masked = 0
+    for strip in seen.split(own):
+        columns = strip.any(0).nonzero()
+        for n in range(columns.min(), columns.max() + 1, walked) if len(columns) else ():
+            tile = strip[:, n:n + walked]
+            loaded += 1
+            masked += bool(tile.shape[1] < walked or not tile.all())
+    return loaded, masked
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='counts calls, which only the interpreter makes one by one')
-@pytest.mark.parametrize('pattern, window, kind', [
-    ('causal', None, None), ('causal', 64, None), ('causal', 3, 'many'), ('sps', 64, None), ('sps', 0, 'edges'),
-    ('sps', 64, 'many'),
-    ('sps last layer', 64, 'edges'), ('two_x_memory', None, 'edges'), ('delayed_state', 1, 'many'),
-    ('reverse_sps last layer', 64, None)])
-def test_kernels_visit_no_tile_in_vain(pattern, window, kind, kernels_device, monkeypatch):
-    T, visits = 200, {}
-    for name in ('_forward_tile', '_query_gradient_tile', '_key_gradient_tile'):
-        monkeypatch.setattr(K, name, counting(getattr(K, name), visits))
-    fast, _, inputs = make_case(pattern, window, kind, T, 16, torch.float32, kernels_device)
-    gradients(fast, *inputs)
+@pytest.mark.parametrize('streams, documents, reaches', [
+    ('one', False, (ALL,)), ('one', True, (64,)), ('both', False, (ALL, 64)), ('both', True, (3, ALL)),
+    ('x alone', False, (ALL, 0)), ('x alone', True, (0, ALL)), ('rho alone', True, (ALL, 64))])
+def test_kernels_load_no_tile_in_vain_and_mask_only_edges(streams, documents, reaches, kernels_device, monkeypatch):
+    """`_tile_start` is called once for each tile that is loaded, `_sees` once for each that is masked."""
+    T, calls = 130, {'_tile_start': 0, '_sees': 0}
 
-    position = torch.arange(T).expand(2, T)
-    doc_start = None if kind is None else K.document_starts(documents(kind, 2, T), 9)
-    if PATTERNS[pattern] is None:
-        mask = K.visible(position, position, doc_start, window)[:, None, :, None]
-    else:
-        persistent, queries = PATTERNS[pattern]
-        mask = K.two_stream_visible(position, position, position, K.stream_windows(persistent, window), doc_start,
-                                    queries)
-        mask = mask.unflatten(-1, (2, T)).unflatten(1, (-1, T))  # (B, streams that ask, T, streams of keys, T)
-    least = {}
-    for kind_of_pass in ('forward', 'query_gradient', 'key_gradient'):
-        tile, walked, *_ = K.tiles(torch.device('cpu'), 16, torch.float32, kind_of_pass, mask.shape[1])
-        seen = mask.any(1).transpose(1, 2).flatten(0, 1)  # (B streams, T queries, T keys)
-        if kind_of_pass == 'key_gradient':
-            seen, tile, walked = seen.transpose(1, 2), walked, tile
-        lengths = torch.stack([strip.any(1).sum(-1) for strip in seen.split(tile, 1)])
-        least[f'_{kind_of_pass}_tile'] = int((lengths / walked).ceil().sum())
-    assert visits == least
+    def counted(name, function):
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(K, name, counted(name, getattr(K, name)))
+    inputs, seen, options = make_case(streams, T, 32, 1, documents, reaches, torch.float32, kernels_device)
+    output_and_gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+
+    loaded = masked = 0
+    NQ, NK, _ = STREAMS[streams]
+    for block in seen.unflatten(2, (NK, T)).unflatten(1, (NQ, T)).transpose(2, 3).flatten(0, 2):
+        for result, (block_q, block_k, *_) in K.TRITON_TILES[32, 32].items():
+            own, walked, oriented = (block_k, block_q, block.T) if result == 'dk, dv' else (block_q, block_k, block)
+            least = least_tiles(oriented, own, walked)
+            loaded, masked = loaded + least[0], masked + least[1]
+    assert calls == {'_tile_start': loaded, '_sees': masked}
 
 
-@pytest.mark.parametrize('variant, max_run, share', [
-    ('standard', 4, 256), ('standard, window', 1, 8), ('sps', 1, 256), ('sps', 4, 8), ('sps, window 0', 4, 8),
-    ('standard, grouped queries', 4, 8), ('sps, grouped queries', 2, 8), ('two_x_memory', 2, 8),
-    ('delayed_state', 4, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        ('standard, grouped queries', 16, 256), ('sps, beyond the paper', 2, 8), ('sps, fork', 2, 8),
-        ('delayed_state, beyond the paper', 1, 8), ('reverse_sps', 1, 8)))])
-def test_decoding_kernel_equals_full_forward(variant, max_run, share, kernels_device, monkeypatch):
-    monkeypatch.setattr(K, 'DECODE_SHARE', share)
-    monkeypatch.setattr(K, 'DECODE_KEYS', 16)
-    decode_in_pieces(variant, 0, kernels_device, T=18, max_run=max_run)
-
-
-@pytest.mark.parametrize('variant', ['standard', 'sps'])
-def test_layers_without_rotation_decode_as_they_train(variant, kernels_device):
-    model, idx = make(variant, kernels_device), some_tokens(1, 6).to(kernels_device)
-    for block in model.blocks[::2]:
-        block.forward = lambda h, rotate, *rest, forward=block.forward: forward(h, lambda qk: qk, *rest)
-    want, cache = model.logits(idx), model.new_cache(1, 6, max_run=2)
-    got = [model.extend(idx[:, a:b], cache, all_positions=True) for a, b in ((0, 3), (3, 5), (5, 6))]
-    assert (torch.cat(got, 1)[..., :60] - want[..., :60]).abs().max() < 1e-4
-
-
-def test_operators_keep_pytorchs_rules(kernels_device):
-    fast, _, (q, k, v) = make_case('sps', 3, 'edges', 17, 16, torch.float32, kernels_device)
-    doc_start = K.document_starts(documents('edges', 2, 17), 9).to(kernels_device)
-    args = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(K._attention_op, (*args, doc_start, [17, 3], 0),
+def test_operator_keeps_pytorchs_rules(kernels_device):
+    inputs, _, options = make_case('both', 33, 32, 1, True, (33, 7), torch.float32, kernels_device)
+    args = [x.contiguous().requires_grad_() for x in inputs]
+    torch.library.opcheck(K._forward_op, (*args, *options),
                           test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
 
 
-@pytest.mark.parametrize('variant', ['standard', 'sps'])
-def test_the_decoding_operator_keeps_pytorchs_rules(variant, kernels_device, monkeypatch):
-    calls, decode_op = [], K._decode_op
-    monkeypatch.setattr(K, '_decode_op', lambda *args: (calls.append(args), decode_op(*args))[1])
-    model = make(variant, kernels_device)
-    model.extend(some_tokens(2, 3).to(kernels_device), model.new_cache(2, 8, max_run=3))
-    torch.library.opcheck(decode_op, calls[0], test_utils=('test_schema', 'test_faketensor'))
+class Standard:
+    def sees(self, q, k):
+        return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['standard', 'sps', pytest.param('reverse_sps', marks=pytest.mark.long)])
-def test_models_compile_to_one_graph(name, kernels_device, loss_in_the_graph):
-    model = make_model(name, n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=59).to(kernels_device)
-    idx = torch.randint(0, 60, (2, 40), device=kernels_device)
-    want = model(idx, idx)['loss']
-    got = torch.compile(model, backend='aot_eager', fullgraph=True)(idx, idx)['loss']
-    torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got, list(model.parameters())),
-                    torch.autograd.grad(want, list(model.parameters()))):
-        torch.testing.assert_close(a, b)
+class SPS:
+    def sees(self, q, k):
+        """Comments and docstrings may change."""
+        earlier = (k.pos < q.pos) | ((k.pos == q.pos) & (k.stream <= q.stream))
+        reach = torch.where(k.stream == 0, self.w_x, self.w_rho)
+        return earlier & (q.pos - k.pos <= reach) & (k.pos >= q.doc_start)
 
 
-@pytest.fixture
-def small_check(kernels_device, monkeypatch):
-    """`check_kernels` on few small tiles, and what it refuses, which is forgotten afterwards."""
-    monkeypatch.setattr(K, 'refused', set())
-    monkeypatch.setitem(K.TILES, ('cpu', 128, 32), dict.fromkeys(('forward', 'query_gradient', 'key_gradient'),
-                                                                 (64, 64, 1, 1)))
-    kernel_check.check_kernels.cache_clear()
-    yield torch.device(kernels_device)
-    kernel_check.check_kernels.cache_clear()
+class Edited:
+    def sees(self, q, k):
+        return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start) | (k.pos < 4)
 
 
-@pytest.mark.parametrize('D, group, persistent', [
-    (16, 1, None), *(pytest.param(70, 2, stream, marks=pytest.mark.long) for stream in ('input', 'predict', 'both'))])
-def test_right_kernels_are_used(D, group, persistent, small_check, capsys):
-    case = small_check, torch.float32, D, group, persistent
-    assert kernel_check.check_kernels(*case) == {} and K.refused == set()
-    line, = capsys.readouterr().err.splitlines()
-    assert 'loss, norm, attention, decoding equal their references' in line and f'heads of {D}' in line, line
-    assert kernel_check.check_kernels(*case) == {}
-    assert capsys.readouterr().err == ''  # once in a process
-
-
-def off_by_one(window):
-    return lambda q, k, v, doc_start, windows, first: window(q, k, v, doc_start, [w and w + 1 for w in windows], first)
-
-
-@pytest.mark.parametrize('name, broken, refused', [
-    ('_kernel_attention', off_by_one(K._kernel_attention), {'attention'}),
-    ('decode_attention', lambda q, *args, **options: torch.zeros_like(q), {'decoding'}),
-    ('_launch', lambda *args: 1 / 0, {'attention', 'decoding'})])
-def test_wrong_kernels_are_refused(name, broken, refused, small_check, capsys, monkeypatch):
-    monkeypatch.setattr(K, name, broken)
-    for other in {'attention', 'decoding'} - refused:  # in the interpreter it takes seconds
-        monkeypatch.setattr(kernel_check, f'_{other}_differences', lambda *case: {'nothing': 0.0})
-    assert set(kernel_check.check_kernels(small_check, torch.float32, 16)) == refused == K.refused
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(refused)
-    for line in lines:
-        assert 'report this line' in line and torch.__version__ in line and 'KERNEL_CHECK=0' in line, line
-        assert 'ZeroDivisionError' in line or 'differs from its reference by' in line, line
-
-
-def test_a_wrong_loss_is_refused(small_check, monkeypatch):
-    right = K._fused_losses
-    monkeypatch.setattr(K, '_fused_losses', lambda *args: [1.001 * x for x in right(*args)])
-    assert set(kernel_check.check_kernels(small_check, torch.float32)) == {'loss'}
-    h, w, targets = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-    torch.testing.assert_close(K.linear_cross_entropy(h, w, targets), K.linear_cross_entropy_reference(h, w, targets))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason='the tiny run is on a CPU, whose kernels are interpreted')
-def test_training_goes_on_without_a_broken_kernel(small_check, tiny_data, tmp_path, monkeypatch):
-    def nll(name):
-        result = train_tiny(tiny_data, tmp_path / name, steps=3)
-        assert result.returncode == 0, result.stderr
-        return result.stderr, [line['nll'] for line in read_log(tmp_path / name)]
-
-    monkeypatch.setattr(K, '_launch', lambda *args: 1 / 0)
-    said, got = nll('broken kernels')
-    assert 'kernels: attention fails (ZeroDivisionError' in said, said
+def test_kernels_refuse_what_they_do_not_implement(monkeypatch):
+    for model in Standard(), SPS():
+        K.check_triton(model.sees, 64)
+    for model, head_size, words in (Edited(), 64, 'Edited.sees.* has been edited'), (SPS(), 48, 'head sizes .* not 48'):
+        with pytest.raises(ValueError, match=f'{words}.*--attention=auto'):
+            K.check_triton(model.sees, head_size)
     monkeypatch.setattr(K, 'KERNELS_ON_CPU', False)
-    said, want = nll('no kernels')
-    assert 'kernels' not in said and got == pytest.approx(want, abs=1e-6)
+    with pytest.raises(ValueError, match='need a GPU.*--attention=auto'):
+        K.triton_attention(*torch.zeros(3, 1, 8, 1, 32), None, [ALL], 8)
 
 
-def test_reference_can_be_forced(monkeypatch):
-    monkeypatch.setattr(K, 'REFERENCE', True)
-    monkeypatch.setattr(K, 'attention_reference', lambda *args: 'reference')
-    monkeypatch.setattr(K, 'two_stream_attention_reference', lambda *args: 'reference')
-    x = torch.zeros(1, 2, 4, 1, 16)
-    assert K.attention(x[:, 0], x[:, 0], x[:, 0]) == K.two_stream_attention(x, x, x, [None, 1]) == 'reference'
+# ---- compiled for an H100: `python tests/test_triton_kernels.py` prints the resources of each kernel ----
+
+SHARED_LIMIT = 232448  # bytes of shared memory a block may use on an H100
+VARIANTS = [  # (streams, head size, dtype, query heads per key head)
+    *((streams, D, torch.bfloat16, 1) for streams in STREAMS for D in (64, 128)),
+    *((streams, D, torch.bfloat16, 4) for streams in ('one', 'both') for D in (64, 128)),
+    ('both', 32, torch.bfloat16, 1), ('both', 64, torch.float16, 1),
+    *(('both', D, torch.float32, group) for D, group in ((32, 1), (64, 1), (64, 4), (128, 1)))]
 
 
-def test_innermost_loops_are_found_in_machine_code():
-    code = ['.L_x_0', 'MOV', '.L_x_1', 'HGMMA', '@P0 BRA `(.L_x_1)', '@P1 BRA `(.L_x_0)', 'BRA `(.L_x_2)', '.L_x_2']
-    assert innermost_loops(code) == [['HGMMA', '@P0 BRA `(.L_x_1)']]
+def test_every_variant_compiles_for_sm_90():
+    """No spills, no more shared memory than there is, and tensor cores by warp group (wgmma) in 16 bits."""
+    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
+    root = Path(__file__).resolve().parent.parent
+    result = subprocess.run([sys.executable, __file__], capture_output=True, text=True, cwd=root, timeout=600,
+                            env=environment | {'PYTHONPATH': str(root)})
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split(', ') for line in result.stdout.splitlines()]
+    assert len(rows) == 3 * len(VARIANTS)
+    for *variant, registers, stack, shared, wgmma in rows:
+        assert stack == '0' and int(shared) <= SHARED_LIMIT, (variant, registers, stack, shared)
+        assert 'float32' in variant[2] or int(wgmma) > 0, variant
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('args', [['--short'], pytest.param([], marks=pytest.mark.long)], ids=['short', 'all'])
-def test_every_variant_compiles_for_sm_90(args):
-    """Each kernel at each head size, and with -m long every pattern and dtype: no spills, no more shared memory
-    than there is, and attention in 16 bits by HGMMA."""
-    command = [sys.executable, '-m', 'bench.compiled', *args]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+class Compiler:
+    """Stands in for a kernel: a launch compiles it for sm_90 and prints the resources of the result."""
+
+    def __init__(self, kernel, variant):
+        self.kernel, self.variant = kernel, variant
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **options):
+        signature, constants, attributes = {}, {}, {}
+        for i, (parameter, x) in enumerate(zip(self.kernel.params, args, strict=True)):
+            if isinstance(x, torch.Tensor):
+                kind = {'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'int64': '*i64'}
+                signature[parameter.name] = kind[str(x.dtype).removeprefix('torch.')]
+            elif parameter.is_constexpr or x == 1:
+                signature[parameter.name], constants[parameter.name] = 'constexpr', x
+                continue
+            else:
+                signature[parameter.name] = 'fp32' if isinstance(x, float) else 'i32'
+            if isinstance(x, torch.Tensor) or x % 16 == 0:
+                attributes[i,] = [['tt.divisibility', 16]]
+        source = K.triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
+        target = K.triton.backends.compiler.GPUTarget('cuda', 90, 32)
+        built = K.triton.compile(source, target=target, options=options)
+        with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+            file.write(built.asm['cubin'])
+            file.flush()
+            cuobjdump = Path(K.triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+            usage = subprocess.run([cuobjdump, '-res-usage', file.name], capture_output=True, text=True).stdout
+        print(*self.variant, self.kernel.__name__, re.search(r'REG:(\d+)', usage)[1],
+              re.search(r'STACK:(\d+)', usage)[1], built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'),
+              sep=', ', flush=True)
+
+
+def main():
+    B, T, H, reaches = 2, 4096, 8, [4096, 64]
+    kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
+    for streams, D, dtype, group in VARIANTS:
+        for name, kernel in kernels.items():
+            setattr(K, name, Compiler(kernel, (streams, D, dtype, group)))
+        NQ, NK, first = STREAMS[streams]
+        q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
+        k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')
+        doc_start = torch.empty(B, T, dtype=torch.int64, device='meta')
+        out, lse = K._forward(q, k, k, doc_start, reaches[:NK], T, first)
+        K._backward(out, q, k, k, doc_start, out, lse, reaches[:NK], T, first)
+
+
+if __name__ == '__main__':
+    main()
+
+
+@pytest.mark.parametrize('name, values', [
+    ('standard', dict(window=3, n_kv_head=1)), ('sps', dict(window=3)), ('sps', dict(window=3, predict_layers=1)),
+    ('sps', dict(method='reverse_sps', window=0, eos_id=None))])
+def test_models_give_the_same_losses_and_gradients_by_the_kernels(name, values, kernels_device):
+    module, losses = runs.model_file(name), []
+    idx = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(0)).to(kernels_device)
+    for attention in ('auto', 'triton'):
+        torch.manual_seed(0)
+        config = module.Config(**dict(n_layer=2, n_head=2, n_embd=64, vocab_size=64, n_ids=60, eos_id=59,
+                                      init_std=0.15, attention=attention) | values)
+        model = module.Model(config).to(kernels_device)
+        loss = model(idx, idx.roll(-1, 1))['loss']
+        losses.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for got, want in zip(*losses):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['standard', 'sps'])
+def test_an_edited_pattern_with_triton_is_a_sentence(name, monkeypatch):
+    model_class = runs.model_file(name).Model
+    sees = model_class.sees
+    assert K.check_triton(sees, 64) is None
+    monkeypatch.setattr(model_class, 'sees', lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0))
+    with pytest.raises(ValueError, match='use --attention=auto'):
+        K.check_triton(model_class.sees, 64)

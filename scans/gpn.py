@@ -379,8 +379,8 @@ DELTA_COLUMNS, DELTA_WARPS = 32, 4
 
 
 @jit
-def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, S, BH, H, D, K: constexpr, ROWS: constexpr,
-                  N: constexpr):
+def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH, H, D, S: constexpr, K: constexpr,
+                  ROWS: constexpr, N: constexpr):
     """S steps. memory (BH, K, D); out (S, BH, K, D); k, q (S, BH, K); v, read (S, BH, D); decay, beta (S, BH)."""
     head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * N + tl.arange(0, N)
     seen = (row < K)[:, None] & (column < D)[None, :]
@@ -405,7 +405,7 @@ def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, S, 
 def _delta(S, memory, out, k, v, decay, beta, q, read, carry, first_key=None):
     B, H, K, D = memory.shape
     inputs = (x if x is None else x.contiguous() for x in (k, v, decay, beta, q, read, carry, first_key))
-    _launch(_delta_kernel, (B * H, triton.cdiv(D, DELTA_COLUMNS)), DELTA_WARPS, memory, out, *inputs, S, B * H, H, D, K,
+    _launch(_delta_kernel, (B * H, triton.cdiv(D, DELTA_COLUMNS)), DELTA_WARPS, memory, out, *inputs, B * H, H, D, S, K,
             _power_of_2(K), DELTA_COLUMNS)
 
 

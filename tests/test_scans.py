@@ -20,31 +20,40 @@ MODELS = {  # small models that use every branch of their fast form
     'gpn': dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60,
                 segment_len=5, eos_id=59, bptt_len=7),
     'context_ready': dict(n_layer=2, n_head=2, n_embd=24, vocab_size=64, n_ids=60, bptt=True, segment_len=5, eos_id=59,
-                          window=4)}
+                          window=4),
+    'gdn': dict(n_layer=2, n_head=2, n_embd=24, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, chunk_len=4,
+                eos_id=59)}
 
-EDITS = {'gpn': {  # what is edited: a line of it, and the line in its place
-    'RMSNorm': ('self.weight.to(x.dtype), self.eps)', 'self.weight.to(x.dtype), 0.1)'),
-    'l2_normalize': ('eps=1e-6', 'eps=0.3'),
-    'read': ('(memory * x.unsqueeze(-1)).sum(-2)', '(memory * x.unsqueeze(-1)).mean(-2)'),
-    'Write': ('error = v - read(memory, k)', 'error = v'),
-    'Layer': ('self.ffn_out(F.silu(ffn_gate) * up)', 'self.ffn_out(F.gelu(ffn_gate) * up)'),
-    'choose_rows': ('return [torch.where(mask', 'return [x + 0 * torch.where(mask'),
-    'Model.__init__': ('RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)  # W_f',
-                       'RMSNorm(c.n_embd, 1.0), nn.Linear(c.n_embd, c.n_embd)  # W_f'),
-    'Model.ground': ('return gate * s + u', 'return s + u'),
-    'Model.predict': ('for layer in self.layers:', 'for layer in self.layers[1:]:'),
-    'Model.step': ('self.predict(last, g, memory)', 'self.predict(g, g, memory)'),
-    'Model.first_state': ('s = torch.zeros(batch_size, c.n_embd', 's = torch.ones(batch_size, c.n_embd'),
-    'Model.loop': ('after = step(u[:, t], *before)', 'after = step(2 * u[:, t], *before)'),
-    'Model.advance': ('self.loop(u[:, t:t + size]', 'self.loop(2 * u[:, t:t + size]')},
+EDITS = {  # of each pinned object: a piece of its text, and what replaces it
+    'gpn': {
+        'RMSNorm': ('self.weight.to(x.dtype), self.eps)', 'self.weight.to(x.dtype), 0.1)'),
+        'l2_normalize': ('eps=1e-6', 'eps=0.3'),
+        'read': ('(memory * x.unsqueeze(-1)).sum(-2)', '(memory * x.unsqueeze(-1)).mean(-2)'),
+        'Write': ('error = v - read(memory, k)', 'error = v'),
+        'Layer': ('self.ffn_out(F.silu(ffn_gate) * up)', 'self.ffn_out(F.gelu(ffn_gate) * up)'),
+        'choose_rows': ('return [torch.where(mask', 'return [x + 0 * torch.where(mask'),
+        'Model.__init__': ('RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)  # W_f',
+                           'RMSNorm(c.n_embd, 1.0), nn.Linear(c.n_embd, c.n_embd)  # W_f'),
+        'Model.ground': ('return gate * s + u', 'return s + u'),
+        'Model.predict': ('for layer in self.layers:', 'for layer in self.layers[1:]:'),
+        'Model.step': ('self.predict(last, g, memory)', 'self.predict(g, g, memory)'),
+        'Model.first_state': ('s = torch.zeros(batch_size, c.n_embd', 's = torch.ones(batch_size, c.n_embd'),
+        'Model.loop': ('after = step(u[:, t], *before)', 'after = step(2 * u[:, t], *before)'),
+        'Model.advance': ('self.loop(u[:, t:t + size]', 'self.loop(2 * u[:, t:t + size]')},
+    'gdn': {
+        'read': ('(memory * x.unsqueeze(-1)).sum(-2)', '(memory * x.unsqueeze(-1)).mean(-2)'),
+        'Block.step': ('error = v - read(memory, k)', 'error = v'),
+        'Block.empty_memory': ('return like.new_zeros(', 'return like.new_ones('),
+        'Block.loop': ('return torch.stack(reads, 1), memory', 'return 2 * torch.stack(reads, 1), memory'),
+        'Block._segment': ('reads.append(memory_read)', 'reads.append(2 * memory_read)')},
     'context_ready': {
-    'FFN': ('F.gelu(self.up', 'F.relu(self.up'),
-    'Block': ('F.dropout(self.ffn(h)', 'F.dropout(2 * self.ffn(h)'),
-    'Model.__init__': ('else c.window  # positions', 'else 0  # positions'),
-    'Model.sees': ('(q.pos - k.pos <= self.reach)', '(2 * (q.pos - k.pos) < self.reach)'),
-    'Model.correct': ('self.correction(z + e)', 'self.correction(z - e)'),
-    'Model.step': ('F.dropout(e + correction', 'F.dropout(e + 2 * correction'),
-    'Model.loop': ('self.step(e[:, at], z,', 'self.step(e[:, at], 0.5 * z,')}}
+        'FFN': ('F.gelu(self.up', 'F.relu(self.up'),
+        'Block': ('F.dropout(self.ffn(h)', 'F.dropout(2 * self.ffn(h)'),
+        'Model.__init__': ('else c.window  # positions', 'else 0  # positions'),
+        'Model.sees': ('(q.pos - k.pos <= self.reach)', '(2 * (q.pos - k.pos) < self.reach)'),
+        'Model.correct': ('self.correction(z + e)', 'self.correction(z - e)'),
+        'Model.step': ('F.dropout(e + correction', 'F.dropout(e + 2 * correction'),
+        'Model.loop': ('self.step(e[:, at], z,', 'self.step(e[:, at], 0.5 * z,')}}
 
 
 @pytest.fixture
@@ -114,8 +123,9 @@ def test_an_edit_runs_and_one_line_says_so(name, piece, edited, capsys):
 
 @pytest.mark.parametrize('name', MODELS)
 def test_comments_and_docstrings_are_no_edit(name, edited, capsys):
-    old = inspect.getdoc(importlib.import_module(f'model_{name}').Model.loop).split('\n')[0]
-    file = edited(name, old, f'Other words.\n\n        # and a comment {old}')
+    file, fast = importlib.import_module(f'model_{name}'), importlib.import_module(f'scans.{name}')
+    old = next(inspect.getdoc(x) for x in fast.implements(file) if inspect.isfunction(x) and x.__doc__).split('\n')[0]
+    file = edited(name, f'"""{old}', f'# a comment\n    """Other words. {old}')
     assert make(file, name)[0].fast and capsys.readouterr().err == ''
 
 

@@ -75,13 +75,14 @@ def _scan_chunks(memory, q, k, v, log_decay, beta, is_doc_start, active, chunk_l
 
 @outside_graphs  # a compiler would unroll all chunks
 def walk(memory, u, w, k_to_end, decay):
-    """From chunk to chunk: returns M_0 and U of each chunk, (n_chunks, B, H, ...), and the last memory."""
-    before, written = [], []
-    for u_i, w_i, k_i, decay_i in zip(u, w, k_to_end, decay):
-        before.append(memory)
-        written.append(u_i - w_i @ memory)
-        memory = decay_i * memory + k_i.mT @ written[-1]
-    return torch.stack(before), torch.stack(written), memory
+    """From chunk to chunk: returns M_0 and U of each chunk, (n_chunks, B, H, ...), and the last memory (B, H, K, D)."""
+    heads, before, written = memory.shape[:2], [], []
+    m = memory.flatten(0, 1)
+    for u_i, w_i, k_i, decay_i in zip(*(x.flatten(1, 2) for x in (u, w, k_to_end, decay))):
+        before.append(m)
+        written.append(torch.baddbmm(u_i, w_i, m, alpha=-1))  # U~ - W M_0
+        m = torch.baddbmm(decay_i * m, k_i.mT, written[-1])
+    return *(torch.stack(x).unflatten(1, heads) for x in (before, written)), m.unflatten(0, heads)
 
 
 def inverse(A):

@@ -282,7 +282,7 @@ def test_drafts_after_a_ragged_prompt_are_those_of_each_row_alone(name, case):
         alone = model.new_cache(1, 12, max_run=3)
         for t in range(length):
             model.extend(idx[b:b + 1, t:t + 1], alone)
-        _, want = model.draft(idx[b:b + 1, 0], alone, 3, greedy)
+            _, want = model.draft(idx[b:b + 1, 0], alone, 3, greedy)  # each call of `extend` starts another draft
         assert (probs[b] - want[0]).abs().max() < 1e-8
 
 

@@ -172,9 +172,6 @@ class Model(nn.Module):
         on, a prediction counts if the token and all inputs up to the one before it are in one document.
         """
         c, T = self.config, idx.shape[1]
-        if T <= c.horizon:
-            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
-                             'expected a horizon shorter than the window')
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
         targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): of t, ..., t + d
@@ -262,9 +259,12 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention.
 
-        Fetch reads d + 1 vectors for each token and gives d results.
+        Fetch reads d + 1 vectors for each token and gives d results. Raises ValueError if the horizon does not fit.
         """
         c = self.config
+        if T <= c.horizon:
+            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
+                             'expected a horizon shorter than the window')
 
         def n_weights(module):
             return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)  # which only looks up

@@ -203,9 +203,6 @@ class Model(nn.Module):
         prompt, only its Smooth L1 counts (appendix, "More details").
         """
         c, T = self.config, idx.shape[1]
-        if T <= self.horizon:
-            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
-                             'expected a horizon shorter than the window')
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
         states = [self.final_hidden(idx)]  # states[i][:, s]: h_s for i = 0, then h^_s, from h_{s-i} by i steps of p_psi
@@ -331,8 +328,12 @@ class Model(nn.Module):
         """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention.
 
         p_psi runs d times. The KL loss multiplies by the head d times more; if it is frozen, it gets no gradient.
+        Raises ValueError if the horizon does not fit.
         """
         c = self.config
+        if T <= self.horizon:
+            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
+                             'expected a horizon shorter than the window')
 
         def n_weights(module):
             return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)  # which only looks up

@@ -3,8 +3,8 @@
     python -m bench.attention [--toy]
 
 The patterns are the `sees` of model_standard and model_sps: causal, a window of 64, and SPS with the window 64, each
-with and without documents. Ours runs on a CPU in tiles and on a GPU by FlexAttention or by the Triton kernels. PyTorch's
-side is `scaled_dot_product_attention`, with a dense mask and, for the causal pattern, with is_causal=True. Useful FLOPs
+with and without documents. Ours runs in tiles on a CPU, and by FlexAttention or the Triton kernels on a GPU. PyTorch's
+side is `scaled_dot_product_attention` with a dense mask and, for the causal pattern, with is_causal=True. Useful FLOPs
 are those of the pairs of query and key that the pattern needs: 14 D per pair, head and pass.
 """
 from collections.abc import Iterator

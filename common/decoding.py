@@ -214,7 +214,7 @@ def record_graph(step, undo, beside=None):
 
 def decodable(model):
     """Return the model if it has `new_cache` and `extend`, else wrap it in `Recomputing` and print one line."""
-    if isinstance(model, Recomputing) or hasattr(model, 'new_cache') and hasattr(model, 'extend'):
+    if getattr(model, 'new_cache', None) and getattr(model, 'extend', None):
         return model
     say_once(f'{type(model).__module__} has no new_cache and extend: decoding recomputes the whole text for each token')
     return Recomputing(model)

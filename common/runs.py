@@ -201,8 +201,8 @@ def read_run(folder) -> dict:
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
     if tokenizer_digest(data['tokenizer']) != data['tokenizer_digest']:
-        raise UserError(f'{path}: the tokenizer {data["tokenizer"]} is missing, or not the one that the run was trained '
-                        f'with: {remedy}')
+        raise UserError(f'{path}: the tokenizer {data["tokenizer"]} is missing, or not the one that the run was '
+                        f'trained with: {remedy}')
     return {key: record[key] for key in ('model', *needed)}
 
 

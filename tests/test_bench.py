@@ -32,7 +32,8 @@ def results_stay():
 
 
 @pytest.mark.parametrize('args', [
-    *([name] for name in TOYS), ['train_step', 'objectives'], ['train_step', 'scales'], pytest.param(['train_step', 'nanogpt'], marks=pytest.mark.long)], ids=' '.join)
+    *([name] for name in TOYS), ['train_step', 'objectives'], ['train_step', 'scales'],
+    pytest.param(['train_step', 'nanogpt'], marks=pytest.mark.long)], ids=' '.join)
 def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args, results_stay):
     if args[0] == 'evaluation':
         pytest.importorskip('accelerate')

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_sentence, run, train_tiny
+from conftest import assert_sentence, run, run_apart, train_tiny
 from test_models import make
 
 import eval as judge
@@ -158,7 +158,7 @@ def test_every_bundled_task_runs_on_files_as_published_and_no_bar_is_drawn_in_a_
         (tmp_path / f'{name}.jsonl').write_text(2 * (json.dumps(record) + '\n'))
     (tmp_path / 'winogrande_dev-labels.lst').write_text('1\n2\n')
     trained = shutil.copytree(trained, tmp_path / 'run')
-    result = run('eval.py', trained, '--tasks=winogrande,mnli,c4', f'--data_dir={tmp_path}')
+    result = run_apart('eval.py', trained, '--tasks=winogrande,mnli,c4', f'--data_dir={tmp_path}')
     assert result.returncode == 0, result.stderr
     for row in ('winogrande acc', 'mnli acc', 'c4 word_perplexity'):
         assert row in result.stdout

@@ -75,7 +75,7 @@ def test_gpt2_is_gpt2_by_name_and_from_files(trained, tmp_path):
         (folder / name).write_text(name)
     record = runs.read_run(trained)
     data = {'tokenizer': str(folder), 'n_ids': 50257, 'eos_id': 50256}
-    runs.save_run(out, {**record, 'data': {**data, 'sha256': ''}})
+    runs.save_run(out, {**record, 'data': {**data, 'bos': False, 'sha256': ''}})
     shutil.rmtree(folder)
     saved = runs.read_run(out)['data']
     assert saved['tokenizer'] == f'{out}/gpt2_vocabulary' and (out / 'gpt2_vocabulary/vocab.bpe').is_file()

@@ -19,7 +19,6 @@ import importlib.util
 import itertools
 import subprocess
 import sys
-from unittest import mock
 
 import torch
 
@@ -206,7 +205,7 @@ def on_gpu(toy):
         fast = make_model(B, T, **values)
         with torch.autocast('cuda', torch.bfloat16):
             step = functools.partial(training_step, *fast)
-            sides = {'scan': step, 'without graphs': mock.patch.object(scan, 'USE_GRAPHS', False)(step)}
+            sides = {'scan': step}
             if with_loop:
                 sides['loop'] = functools.partial(training_step, *make_model(B, T, 'loop', **values))
             sides['scan']()
@@ -217,7 +216,6 @@ def on_gpu(toy):
         least = bandwidth and T * sum(row['moved_us'] for row in bounds(scan.Sizes.of(c), B, bandwidth)) / 1e6
         yield {'batch': B, 'T': T, 'tokens_per_s': round(B * T / seconds['scan']),
                'of_bandwidth_bound': least and round(least / seconds['scan'], 3),
-               'without_graphs_over_scan': round(seconds['without graphs'] / seconds['scan'], 2),
                'loop_over_scan': round(seconds['loop'] / seconds['scan'], 2) if with_loop else None,
                'peak_gb': round(peak / 1e9, 1)}
 

@@ -29,17 +29,7 @@ import torch.distributed as dist
 
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, friendly_errors
-from common.machine import (
-    Device,
-    DType,
-    caught_signals,
-    make_progress,
-    peak_flops,
-    peak_memory,
-    pick_dtype,
-    say,
-    start_processes,
-)
+from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges, join_values
 from common.validation import counted, validation_loss
 from data import open_data
@@ -337,9 +327,8 @@ def train(s, config, data, record, machine, argv):
     if run_settings.is_extension(s):
         saver.save(step, seconds)
     tokens_per_step = s.batch_size * s.block_size
-    flops = peak = None
-    if hasattr(model, 'flops_per_token'):
-        flops, peak = model.flops_per_token(s.block_size), peak_flops(device, machine.dtype) * world
+    flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
+    peak = flops and machine.peak_flops()
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
 
     with log or contextlib.nullcontext(), saver, caught_signals() as stop:
@@ -366,7 +355,7 @@ def train(s, config, data, record, machine, argv):
                     'tokens_per_s': speed}
             if flops:
                 line['mfu'] = speed * flops / peak
-            if held := peak_memory(device):
+            if held := machine.peak_memory():
                 line['memory_gib'] = held / 2 ** 30
             if n_skipped:
                 line['skipped'] = n_skipped

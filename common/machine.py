@@ -42,6 +42,21 @@ class Machine:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    def peak_flops(self) -> float:
+        """Return the FLOP/s that all processes together can reach."""
+        return peak_flops(self.device, self.dtype) * self.world
+
+    def peak_memory(self) -> int | None:
+        """Return the most bytes that this process has held, on the GPU or else on the host; None if unknown."""
+        if self.device.type == 'cuda':
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
+        unit = 1 if sys.platform == 'darwin' else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
 
 def pick_device(name: Device) -> str:
     """Return 'cuda', 'cpu' or 'mps'. auto: cuda if PyTorch sees a GPU, else cpu."""
@@ -159,18 +174,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         (a @ b)[0, 0].item()
         best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that this process has held, on the GPU or else on the host; None if unknown."""
-    if device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # ---- terminal and signals ----

@@ -31,7 +31,7 @@ from conftest import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import runs
+from common import machine, runs
 from common.start import quiet_start
 from data.shards import write_data
 from data.tokenizers import load_tokenizer
@@ -351,7 +351,7 @@ def replace_what_depends_on_the_machine() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(*args)
     train.train_step = train_step
-    train.peak_flops = lambda *_: 1e12
+    machine.peak_flops = lambda *_: 1e12
     eval.task_manager = lambda: SimpleNamespace(all_tasks=[])
     torch.compile = lambda model, *_, **__: model
 

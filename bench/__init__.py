@@ -13,7 +13,7 @@
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
 
 Each prints its figures as they come and writes them, with device, date, versions and commit, to bench/results/. With
---toy it takes seconds, at meaningless sizes, and writes nothing; bench/gpu.py has no --toy.
+--toy it takes seconds, at meaningless sizes, and writes nothing.
 """
 import datetime
 import json

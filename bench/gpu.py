@@ -1,13 +1,18 @@
-"""All that needs a GPU, in order of need, within a time limit.
+"""All that needs a GPU, the most important first: tests, training, decoding, benchmarks.
 
-    python bench/gpu.py [--limit=540] [--only=STEP,STEP] [--out=FOLDER]
+    python bench/gpu.py [--out=FOLDER] [--only=STEP,STEP] [--limit=570] [--toy]
 
-Each step has a limit of its own, and of the time that is left. One that fails or runs out of time does not stop those
-after it: --only runs it again, alone, with all of the time. With --out, the figures and the output are also copied
-there.
+Each step gets at most 240 seconds and ends with everything that it started. A step that fails, falls back to a slower
+form or runs out of time does not stop those after it. The last line says which failed and which --only would run in
+another call: all of them take two calls of ten minutes.
+
+FOLDER (default out/gpu) gets gpu.log, the output of all steps as it is printed, and the figures of the benchmarks after
+each step. With --toy the benchmarks run at meaningless sizes, to try this script.
 """
+import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,44 +22,66 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ['-n', '8'] if importlib.util.find_spec('xdist') else []
-TESTS = ['-m', 'pytest', '-q', *WORKERS]
-STEPS = {  # seconds, and arguments of python
-    'training': (90, ['train.py', 'config/quickstart.py', '--max_tokens=500_000', '--out_dir=out/gpu_check',
-                      '--overwrite']),
-    'sampling': (40, ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100']),
-    'kernels': (150, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_scans.py', '-m', 'not slow']),
-    'attention': (120, ['-m', 'bench.attention']),
-    'drafting': (90, ['train.py', 'config/quickstart_nextlat.py', '--max_tokens=500_000', '--out_dir=out/gpu_nextlat',
-                      '--overwrite']),
-    'speculative': (60, ['eval.py', 'out/gpu_nextlat', '--speculative', '--n_prompts=16', '--prompt_tokens=64',
-                         '--new_tokens=128']),
-    'gpn': (120, ['-m', 'bench.gpn']),
-    'tests': (240, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
-    'scales': (240, ['-m', 'bench.train_step', 'scales']),
-    'generate': (120, ['-m', 'bench.generate']),
-    'objectives': (240, ['-m', 'bench.train_step', 'objectives']),
-    'train_step': (120, ['-m', 'bench.train_step']),
-    'inference': (240, ['-m', 'bench.inference', '--scales=xs,s']),  # all five take longer than the limit
-    'context_ready': (120, ['-m', 'bench.context_ready']),
-    'compiled': (480, [*TESTS, 'tests', '-k', 'compiled_cuda']),
+TESTS = ['-m', 'pytest', '-v', *WORKERS]
+TRAINING = ['--max_tokens=500_000', '--overwrite']
+STEP_SECONDS = 240  # compiling takes most of them
+STEPS = {  # arguments of python
+    'kernels': [*TESTS, 'tests/test_attn_kernels.py', 'tests/test_triton_kernels.py', 'tests/test_scans.py',
+                'tests/test_gpn_scan.py', '-k', 'cuda or kernels', '-m', 'not slow'],
+    'compiled': [*TESTS, 'tests', '-k', 'compiled_cuda'],
+    'training': ['train.py', 'config/quickstart.py', '--out_dir=out/gpu_check', *TRAINING],
+    'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
+    'attention': ['-m', 'bench.attention'],
+    'scales': ['-m', 'bench.train_step', 'scales'],
+    'drafting': ['train.py', 'config/quickstart_nextlat.py', '--out_dir=out/gpu_nextlat', *TRAINING],
+    'speculative': ['eval.py', 'out/gpu_nextlat', '--speculative', '--n_prompts=16', '--prompt_tokens=64',
+                    '--new_tokens=128'],
+    'gpn': ['-m', 'bench.gpn'],
+    'generate': ['-m', 'bench.generate'],
+    'inference': ['-m', 'bench.inference', '--scales=xs,s'],  # all five take longer
+    'objectives': ['-m', 'bench.train_step', 'objectives'],
+    'context_ready': ['-m', 'bench.context_ready'],
+    'train_step': ['-m', 'bench.train_step'],
+    'tests': [*TESTS, 'tests', '-k', 'cuda and not compiled'],
 }
+FELL_BACK = re.compile(r'run step by step|recomputes the whole text|hit config\.\w+_limit|falling back')
 
 
-def run_step(args: list[str], seconds: float) -> tuple[str, str]:
-    """The end of what python with these arguments prints, and how it ended. Its own processes end with it."""
-    process = subprocess.Popen([sys.executable, *args], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, start_new_session=True)
+def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
+    """Run python with these arguments. Return what it prints and how it ended.
+
+    The output goes straight to the file log, so that it is there even if this script is killed. The processes that the
+    step has started end with it.
+    """
+    start = log.seek(0, os.SEEK_END)
+    process = subprocess.Popen([sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                               start_new_session=True, env={**os.environ, 'PYTHONUNBUFFERED': '1'})
     try:
-        text, _ = process.communicate(timeout=seconds)
-        status = f'exit status {process.returncode}'
+        code = process.wait(seconds)
+        status = f'exit status {code}' if code else 'done'
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        text, _ = process.communicate()
         status = 'out of time'
-    except BaseException:  # Ctrl-C does not reach a process of another session
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return text[-6000:], status
+        process.send_signal(signal.SIGINT)  # pytest then prints its failures
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    finally:  # on Ctrl-C too, which does not reach a process of another session
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    log.seek(start)
+    text = log.read().decode(errors='replace')
+    fallback = FELL_BACK.search(text)
+    return text, f'fell back: {fallback[0]!r}' if fallback and status == 'done' else status
+
+
+def read_options(argv) -> dict[str, str]:
+    options = dict(arg.removeprefix('--').partition('=')[::2] for arg in argv)
+    names = options['only'].split(',') if 'only' in options else list(STEPS)
+    unknown = [*(options.keys() - {'out', 'only', 'limit', 'toy'}), *(name for name in names if name not in STEPS)]
+    if unknown:
+        sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER, --toy or --only= some of '
+                 f'{", ".join(STEPS)}, with commas between')
+    return options | {'names': names}
 
 
 def main(argv=None):
@@ -62,34 +89,30 @@ def main(argv=None):
     if not torch.cuda.is_available():
         sys.exit('gpu.py: PyTorch sees no GPU here; without one, run the benchmarks one by one: '
                  'python -m bench.train_step')
-    options = dict(arg.removeprefix('--').partition('=')[::2] for arg in (sys.argv[1:] if argv is None else argv))
-    end = time.time() + float(options.pop('limit', 540))
-    out, only = options.pop('out', None), options.pop('only', None)
-    names = only.split(',') if only else list(STEPS)
-    unknown = [*options, *(name for name in names if name not in STEPS)]
-    if unknown:
-        sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER or --only= some of '
-                 f'{", ".join(STEPS)}, with commas between')
-    log, problems = [], {'failed': [], 'not run': []}
-    for name in names:
-        seconds, args = STEPS[name]
-        left = end - time.time()
-        if left < 10:
-            log.append(f'== {name}: not run, the time limit is reached')
-            problems['not run'].append(name)
-        else:
-            start = time.time()
-            text, status = run_step(args, left if only else min(seconds, left))
-            log.append(f'== {name}: {status}, {time.time() - start:.0f} s\n{text}')
-            if status != 'exit status 0':
-                problems['failed'].append(name)
-        print(log[-1], flush=True)
-    if out:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        (Path(out) / 'gpu.log').write_text('\n'.join(log))
-        for path in (ROOT / 'bench/results').glob('*_gpu.*'):
-            shutil.copy(path, out)
-    sys.exit('; '.join(f'{what}: {", ".join(names)}' for what, names in problems.items() if names) or 0)
+    options = read_options(sys.argv[1:] if argv is None else argv)
+    begin, end = time.time(), time.monotonic() + float(options.get('limit', 570))
+    out, failed, not_run = Path(options.get('out', 'out/gpu')), [], []
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / 'gpu.log', 'ab+', buffering=0) as log:
+        for name in options['names']:
+            start, args = time.monotonic(), STEPS[name]
+            if end - start < 10:
+                not_run.append(name)
+                continue
+            if 'toy' in options and args[1].startswith('bench.'):
+                args = [*args, '--toy']
+            log.write(f'==== {name}: python {" ".join(args)}\n'.encode())
+            text, status = run_step(args, min(STEP_SECONDS, end - start), log)
+            line = f'==== {name}: {status}, {time.monotonic() - start:.0f} s\n'
+            log.write(line.encode())
+            print(text[-3000:], line, sep='\n', flush=True)
+            if status != 'done':
+                failed.append(name)
+            for path in (ROOT / 'bench/results').glob('*_gpu.*json'):
+                if path.stat().st_mtime >= begin:
+                    shutil.copy(path, out)
+    problems = [f'failed: {", ".join(failed)}'] * bool(failed) + [f'not run: --only={",".join(not_run)}'] * bool(not_run)
+    sys.exit('; '.join(problems) or 0)
 
 
 if __name__ == '__main__':

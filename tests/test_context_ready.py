@@ -212,7 +212,8 @@ def test_bptt_is_autograd_through_the_plain_loop(variant, layout, scan):
     assert_same_gradients(gradients(model, have['loss']), gradients(model, want), 1e-8)
 
 
-@pytest.mark.parametrize('values', [dict(n_layer=1, n_head=4, n_embd=64, window=38), dict(variant='concat', eos_id=EOS)])
+@pytest.mark.parametrize('values', [dict(n_layer=1, n_head=4, n_embd=64, window=38),
+                                    dict(variant='concat', eos_id=EOS)], ids=str)
 def test_the_fast_form_is_the_loop_over_long_windows_too(values):
     idx = torch.randint(0, 60, (2, 114), generator=torch.Generator().manual_seed(0))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-9)):

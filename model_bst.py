@@ -1,6 +1,6 @@
 """The Belief State Transformer ("The Belief State Transformer", Hu et al., ICLR 2025), a baseline of NextLat.
 
-Two Transformers read a sequence from its two ends. From each prefix and each later suffix, a text head predicts both the
+Two Transformers read a sequence from its two ends. From each prefix and each later suffix, a text head predicts the
 token that follows the prefix and the token that precedes the suffix. So the prefix's vector must tell of the whole
 future, not only of the next token. To generate, the suffix is empty: the backward encoder does not run.
 
@@ -12,7 +12,7 @@ A pair is named (p, q) after the two tokens that it predicts, x_p and x_q:
     h(p, q) = text_out(GELU(text_f(f_{p-1}) + text_b(b_{q+1})))                                     `_text_state`
     loss = mean of -log softmax(head(h(p, q)))[x_p]  +  mean of -log softmax(previous_head(h(p, q)))[x_q]   `forward`
 
-k = 2 hides one token, p = q, which is predicted from both sides. k = 1 hides none, q = p - 1: the suffix has x_p and the
+k = 2 hides one token, p = q, predicted from both sides. k = 1 hides none, q = p - 1: the suffix has x_p and the
 prefix has x_q. An empty prefix and an empty suffix have vectors of their own. Pairs stay within a document.
 
 Read `Model.forward`, then `_pair_losses`. `extend` is all of decoding: the forward encoder over a cache.

@@ -2,7 +2,7 @@
 
 A Transformer whose final vector h_t, besides predicting the next token, must tell enough of the future to predict
 x_{t+1+i} once x_{t+1} ... x_{t+i} are given, for i = 1 ... d. These predictions come from a small head, Fetch: one
-self-attention over h_t and the embeddings of the given tokens, which sees the past through h_t alone. Fetch also drafts.
+self-attention over h_t and the embeddings of the given tokens; it sees the past through h_t alone. Fetch also drafts.
 
 Read `Fetch.forward`, then `Model.forward`.
 
@@ -174,7 +174,7 @@ class Model(nn.Module):
         c, T = self.config, idx.shape[1]
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
-        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): of t, ..., t + d
+        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
         if c.eos_id is not None:
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
             targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
@@ -244,7 +244,7 @@ class Model(nn.Module):
         """
         longest = min(self.longest_draft, cache.max_run)
         if cache.drafted + n > longest:
-            raise ValueError(f'a draft of {cache.drafted + n} tokens: this model drafts up to {longest} with this cache')
+            raise ValueError(f'a draft of {cache.drafted + n} tokens: this model and cache draft up to {longest}')
         h = cache.hidden[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
@@ -267,7 +267,7 @@ class Model(nn.Module):
                              'expected a horizon shorter than the window')
 
         def n_weights(module):
-            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)  # which only looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
                        for p in part.parameters(recurse=False) if p.dim() >= 2)
 
         weights = n_weights(self) + c.horizon * self.head.weight.numel()  # the head runs for each i

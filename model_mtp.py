@@ -162,7 +162,7 @@ class Model(nn.Module):
         c, T = self.config, idx.shape[1]
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
-        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): of t, ..., t + d
+        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
         if c.eos_id is not None:
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
             targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
@@ -236,7 +236,7 @@ class Model(nn.Module):
         """
         first, longest = cache.drafted, cache.future.shape[2]
         if first + n > longest:
-            raise ValueError(f'a draft of {first + n} tokens: this model drafts up to {longest} with this cache')
+            raise ValueError(f'a draft of {first + n} tokens: this model and cache draft up to {longest}')
         states = cache.future[cache.batch_idx[:, 0], cache.last, first:first + n].to(self.embed.weight.dtype)
         cache.drafted += n
         tokens, probs = zip(*(pick(self._real_logits(h)) for h in states.unbind(1)))
@@ -251,7 +251,7 @@ class Model(nn.Module):
         if T <= c.horizon:
             raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
                              'expected a horizon shorter than the window')
-        weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)  # which only looks up
+        weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)
                       for p in part.parameters(recurse=False) if p.dim() >= 2)
         weights += c.horizon * self.head.weight.numel()  # the head runs for each i
         return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * (T + 1) / 2

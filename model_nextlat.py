@@ -312,7 +312,7 @@ class Model(nn.Module):
         """
         longest = min(self.longest_draft, cache.max_run)
         if cache.drafted + n > longest:
-            raise ValueError(f'a draft of {cache.drafted + n} tokens: this model drafts up to {longest} with this cache')
+            raise ValueError(f'a draft of {cache.drafted + n} tokens: this model and cache draft up to {longest}')
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
             h = cache.states[:, i - 1] if i else cache.hidden[cache.batch_idx[:, 0], cache.last]  # h_t
@@ -336,7 +336,7 @@ class Model(nn.Module):
                              'expected a horizon shorter than the window')
 
         def n_weights(module):
-            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)  # which only looks up
+            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
                        for p in part.parameters(recurse=False) if p.dim() >= 2)
 
         flops = 6 * n_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * (T + 1) / 2

@@ -111,7 +111,8 @@ def main(argv=None):
             for path in (ROOT / 'bench/results').glob('*_gpu.*json'):
                 if path.stat().st_mtime >= begin:
                     shutil.copy(path, out)
-    problems = [f'failed: {", ".join(failed)}'] * bool(failed) + [f'not run: --only={",".join(not_run)}'] * bool(not_run)
+    problems = [f'failed: {", ".join(failed)}'] * bool(failed)
+    problems += [f'not run: --only={",".join(not_run)}'] * bool(not_run)
     sys.exit('; '.join(problems) or 0)
 
 

@@ -1,8 +1,8 @@
 """The gated delta rule over chunks of tokens, in matrix products: the fast form of `Block.loop` in model_gdn.py.
 
-A step is M_t = a_t M_{t-1} + k_t u_t^T with u_t = b_t (v_t - a_t M_{t-1}^T k_t), where M is the paper's S^T, a the decay
-alpha and b is beta. Let g_t be the product of the decays of a chunk's tokens up to t, and M_0 the memory before the
-chunk. Then M_{t-1} is a sum over the tokens i before t, and the writes u of a chunk solve a triangular system:
+A step is M_t = a_t M_{t-1} + k_t u_t^T with u_t = b_t (v_t - a_t M_{t-1}^T k_t), where M is the paper's S^T, a the
+decay alpha and b is beta. Let g_t be the product of the decays of a chunk's tokens up to t, and M_0 the memory before
+the chunk. Then M_{t-1} is a sum over the tokens i before t, and the writes u of a chunk solve a triangular system:
 
     M_t = g_t M_0 + sum_{i <= t} g_t / g_i k_i u_i^T            u_t + b_t sum_{i < t} g_t / g_i (k_t k_i) u_i
                                                                             = b_t v_t - b_t g_t M_0^T k_t

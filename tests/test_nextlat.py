@@ -187,7 +187,8 @@ def test_the_same_seed_gives_the_same_transformer_to_all():
     def trunk(name, **values):
         torch.manual_seed(0)
         module = runs.model_file(name)
-        model = module.Model(module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=None, **values))
+        model = module.Model(module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=None,
+                                           **values))
         tensors = {key.removeprefix('forward_encoder.'): p for key, p in model.named_parameters()}
         return {key: p for key, p in tensors.items() if key.split('.')[0] in ('embed', 'blocks', 'norm', 'head')}
     want = trunk('standard', n_ffn=128, tied_head=False)
@@ -296,8 +297,8 @@ def test_a_draft_never_waits_for_a_device(name, case):
     assert [x.shape for x in drafted] == [(2, 3), (2, 3, 24)]
 
 
-@pytest.mark.parametrize('name, case', [('nextlat', dict(objective='ntp')), ('nextlat', dict(n_dynamics=5)), ('mtp', {}),
-                                        ('jtp', {})])
+@pytest.mark.parametrize('name, case', [
+    ('nextlat', dict(objective='ntp')), ('nextlat', dict(n_dynamics=5)), ('mtp', {}), ('jtp', {})])
 def test_flops_are_those_counted_by_hand(name, case):
     model, C, T = make(name, horizon=2, tied_head=True, **case), 16, 8
     block, head, layers = 4 * C * C + 3 * C * model.config.n_ffn, 24 * C, 4 if name == 'mtp' else 2

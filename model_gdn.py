@@ -135,8 +135,8 @@ class Block(nn.Module):
         """Apply `step` to n tokens: returns what they read (B, n, H, D), and the last memory.
 
         tokens: q, k, v, log_decay and beta, as in `step` but (B, n, ...); is_doc_start: (B, n), tokens before which the
-        memory is emptied; active: (B, n), False for tokens to skip. Training keeps the memory before each segment of
-        chunk_len tokens alone, and recomputes the steps between.
+        memory is emptied; active: (B, n), False for tokens to skip. For the backward pass, only the memory before each
+        segment of chunk_len tokens is kept, and the steps of a segment are recomputed.
         """
         reads = []
         for a in range(0, tokens[0].shape[1], self.chunk_len):
@@ -160,14 +160,14 @@ class Block(nn.Module):
         return reads, memory
 
     def scan(self, memory, *tokens, is_doc_start=None, active=None):
-        """`loop`, or its fast form for more than one token."""
+        """Run the tokens through `loop` or, if there are several, through its fast form."""
         if self.fast is None or tokens[0].shape[1] == 1:
             return self.loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
         return self.fast(memory, *tokens, is_doc_start, active, self.chunk_len)
 
     @checkpointed
     def forward(self, h, same_doc=None, is_doc_start=None, cache=None):
-        """h: (B, n, C) -> (B, n, C). The masks are from `document_masks`; cache: what came before, in decoding."""
+        """h: (B, n, C) -> (B, n, C). The masks are those of `document_masks`; the cache is for decoding."""
         def heads(x):  # (B, n, H size) -> (B, n, H, size), in fp32 like the memory
             return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.memory_shape[0], -1))
 
@@ -210,7 +210,7 @@ class Model(nn.Module):
                 nn.init.zeros_(p)
 
     def final_hidden(self, idx, cache=None):
-        """What the head multiplies. idx: (B, n), the tokens after those in the cache, if given -> (B, n, C)."""
+        """Return the head's inputs (B, n, C). idx: (B, n), which continue the rows of the cache if there is one."""
         W, masks = self.config.conv_size, ()
         if self.config.eos_id is not None:
             is_eos = idx == self.config.eos_id
@@ -281,8 +281,8 @@ class Cache:
 
         tokens of a row    [ written to the memory | run: the last max_run of the last call, not written yet ]
 
-    The next call first writes what is left of the run: `rollback` only shortens it. `window` holds the inputs of each
-    layer's convolution, and which tokens were eos, for the run and the W - 1 tokens before it.
+    The next call writes what is left of the run, so `rollback` only has to shorten it. For the run and the W - 1 tokens
+    before it, `window` holds the inputs of each layer's convolution and which tokens are eos.
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
@@ -306,39 +306,42 @@ class Cache:
 
     def begin(self, n, lengths):
         """Start a call of n tokens, right-padded to lengths (B,) or None."""
-        position = torch.arange(max(n, self.max_run + self.conv_size), device=self.lengths.device)
+        self.position = torch.arange(max(n, self.max_run) + self.conv_size, device=self.lengths.device)
         self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
-        self.is_unwritten = position[:self.max_run] < self.run_len[:, None]  # of the last call's run
-        self.run_starts = None
+        self.before_idx = self.run_len[:, None] + self.position[:self.conv_size - 1]  # the W - 1 tokens before the call
+        self.is_unwritten = self.position[:self.max_run] < self.run_len[:, None]  # in the last call's run
+        self.unwritten_starts = None
         if self.eos_id is not None:
-            self.run_starts = document_masks(self.window['is_eos'], self.conv_size)[1].clone()  # `join` writes over it
-        self.before_idx = self.run_len[:, None] + position[:self.conv_size - 1]  # the W - 1 tokens before the call
-        self.run_start = (self.n_new - self.max_run).clamp(min=0)[:, None]
-        self.is_early = position[:n] < self.run_start  # before the new run
-        self.run_idx = self.run_start + position[:min(n, self.max_run)]
+            self.unwritten_starts = document_masks(self.window['is_eos'], self.conv_size)[1].clone()
+        self.run_start = (self.n_new - self.max_run).clamp(min=0)[:, None]  # of this call's run
+        self.is_early = self.position[:n] < self.run_start
+
+    def keep(self, kept, x):
+        """Write x (B, m, ...) to `kept` from the start of this call's run on, as far as it fits."""
+        m = min(kept.shape[1], x.shape[1])
+        kept[:, :m] = x[self.rows, self.run_start + self.position[:m]]
 
     def join(self, name, x):
-        """The W - 1 inputs before the call, then its own, x (B, n, ...) -> (B, W - 1 + n, ...); saves the window."""
+        """Put the W - 1 inputs before the call in front of x (B, n, ...), and keep the window."""
         window = self.window[name]
         x = torch.cat([window[self.rows, self.before_idx].to(x.dtype), x], 1)
-        n = min(window.shape[1], x.shape[1])
-        window[:, :n] = x[self.rows, self.run_start + torch.arange(n, device=x.device)]
+        self.keep(window, x)
         return x
 
     def scan(self, block, *tokens, is_doc_start):
-        """What the new tokens of a layer read (B, n, H, D). Writes the old run and all but the last max_run of them."""
+        """Return what the tokens of the call read (B, n, H, D) in a layer. Writes all tokens before this call's run."""
         memory, run = self.memory[block.layer], self.run[block.layer]
-        memory.copy_(block.scan(memory, *run, is_doc_start=self.run_starts, active=self.is_unwritten)[1])
+        memory.copy_(block.scan(memory, *run, is_doc_start=self.unwritten_starts, active=self.is_unwritten)[1])
         memory_read, _ = block.scan(memory, *tokens, is_doc_start=is_doc_start)
         if tokens[0].shape[1] > self.max_run:
             memory.copy_(block.scan(memory, *tokens, is_doc_start=is_doc_start, active=self.is_early)[1])
         for kept, x in zip(run, tokens):
-            kept[:, :self.run_idx.shape[1]] = x[self.rows, self.run_idx]
+            self.keep(kept, x)
         return memory_read
 
     def end(self, h):
-        """Finish a call whose final vectors are h (B, n, C): returns that of each row's last token (B, C)."""
-        self.hidden[:, :self.run_idx.shape[1]] = h[self.rows, self.run_idx]
+        """Finish a call with final vectors h (B, n, C). Returns the last token's of each row (B, C)."""
+        self.keep(self.hidden, h)
         self.run_len.copy_(self.n_new - self.run_start[:, 0])
         self.lengths += self.n_new
         return h[self.rows[:, 0], self.n_new - 1]

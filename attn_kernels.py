@@ -63,6 +63,8 @@ def outside_graphs(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+    # code of its own: after some recompilations of one code object, the compiler would no longer see the wrapper
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
     return call
 
 

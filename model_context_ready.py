@@ -196,7 +196,7 @@ class Cache(KVCache):
                          eos_id=c.eos_id, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling,
                          device=device or weight.device, dtype=dtype or weight.dtype)
         # z[:, 0] belongs to the token before the last call, z[:, 1 + i] to that in hidden[:, i], so that decoding can
-        # continue from any of them, also after a rollback of the whole call. At first it is 0, the paper's z_{-1}.
+        # continue from any of them after a rollback. At first it is 0, the paper's z_{-1}.
         self.z = torch.zeros(batch_size, max_run + 1, c.n_embd, device=device or weight.device, dtype=weight.dtype)
         self.n_unrolls = None  # of the last parallel prefill
 
@@ -208,7 +208,7 @@ class Cache(KVCache):
         """Keep z (B, n, C) of a call's last max_run tokens, and the z before them. Call it before `end`."""
         tail = self.tail(z.shape[1])
         tail = torch.cat([tail[:, :1], 1 + tail], 1)
-        self.z[:, :tail.shape[1]] = torch.cat([self.last_z(), z.to(self.z.dtype)], 1)[self.batch_idx, tail]
+        self.z[:, :tail.shape[1]] = torch.cat([self.last_z(), z], 1)[self.batch_idx, tail]
 
 
 class Past(dict):

@@ -26,7 +26,6 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_ids=60)
 CORRECTIONS = ['add', 'concat', 'token_blind', 'tied', 'block_head']
 LAYOUTS = [dict(), dict(eos_id=EOS), dict(window=3), dict(eos_id=EOS, window=0)]
 FORMS = ['loop', 'fast']
-gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 
 
 def make(module=model_context_ready, **values):
@@ -266,7 +265,6 @@ def test_the_loops_backward_recomputes_each_position_instead_of_keeping_it():
 @pytest.mark.parametrize('scan', FORMS)
 def test_autocast_does_not_reach_streaming(scan):
     model, idx = make(bptt=True, scan=scan), tokens()
-
     with torch.autocast('cpu', torch.bfloat16):
         z = model.stream(idx)
     want = model.stream(idx)
@@ -275,9 +273,9 @@ def test_autocast_does_not_reach_streaming(scan):
     assert_same_gradients(have, gradients(model, want.square().sum()), 1e-6)
 
 
-@gpu_only
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 @pytest.mark.parametrize('dropout', [0.0, 0.3])
-def test_cuda_graphs_of_the_scan_accumulate_gradients(dropout):
+def test_cuda_graphs_of_the_scan_accumulate_gradients_and_read_the_weights_as_they_are_now(dropout):
     model, idx = make(bptt=True, dropout=dropout, window=3).cuda().train(), tokens().cuda()
 
     def accumulated(graphs):
@@ -286,22 +284,11 @@ def test_cuda_graphs_of_the_scan_accumulate_gradients(dropout):
             torch.manual_seed(3)
             model.nll(fast.stream(model, x, graphs), x).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
-    want = accumulated(graphs=False)
-    for _ in range(2):  # the second time by replay alone
-        assert_same_gradients(accumulated(graphs=True), want, 1e-4)
-
-
-@gpu_only
-def test_cuda_graphs_of_the_scan_read_the_weights_as_they_are_now():
-    model, idx = make(bptt=True, window=3).cuda().train(), tokens().cuda()
-    before = model(idx, idx)['loss']
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.1)
-    assert abs(model(idx, idx)['loss'] - before) > 1e-4
-    again = copy.deepcopy(model)
-    again.scan_graphs = {}
-    assert torch.allclose(model(idx, idx)['loss'], again(idx, idx)['loss'])
+    for _ in range(3):  # from the second time on by replay alone
+        assert_same_gradients(accumulated(graphs=True), accumulated(graphs=False), 1e-4)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.1)
 
 
 @pytest.mark.parametrize('name', ['rotate', 'attention'])
@@ -398,45 +385,14 @@ def test_prefill_reports_its_unrolls_and_equals_streaming(prefill):
     assert prefill == 'sequential' or cheap.n_unrolls < cache.n_unrolls
 
 
-def test_a_long_run_on_a_filled_ring_goes_in_pieces_that_carry_z_over():
-    """A row that ends earlier, in the middle of a piece, continues from its own last token."""
-    model, idx = make(window=3, eos_id=EOS), tokens(T=40)
-    cache, want = model.new_cache(3, 40, max_run=2), model.logits(idx)[..., :60]
-    model.extend(idx[:, :7], cache)
-    lengths = torch.tensor([29, 6, 13])
-    got = model.extend(idx[:, 7:36], cache, lengths)[..., :60]
-    rows = torch.arange(3)
-    assert (got - want[rows, 6 + lengths]).abs().max() < 1e-4
-    got = model.extend(idx.gather(1, cache.lengths[:, None]), cache)[..., :60]
-    assert (got - want[rows, 7 + lengths]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize('prefill', ['parallel', 'sequential'])
-def test_what_comes_before_a_forgotten_run_is_still_there(prefill):
-    model, idx = make(prefill=prefill), tokens(T=20)
-    assert model.new_cache(3, 20, dtype=torch.bfloat16).z.dtype == torch.float32  # whatever the keys' dtype is
-    cache = model.new_cache(3, 20, max_run=4)
-    model.extend(idx[:, :10], cache)
-    model.extend(idx[:, 10:19], cache, torch.tensor([2, 9, 4]))
-    cache.rollback(torch.tensor([2, 0, 4]))
-    got, want = model.extend(idx[:, 10:11], cache)[[0, 2], :60], model.logits(idx)[[0, 2], 10, :60]
-    assert (got - want).abs().max() < 1e-4
-
-
-def test_padding_costs_no_unrolls():
-    model, idx = make(), tokens(T=40)
-    both = [model.new_cache(3, 40) for _ in range(2)]
-    model.extend(idx[:, :3], both[0])
-    model.extend(F.pad(idx[:, :3], (0, 37), value=7), both[1], torch.tensor([3, 3, 3]))
-    assert both[1].n_unrolls == both[0].n_unrolls
-
-
-def test_prefill_under_autocast_stops_at_its_rounding():
+def test_padding_costs_no_unrolls_and_autocast_stops_at_its_rounding():
     model, idx = make(), tokens(T=60)
-    cache = model.new_cache(3, 60)
+    short, padded, bf16 = (model.new_cache(3, 60) for _ in range(3))
+    model.extend(idx[:, :3], short)
+    model.extend(F.pad(idx[:, :3], (0, 37), value=7), padded, torch.tensor([3, 3, 3]))
     with torch.autocast('cpu', torch.bfloat16):
-        model.extend(idx, cache)
-    assert cache.n_unrolls < 40
+        model.extend(idx, bf16)
+    assert padded.n_unrolls == short.n_unrolls and bf16.n_unrolls < 40
 
 
 # ---- conversion ----
@@ -463,7 +419,6 @@ def test_a_converted_model_is_its_source(variant, block):
 def test_what_cannot_be_converted_is_a_sentence(values, source, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(**values).adopt(dict(source.named_parameters()))
-    assert source is not None
 
 
 # ---- compiling ----
@@ -477,7 +432,7 @@ def test_one_compiled_unroll_serves_every_depth(checkpointed):
         want[model.n_unrolls] = gradients(model, model(idx, idx)['loss'])
 
     def backend(graph, inputs):
-        graphs.append(sum(len(m.graph.nodes) for m in graph.modules() if isinstance(m, torch.fx.GraphModule)))
+        graphs.append(graph)
         return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
 
     torch._dynamo.reset()
@@ -486,7 +441,7 @@ def test_one_compiled_unroll_serves_every_depth(checkpointed):
         assert_same_gradients(gradients(model, compiled(idx, idx)['loss']), want[model.n_unrolls], 1e-5)
         if model.n_unrolls == 2:
             first = len(graphs)
-    assert len(graphs) == first and sum(n > 100 for n in graphs) == 2  # an unroll with a correction and one without
+    assert 1 < first == len(graphs)  # those of an unroll with a correction and of one without
 
 
 @pytest.mark.slow

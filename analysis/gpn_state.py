@@ -1,17 +1,16 @@
-"""What a GPN's state and memory hold, from a trained run (GPN paper, section 7), and whether it matters (which the
-paper left open).
+"""Analysis of the state and memory of a trained GPN (GPN paper, section 7), and ablations that the paper left open.
 
     python -m analysis.gpn_state RUN --out=NAME
 
-Writes NAME.csv (every number: part, name, x, value) and NAME.png, and prints a summary: the geometry of the predicted
-states, their mean direction read as tokens, how long state and memory heads remember; then validation perplexity, and
-the states' length, with the mean direction taken out of the decoded, or of the carried state, and with the memory's
-slow or fast heads emptied. Of a run on data/recall.py it also gives accuracy and nll by distance, with each of these
-taken away: so it shows over how many tokens a pool of heads is needed.
+Writes NAME.csv (all numbers: part, name, x, value) and NAME.png, and prints a summary: the geometry of the predicted
+states, the tokens that their mean direction decodes to, how long state and memory heads remember; then validation
+perplexity and the length of the states, with the mean direction removed from the decoded or from the carried state, and
+with the slow or the fast memory heads emptied. For a run on data/recall.py it also gives accuracy and nll by distance
+with each of these removed, which shows over how many tokens a pool of heads is needed.
 
-A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's half-life). The heads
-are parted twice: at the largest gap between their lifetimes, and at `pool_tokens`. Of a run whose documents start anew
-(--documents=True) all lags are within a document.
+A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's half-life). The heads are
+split in two ways: at the largest gap between their lifetimes, and at `pool_tokens`. For a run with --documents=True all
+lags are within a document.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -54,7 +53,7 @@ class Settings:
 
 @contextmanager
 def empty_heads(model, heads):
-    """Memory heads that stay empty, whatever is written to them."""
+    """Context manager: keeps these memory heads empty, whatever is written to them."""
     hook = None
     if heads:
         index = torch.tensor(heads, device=model.fuse.weight.device)
@@ -68,10 +67,10 @@ def empty_heads(model, heads):
 
 @torch.no_grad()
 def walk(model, idx, without=None, carried=False, heads_off=()):
-    """Runs windows idx (B, T) -> predicted states (B, T, C) and the memory's log decays (B, T, H), H = 0 without one.
+    """Run windows idx (B, T) -> predicted states (B, T, C), log decays of the memory (B, T, H), H = 0 without one.
 
-    without (C,): a direction taken out of the states, of those that are carried on too if carried; heads_off: memory
-    heads that stay empty.
+    without (C,): a direction to remove from the states, if `carried` also from those that are carried on; heads_off:
+    memory heads to keep empty.
     """
     c, (B, T) = model.config, idx.shape
     u, states, decays = model.ground_input(idx), [], []
@@ -90,10 +89,11 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
 
 
 def geometry(x):
-    """Section 7.1 of states x (N, C): {name: number}, deviations, sorted, cumulative variance (C,), correlations.
+    """Geometry of states x (N, C), section 7.1: {name: number}, sorted deviations (C,), cumulative variance (C,), and
+    the correlations of all pairs of dimensions (C (C - 1),).
 
-    The last are those of each two dimensions (C (C - 1),). The mean is compared with the first principal component of
-    the states as they are, which is the direction of their largest mean square, and of those without their mean.
+    The mean is compared with the first principal component of the states as they are (the direction of the largest mean
+    square), and of the states minus their mean.
     """
     x = x.double()
     mean, norms = x.mean(0), x.norm(dim=-1)
@@ -126,7 +126,7 @@ def geometry(x):
 
 
 def tokens_before(idx, eos_id):
-    """How many tokens of its document, in the window, come before each one. idx (B, T) -> (B, T) int64."""
+    """Number of earlier tokens of the same document in the window. idx (B, T) -> (B, T) int64."""
     position = torch.arange(idx.shape[1], device=idx.device).expand_as(idx)
     return position if eos_id is None else position - document_starts(idx, eos_id)
 
@@ -140,24 +140,24 @@ def running_means(states, before):
 
 
 def document_means(states, before):
-    """Mean state of the document that each position is in. The arguments and the result as of `running_means`."""
+    """Mean state of the document that each position is in. Arguments and result as for `running_means`."""
     number, is_last = (before == 0).flatten().cumsum(0) - 1, before.roll(-1, 1) == 0
     return running_means(states, before)[is_last][number].view_as(states)
 
 
 def cosines(states, before, lags):
-    """Mean cosine of states (B, T, C) with those k later, as they are, and without their document's mean: two (lags,).
+    """Mean cosine of states (B, T, C) with those k later: (lags,) as they are, and (lags,) minus their document's mean.
 
-    before (B, T) as `tokens_before`. No pair is of two documents, for each starts with an empty state.
+    before (B, T) as `tokens_before`. Pairs across documents are left out: each document starts with an empty state.
     """
     return [torch.stack([F.cosine_similarity(x[:, :-k], x[:, k:], dim=-1)[before[:, k:] >= k].mean() for k in lags])
             for x in (states, states - document_means(states, before))]
 
 
 def retention(log_decay, before, lags):
-    """What is left of a write k steps later: the mean product of a head's decays. (B, T, H) -> (H, lags).
+    """Share of a write that is left k steps later: the mean product of a head's decays. (B, T, H) -> (H, lags).
 
-    before (B, T) as `tokens_before`: what a document wrote is gone after its end.
+    before (B, T) as `tokens_before`: nothing that a document wrote is left after its end.
     """
     total = log_decay.double().cumsum(1)
     return torch.stack([(total[:, k:] - total[:, :-k]).exp()[before[:, k:] >= k].mean(0) for k in lags], 1)
@@ -191,7 +191,7 @@ def pools(lives, tokens=None):
 @torch.no_grad()
 def judge(model, batches, **edits):
     """Nats of each target that counts in training (N,), whether it is the likeliest token (N,), and the mean length of
-    a state, over batches [(idx, targets)], walked with the edits of `walk`."""
+    a state, over batches [(idx, targets)]. edits: arguments of `walk`."""
     nats, is_right, lengths = [], [], []
     for idx, targets in batches:
         states = walk(model, idx, **edits)[0]
@@ -211,10 +211,10 @@ def counted_targets(model, idx, targets):
 
 @torch.no_grad()
 def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, asked_distance=None):
-    """All of it: rows (part, name, x, value).
+    """All measures: rows (part, name, x, value).
 
-    unigram (V,) counts of training tokens; show(id) is a token as text; pool_tokens as in Settings; asked_distance: of
-    idx (B, T), how far back what a target asks for was read (B, T), where the data know it.
+    unigram (V,): counts of training tokens; show(id): a token as text; pool_tokens as in Settings; asked_distance, if
+    the data have one: idx (B, T) -> how far back each target's answer was read (B, T).
     """
     walked = [walk(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*walked))
@@ -296,7 +296,7 @@ PANELS = {  # part of the rows: title, label of x, label of y, scale of x
 
 
 def plot(rows, path, pool_tokens=Settings.pool_tokens):
-    """A panel for each part of rows that PANELS has. Heads of lifetimes below pool_tokens are drawn as fast ones."""
+    """Draw one panel per part that PANELS has. Heads with a lifetime below pool_tokens are drawn as fast ones."""
     curves = {}  # {part: {name: [(x, value)]}}
     for part, name, x, value in rows:
         points = curves.setdefault(part, {}).setdefault(name, [])

@@ -40,7 +40,7 @@ class Config:
     d_v: int = 256  # size of a head's values, D (inferred, as n_head; twice d_k in the official code)
     n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd in whole 32s (inferred: 1472 at 768 is 130M)
     conv_size: int = 4  # taps of the short convolution, W, at least 2: the token itself and those before it
-    chunk_len: int = 64  # tokens per chunk of the fast form, and per recomputed segment of the loop
+    chunk_len: int = 64  # tokens per chunk of the fast form, rounded up to a power of 2, and per segment of the loop
     scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unchanged, else loop
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)

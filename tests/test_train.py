@@ -477,7 +477,8 @@ def test_live_bytes_are_those_of_tensors_that_live():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, values', [
-    ('standard', {}), ('sps', {'checkpoint_blocks': True}), ('context_ready', {'K': 3}), ('nextlat', {'horizon': 2})])
+    ('standard', {}), ('sps', {'checkpoint_blocks': True}), ('context_ready', {'K': 3}), ('nextlat', {'horizon': 2}),
+    ('mtp', {'horizon': 2}), ('jtp', {}), ('bst', {'pair_share': 0.5})])
 def test_the_estimated_memory_is_what_the_tensors_of_a_step_take(name, values):
     """The estimate on meta tensors is what LiveBytes counts in a real step; only tiles also keep probabilities."""
     T, rows = 64, 40

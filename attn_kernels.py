@@ -365,6 +365,11 @@ def rotate(x, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+def at_least_fp32(logits):
+    """Logits for a softmax: in fp32, or in float64 if they are. The log-sum-exp of bf16 logits would be 0.06 off."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 @outside_graphs  # a compiler would unroll the chunks and keep their logits
 def chunked_loss(fn, rows, params, width, shared=()):
     """Sum a loss over the rows of its inputs without holding more than a chunk of logits.

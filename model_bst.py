@@ -36,6 +36,7 @@ import torch.nn.functional as F
 
 from attn_kernels import (
     KVCache,
+    at_least_fp32,
     attention,
     checkpointed,
     chunked_loss,
@@ -210,7 +211,7 @@ class Model(nn.Module):
 
     def _nats(self, logits, targets):
         """Summed cross-entropy, in fp32. logits: (N, V), targets: (N,), -1 ignored."""
-        logits = logits.float()
+        logits = at_least_fp32(logits)
         if not self.config.pad_rows_in_loss:
             logits[:, self.config.n_ids:] = float('-inf')
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')

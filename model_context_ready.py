@@ -37,6 +37,7 @@ from attn_kernels import (
     KVCache,
     Mask,
     Tokens,
+    at_least_fp32,
     attention,
     checkpointed,
     chunked_loss,
@@ -356,7 +357,7 @@ class Model(nn.Module):
     def _nll(self, h, targets):
         """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
         logits = self._logits(h)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = at_least_fp32(logits)
         if not self.config.pad_rows_in_loss:
             logits[:, self.config.n_ids:] = float('-inf')
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),

@@ -23,7 +23,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import checkpointed, chunked_loss, outside_graphs
+from attn_kernels import (
+    at_least_fp32,
+    checkpointed,
+    chunked_loss,
+    outside_graphs,
+)
 
 try:
     from scans import gdn, pinned
@@ -234,7 +239,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
-        return F.cross_entropy(self._logits(h).float(), targets, ignore_index=-1, reduction='sum'),
+        return F.cross_entropy(at_least_fp32(self._logits(h)), targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
         """Logits of all V rows. An edit here changes the loss and decoding alike."""

@@ -27,7 +27,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import chunked_loss, outside_graphs
+from attn_kernels import (
+    at_least_fp32,
+    chunked_loss,
+    outside_graphs,
+)
 
 try:
     from scans import gpn, pinned
@@ -282,7 +286,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Summed negative log-likelihood of a chunk: h (N, E), targets (N,), -1 ignored."""
-        return (F.cross_entropy(self._logits(h).float(), targets, ignore_index=-1, reduction='sum'),)
+        return (F.cross_entropy(at_least_fp32(self._logits(h)), targets, ignore_index=-1, reduction='sum'),)
 
     def _logits(self, h):
         """Logits (..., V) of what the head multiplies, h (..., E): for the loss, evaluation and decoding."""

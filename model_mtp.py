@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from attn_kernels import (
     KVCache,
+    at_least_fp32,
     attention,
     checkpointed,
     chunked_loss,
@@ -175,7 +176,7 @@ class Model(nn.Module):
 
     def _losses(self, targets, weights, states):
         """The loss of a chunk and its two parts. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
-        logits = self._logits(states).float().flatten(0, 1)
+        logits = at_least_fp32(self._logits(states)).flatten(0, 1)
         if not self.config.pad_rows_in_loss:
             logits[:, self.config.n_ids:] = float('-inf')
         nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none').view_as(targets)

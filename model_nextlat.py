@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from attn_kernels import (
     KVCache,
+    at_least_fp32,
     attention,
     checkpointed,
     chunked_loss,
@@ -259,7 +260,7 @@ class Model(nn.Module):
         logits = self._logits(h, frozen)
         if not self.config.pad_rows_in_loss:
             logits = logits[:, :self.config.n_ids]
-        return logits.float().log_softmax(-1)
+        return at_least_fp32(logits).log_softmax(-1)
 
     def _logits(self, h, frozen=False):
         """Logits of all V rows. An edit here changes the losses, decoding and drafts alike.

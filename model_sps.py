@@ -38,6 +38,7 @@ import torch.nn.functional as F
 
 from attn_kernels import (
     KVCache,
+    at_least_fp32,
     attention,
     checkpointed,
     chunked_loss,
@@ -220,7 +221,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
-        logits = self._logits(h).float()
+        logits = at_least_fp32(self._logits(h))
         if not self.config.pad_rows_in_loss:
             logits[:, self.config.n_ids:] = float('-inf')
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),

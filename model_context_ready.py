@@ -356,8 +356,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
-        logits = self._logits(h)
-        logits = at_least_fp32(logits)
+        logits = at_least_fp32(self._logits(h))
         if not self.config.pad_rows_in_loss:
             logits[:, self.config.n_ids:] = float('-inf')
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),

@@ -1,0 +1,61 @@
+"""Decoding with a model that has no cache: every step recomputes the whole text."""
+import torch
+
+MAX_LOGITS = 2 ** 26  # most numbers in the logits of one call
+
+
+class Recomputing:
+    """Gives a model that only has `logits(idx)` the calls `new_cache` and `extend`: the cache holds the text itself.
+
+    There is no `cache.hidden`, and steps are not captured as CUDA graphs.
+    """
+
+    has_graphs = False
+
+    def __init__(self, model):
+        self.model, self.config, self.parameters = model, model.config, model.parameters
+
+    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+        """Return an empty text for batch_size rows of up to max_tokens tokens. dtype is ignored."""
+        return TextCache(batch_size, max_tokens, max_run, device or next(self.parameters()).device)
+
+    @torch.no_grad()
+    def extend(self, tokens, cache, lengths=None, all_positions=False):
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
+        """
+        (B, n), device = tokens.shape, tokens.device
+        n_new = torch.full_like(cache.lengths, n) if lengths is None else lengths
+        positions = cache.lengths[:, None] + torch.arange(n, device=device)  # (B, n)
+        end = cache.lengths + n_new
+        text_len = int(end.max())
+        if text_len > cache.max_tokens:
+            raise ValueError(f'the cache holds {cache.max_tokens} tokens per row, but {text_len} are needed')
+        batch_idx = torch.arange(B, device=device)[:, None]
+        is_real = positions < end[:, None]
+        cache.tokens[batch_idx.expand(B, n)[is_real], positions[is_real]] = tokens[is_real]
+        cache.lengths.copy_(end)
+        wanted = positions.clamp(max=text_len - 1) if all_positions else end[:, None] - 1
+        n_rows = max(1, MAX_LOGITS // (text_len * self.config.vocab_size))
+        chunks = [self.model.logits(text)[batch_idx[:len(text)], at]
+                  for text, at in zip(cache.tokens[:, :text_len].split(n_rows), wanted.split(n_rows))]
+        logits = torch.cat(chunks)
+        return logits if all_positions else logits[:, 0]
+
+
+class TextCache:
+    """The text of each row: tokens (B, max_tokens), of which the first `lengths` (B,) are filled."""
+
+    def __init__(self, batch_size, max_tokens, max_run, device):
+        self.max_tokens, self.max_run = max_tokens, max_run
+        self.tokens = torch.zeros(batch_size, max_tokens, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self):
+        return self.tokens.nbytes + self.lengths.nbytes
+
+    def rollback(self, n):
+        """Forget the last n tokens: n is an int, or (B,) int64 with one count per row."""
+        self.lengths -= n

@@ -5,7 +5,7 @@ from math import inf
 
 import torch
 
-from common.decoding import MAX_LOGITS, decodable, pad, roomy_cache
+from common.decoding import decodable, pad, roomy_cache
 from common.files import UserError
 from common.parallel import all_gather, rank, world
 
@@ -16,7 +16,7 @@ class Scorer:
     """Log-likelihoods of continuations under a model, in batches."""
 
     def __init__(self, model, max_length: int, batch_tokens: int = 16384, batch_size: int | None = None,
-                 max_logits: int = MAX_LOGITS):
+                 max_logits: int = 2 ** 26):
         """max_length: most tokens that the model reads. batch_tokens: most tokens of a batch, with padding."""
         self.model, self.max_length, self.max_logits = model, max_length, max_logits
         self.batch_tokens, self.batch_size = batch_tokens, batch_size or inf

@@ -118,31 +118,31 @@ def recorded_uses(model, layers, T, positions, run):
     Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The embedding's uses are
     under 'x' and, of <predict>, under 'rho'; they have no input.
     """
-    two_streams, uses = hasattr(model.config, 'output_stream'), {}
+    uses = {}
 
-    def at_positions(x, has_streams):
-        x = x if has_streams else x.unsqueeze(1)
-        if x.dim() < 4 or x.shape[2] != T:
+    def at_positions(x):
+        if x.dim() < 3 or x.shape[1] % T:
             raise UserError(f'{run} {TOKEN_BY_TOKEN}')
-        return x.detach().index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
+        x = x.detach().unflatten(1, (-1, T))  # two streams follow each other
+        return x.index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
 
-    def watch(y, has_streams, key, a=None):
+    def watch(y, key, a=None):
         if y.requires_grad:  # not so in unrolls without gradient
-            y.register_hook(lambda g: uses.setdefault(key, []).append((a, at_positions(g, has_streams))))
+            y.register_hook(lambda g: uses.setdefault(key, []).append((a, at_positions(g))))
 
     def after_layer(layer, args, y):
-        watch(y, two_streams, layer, at_positions(args[0], two_streams))
+        watch(y, layer, at_positions(args[0]))
 
     def after_embedding(_, args, y):
-        watch(y.requires_grad_(), False, 'x')
+        watch(y.requires_grad_(), 'x')
 
     def before_rho(_, args):
-        watch(args[0], True, 'rho')
+        watch(args[0], 'rho')
 
     hooks = [layer.register_forward_hook(after_layer) for layer in layers]
     hooks.append(model.embed.register_forward_hook(after_embedding))
-    if two_streams:
-        hooks.append(model.blocks[model.config.first_predict_layer].register_forward_pre_hook(before_rho))
+    if hasattr(model, 'n_x_layers'):  # model_sps
+        hooks.append(model.blocks[model.n_x_layers].register_forward_pre_hook(before_rho))
     try:
         yield uses
     finally:
@@ -163,7 +163,7 @@ def squared_norms(model, layers, uses):
             continue
         part = square(layer, uses[layer])
         # One stream of two: x below rho's first layer, and in the last layer the output stream.
-        ends_in_rho = total.shape[1] == 2 and model.config.output_stream == 'predict'
+        ends_in_rho = total.shape[1] == 2 and model.output == (1,)
         first = total.shape[1] - part.shape[1] if ends_in_rho and layer in {*model.blocks[-1].modules()} else 0
         total[:, first:first + part.shape[1]] += part
     return total

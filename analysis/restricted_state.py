@@ -16,7 +16,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import inf
 
@@ -51,9 +50,11 @@ class Settings:
         check_ranges(self, omega=(0, inf), n_documents=(1, inf), block_size=(2, inf), batch_size=(1, inf))
 
 
-@contextmanager
 def restricted(model, omega: int, run='the model'):
-    """The model as M_omega. Raises UserError where it has no such window, or sees no more anyway."""
+    """Return M_omega: a model with the same weights whose persistent window is omega.
+
+    Raises UserError if the model has no such window, or sees no more than omega anyway.
+    """
     config = model.config
     name = next((name for name in ('persistent_window', 'window') if hasattr(config, name)), None)
     if name is None:
@@ -63,11 +64,10 @@ def restricted(model, omega: int, run='the model'):
     if trained is not None and trained <= omega:
         raise UserError(f'{run} was trained with {name} = {trained}, so omega = {omega} takes nothing from it: give a '
                         'smaller omega')
-    setattr(config, name, omega)
-    try:
-        yield
-    finally:
-        setattr(config, name, trained)
+    narrow = type(model)(replace(config, **{name: omega}))
+    narrow.load_state_dict(model.state_dict())
+    weight = model.embed.weight
+    return narrow.to(weight.device, weight.dtype).eval()
 
 
 @torch.no_grad()
@@ -85,15 +85,13 @@ def measure(run: str, s: Settings):
     """(nll of M, nll of M_omega), each (T,) float64, means over documents; and the number of documents."""
     model, record = load_run(run, pick_device(s.device))
     data = run_data(record, s.data, run)
-    with restricted(model, s.omega, run):  # what cannot be measured says so before documents are read
-        pass
+    narrow = restricted(model, s.omega, run)
     documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, whole, cut = make_progress(), 0, 0
     for start in range(0, len(documents), s.batch_size):
         windows = documents[start:start + s.batch_size]
         whole = whole + nll_by_position(model, windows, s)
-        with restricted(model, s.omega, run):
-            cut = cut + nll_by_position(model, windows, s)
+        cut = cut + nll_by_position(narrow, windows, s)
         progress(f'{run}: {start + len(windows)} of {len(documents)} documents')
     return whole / len(documents), cut / len(documents), len(documents)
 

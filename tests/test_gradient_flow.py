@@ -62,7 +62,7 @@ def losses_with_copies(model, ids):
     """
     c, x = model.config, model.embed.weight[ids[:-1]].detach().requires_grad_()
     leaves, h = [(0, x)], x[None]
-    names = ['x', 'rho'] if hasattr(c, 'output_stream') else ['x']
+    names = ['x', 'rho'] if hasattr(c, 'method') else ['x']
     if len(names) == 2:
         predict = model.embed.weight[c.n_ids].detach().expand_as(x).clone().requires_grad_()
         leaves.append((1, predict))
@@ -90,14 +90,14 @@ def losses_with_copies(model, ids):
 
     H, HK, D = c.n_head, c.n_kv_head, c.head_size
     for number, block in enumerate(model.blocks):
-        alone = number < getattr(c, 'first_predict_layer', 0)  # rho waits, unseen
-        if len(names) == 2 and c.predict_input == 'state' and number == c.first_predict_layer:
+        alone = number < getattr(model, 'n_x_layers', 0)  # rho waits, unseen
+        if len(names) == 2 and c.predict_input == 'state' and number == model.n_x_layers:
             h = torch.stack([h[0], h[0] + predict])
         seen = torch.tensor([[is_seen(i, asks, k, read) and not (alone and read == 'rho')
                               for read in names for k in range(T)] for asks in names for i in range(T)])
         q, k, v = linear(block.qkv, norm(block.attn_norm, h)).split([H * D, HK * D, HK * D], -1)
         q, k, v = (each.unflatten(-1, (-1, D)) for each in (q, k, v))
-        if block.q_norm is not None:
+        if c.qk_norm:
             q, k = norm(block.q_norm, q), norm(block.k_norm, k)
         q, k = plain_rotation(q, cos, sin), plain_rotation(k, cos, sin)
         k, v = (each.repeat_interleave(H // HK, 2).flatten(0, 1) for each in (k, v))
@@ -107,7 +107,7 @@ def losses_with_copies(model, ids):
         gate, up = linear(block.gate_up, norm(block.ffn_norm, after)).chunk(2, -1)
         after = after + linear(block.ffn_out, F.silu(gate) * up)
         h = torch.stack([after[0], h[1]]) if alone else after
-    emitted = h[1 if getattr(c, 'output_stream', 'input') == 'predict' else 0]
+    emitted = h[1 if getattr(model, 'output', (0,)) == (1,) else 0]
     emitted = emitted / (emitted.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * model.norm.weight.detach()
     return F.cross_entropy(emitted @ model.head.weight.detach().T, ids[1:], reduction='none'), leaves
 
@@ -197,9 +197,9 @@ def test_models_whose_question_makes_no_sense_are_a_sentence():
         with pytest.raises(UserError, match=sentence):
             gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
     with pytest.raises(UserError, match='model_nextlat, whose state has no window'):
-        restricted_state.restricted(make(model_nextlat, eos_id=None), 2).__enter__()
+        restricted_state.restricted(make(model_nextlat, eos_id=None), 2)
     with pytest.raises(UserError, match='trained with window = 3'):
-        restricted_state.restricted(make(model_standard, window=3, eos_id=None), 3).__enter__()
+        restricted_state.restricted(make(model_standard, window=3, eos_id=None), 3)
 
 
 @pytest.mark.parametrize('method', ['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'])
@@ -213,9 +213,8 @@ def test_extra_nll_is_that_of_a_mask_built_pair_by_pair(method):
         log_p = interleaved_logits(dense, windows[:, :-1])[..., :60].log_softmax(-1)
         nll[omega] = -log_p.gather(-1, windows[:, 1:, None])[..., 0].sum(0)
     assert torch.allclose(restricted_state.nll_by_position(model, windows, s), nll[None], atol=1e-5)
-    with restricted_state.restricted(model, 4):
-        cut = restricted_state.nll_by_position(model, windows, s)
-    assert torch.allclose(cut, nll[4], atol=1e-5) and model.config.persistent_window is None
+    cut = restricted_state.nll_by_position(restricted_state.restricted(model, 4), windows, s)
+    assert torch.allclose(cut, nll[4], atol=1e-5)
     changed = (nll[4] - nll[None]).abs() > 1e-9
     assert changed.tolist() == [False] * 5 + [True] * 9  # positions 0 ... omega see all there is
 
@@ -224,8 +223,8 @@ def test_a_standard_transformer_is_restricted_by_its_window():
     model = make(model_standard, eos_id=None)
     narrow = make(model_standard, eos_id=None, window=2)
     want = restricted_state.nll_by_position(narrow, IDS[None], restricted_state.Settings())
-    with restricted_state.restricted(model, 2):
-        assert torch.equal(restricted_state.nll_by_position(model, IDS[None], restricted_state.Settings()), want)
+    model = restricted_state.restricted(model, 2)
+    assert torch.equal(restricted_state.nll_by_position(model, IDS[None], restricted_state.Settings()), want)
 
 
 def test_long_documents_are_whole_validation_documents(tmp_path, monkeypatch, capsys):

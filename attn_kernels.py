@@ -208,7 +208,8 @@ def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None, co
 
     create = _compiled(create_block_mask) if compiled else create_block_mask  # eager, it holds a boolean for each pair
     B = None if doc_start is None else len(doc_start)
-    return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
+    with torch.no_grad():  # else it is compiled once for training and once for evaluation
+        return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
 
 
 def _flex_attention(q, k, v, block_mask):

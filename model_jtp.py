@@ -245,7 +245,7 @@ class Model(nn.Module):
         """
         longest = min(self.longest_draft, cache.max_run)
         if cache.drafted + n > longest:
-            raise ValueError(f'a draft of {cache.drafted + n} tokens: this model and cache draft up to {longest}')
+            raise ValueError(f'a draft of {cache.drafted + n} tokens: the model drafts up to {longest} with this cache')
         h = cache.hidden[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):

@@ -237,7 +237,7 @@ class Model(nn.Module):
         """
         first, longest = cache.drafted, cache.future.shape[2]
         if first + n > longest:
-            raise ValueError(f'a draft of {first + n} tokens: this model and cache draft up to {longest}')
+            raise ValueError(f'a draft of {first + n} tokens: this model with this cache drafts up to {longest}')
         states = cache.future[cache.batch_idx[:, 0], cache.last, first:first + n].to(self.embed.weight.dtype)
         cache.drafted += n
         tokens, probs = zip(*(pick(self._real_logits(h)) for h in states.unbind(1)))

@@ -313,7 +313,7 @@ class Model(nn.Module):
         """
         longest = min(self.longest_draft, cache.max_run)
         if cache.drafted + n > longest:
-            raise ValueError(f'a draft of {cache.drafted + n} tokens: this model and cache draft up to {longest}')
+            raise ValueError(f'a draft of {cache.drafted + n} tokens: the model drafts up to {longest} with this cache')
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
             h = cache.states[:, i - 1] if i else cache.hidden[cache.batch_idx[:, 0], cache.last]  # h_t

@@ -140,7 +140,7 @@ RUNS = {
     'pointer_n1': Run(ROFORMER, 1e-3, tokens=POINTER_TOKENS),
     'pointer_n4': Run(f'{ROFORMER} --n_layer=4', 1e-3, tokens=POINTER_TOKENS),
 
-    'ntp': Run(f'{NEXTLAT} --objective=ntp', 1.3e-3),
+    'ntp': Run(f'{NEXTLAT} --n_dynamics=192 --objective=ntp', 1.3e-3),
     'nextlat': Run(f'{NEXTLAT} --n_dynamics=192', 1.3e-3),
     'nextlat_2': Run(f'{NEXTLAT} --n_dynamics=192 --horizon=2', 1.3e-3),
     'mtp': Run(f'{NEXTLAT} --model=mtp', 1.3e-3),

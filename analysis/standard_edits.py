@@ -21,6 +21,7 @@ class NanoGPT(Model):
     def __init__(self, config):
         nn.Module.__init__(self)
         c = self.config = config
+        self.reach = 2 ** 30
         for name, part in nanogpt.Model(c.n_layer, c.n_head, c.n_embd, c.vocab_size, self.positions,
                                         c.n_ffn).named_children():
             self.add_module(name, part)

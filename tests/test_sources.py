@@ -78,16 +78,6 @@ def test_split_lines_makes_each_line_a_document_wherever_reading_goes_on(tmp_pat
     assert len(texts_of(tmp_path / 'out', 'val')) == 10
 
 
-def test_data_built_from_texts_by_older_code_are_used_under_their_name(tmp_path, built):
-    (tmp_path / 'texts').mkdir()
-    (tmp_path / 'texts/a.txt').write_text('a text')
-    stat = (tmp_path / 'texts/a.txt').stat()
-    digest = data.hashlib.sha256(json.dumps([[('a.txt', stat.st_size, stat.st_mtime_ns)], 10_000, 0.05]).encode())
-    old = built / f'texts-{digest.hexdigest()[:12]}'
-    data.write_data(old, data.tokenizers.load_tokenizer('byte'), [('train', 'of old'), ('val', 'b')])
-    assert data.open_data(str(tmp_path / 'texts')).folder == old
-
-
 @pytest.mark.parametrize('n', [2, 40, 1000])
 def test_the_command_that_preparation_prints_can_run(n, tmp_path):
     """However few documents there are; val_share grows where it must, and no more."""

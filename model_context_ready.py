@@ -316,6 +316,7 @@ class Model(nn.Module):
         starts = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
         return self.embed(idx), doc_start, starts, rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
 
+    @torch.compiler.disable(recursive=False)  # a compiler would run a generator to its end, and this one has none
     def iterates(self, idx):
         """Yield z^(1), z^(2), ..., each (B, T, C), of sequences idx (B, T)."""
         e, doc_start, starts, rope = self.prepare(idx)

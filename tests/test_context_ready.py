@@ -445,6 +445,18 @@ def test_one_compiled_unroll_serves_every_depth(checkpointed):
 
 
 @pytest.mark.slow
+def test_a_compiler_ends_the_unrolls_where_attention_is_in_the_graph(monkeypatch):
+    """As on a GPU. Compiled, a generator runs to its end, and that of the unrolls has none."""
+    def dense_mask(sees, T, head_size, device, doc_start):
+        return attn_kernels.Mask('dense', attn_kernels._whole_mask(sees, T, doc_start, (0,), (0,), device))
+    monkeypatch.setattr(model_context_ready, 'make_mask', attn_kernels.outside_graphs(dense_mask))
+    model, idx = make(K=3).train(), tokens()
+    want = model(idx, idx)['loss']
+    torch._dynamo.reset()
+    assert torch.allclose(torch.compile(model, backend='aot_eager')(idx, idx)['loss'], want, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('scan', FORMS)
 def test_a_compiler_leaves_streaming_alone(scan):
     model, graphs = make(bptt=True, scan=scan).train(), []

@@ -142,6 +142,7 @@ def set_compiler_options():
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled again, for its layer number
+    torch._dynamo.config.recompile_limit = 64  # block masks are one function for all patterns and pairs of streams
     torch._dynamo.config.optimize_ddp = False  # DDP's graph splitter does not support FlexAttention
     if hasattr(functorch, 'backward_pass_autocast'):
         functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32

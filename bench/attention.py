@@ -13,6 +13,7 @@ import torch
 
 import model_sps
 import model_standard
+import train
 from attn_kernels import Mask, Tokens, attention, make_mask
 from bench import alternate, options, write_results
 
@@ -88,6 +89,8 @@ def figures(toy: bool) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     toy = '--toy' in options(argv, '--toy')
+    if torch.cuda.is_available():
+        train.set_compiler_options()
     write_results('attention', figures(toy), markdown=True, toy=toy)
 
 

@@ -39,7 +39,7 @@ LOADED_BY_QUICKSTART = 5000  # lines, at most
 # Documented settings of PyTorch, made once.
 ALLOWED_WRITES = {('train.py', name) for name in (
     'torch._dynamo.config.allow_unspec_int_on_nn_module', 'torch._dynamo.config.optimize_ddp',
-    'functorch.backward_pass_autocast', 'inductor.triton.mix_order_reduction')}
+    'torch._dynamo.config.recompile_limit', 'functorch.backward_pass_autocast', 'inductor.triton.mix_order_reduction')}
 
 
 def modules():

@@ -106,12 +106,12 @@ class Run:
 SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
 SPS = f'config/quickstart.py {SHAPE}'
 NEXTLAT = f'config/quickstart_nextlat.py {SHAPE}'
-STAR = 'config/path_star_small.py --warmup_tokens=600_000 --eval_interval=100'  # as the config has it
+STAR = 'config/nextlat/path_star_small.py --warmup_tokens=600_000 --eval_interval=100'  # as the config has it
 STAR_TOKENS = 2500 * 128 * 31  # steps, rows, tokens of a row
-A5 = 'config/a5_small.py'
+A5 = 'config/nextlat/a5_small.py'
 A5_TOKENS = 20_000_000
 CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
-POINTER = 'config/pointer_chasing_small.py'
+POINTER = 'config/context_ready/pointer_chasing_small.py'
 POINTER_TOKENS = 1500 * 64 * 114
 ROFORMER = f'{POINTER} --bptt=False --K=1 --prefill=parallel'
 
@@ -151,11 +151,11 @@ RUNS = {
     'star_nextlat': Run(STAR, 4e-3, tokens=STAR_TOKENS),
     'a5_ntp': Run(f'{A5} --objective=ntp', 1e-3, tokens=A5_TOKENS),
     'a5_nextlat': Run(A5, 1e-3, tokens=A5_TOKENS),
-    'manhattan_ntp': Run('config/manhattan_small.py --objective=ntp', 2e-3, 3),
-    'manhattan_nextlat': Run('config/manhattan_small.py', 2e-3, 3),
+    'manhattan_ntp': Run('config/nextlat/manhattan_small.py --objective=ntp', 2e-3, 3),
+    'manhattan_nextlat': Run('config/nextlat/manhattan_small.py', 2e-3, 3),
 
     # with PyTorch's initial weights, as the config has them, it learns more slowly at this size (docs/gpn.md)
-    'transformer': Run('config/gpn_quick_transformer.py --init=normal --init_std=0.06', 2e-3),
+    'transformer': Run('config/gpn/gpn_quick_transformer.py --init=normal --init_std=0.06', 2e-3),
     'gdn': Run('config/gdn_quick.py', 3e-3),
     'gpn_m': Run('config/gpn_quick.py', 3e-3),
     'gpn_m_2l': Run('config/gpn_quick.py --n_layer=2 --n_embd=176 --n_ffn=496', 3e-3),

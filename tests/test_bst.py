@@ -156,7 +156,7 @@ def test_compiled_it_has_the_same_loss():
 
 
 def test_parameters_at_the_papers_scale():
-    values = settings.read_config_file('config/fineweb_bst.py')
+    values = settings.read_config_file('config/nextlat/fineweb_bst.py')
     names = model_bst.Config.__dataclass_fields__
     with torch.device('meta'):
         model = model_bst.Model(model_bst.Config(**{k: v for k, v in values.items() if k in names}))

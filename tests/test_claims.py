@@ -341,7 +341,7 @@ def test_committed_numbers_are_of_runs_as_they_are_now():
 def test_path_star_is_trained_as_its_config_has_it():
     run = RUNS['star_nextlat']
     trained, in_config = (read_settings(TrainSettings, args)[0] for args in (
-        [*claims.arguments(Settings(), run), f'--learning_rate={run.rate}'], ['config/path_star_small.py']))
+        [*claims.arguments(Settings(), run), f'--learning_rate={run.rate}'], ['config/nextlat/path_star_small.py']))
     assert trained == replace(in_config, dtype='float32', eval_tokens=claims.EVAL_TOKENS)
 
 

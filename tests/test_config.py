@@ -151,7 +151,7 @@ def test_every_config_file_is_a_model_and_settings(path):
 
 def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_does():
     s40, s100 = (run_settings.read_settings(train.Settings, args)[0] for args in (
-        ['config/standard_s.py', '--max_tokens=40e9'], ['config/standard_xl_100b.py']))
+        ['config/standard_s.py', '--max_tokens=40e9'], ['config/sps/standard_xl_100b.py']))
     for s, decay in ((s40, 36e9), (s100, 90e9)):
         tokens_per_step = s.batch_size * s.block_size
         assert 0 <= decay - run_settings.last_before_decay(s) * tokens_per_step < tokens_per_step
@@ -165,7 +165,8 @@ def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_
 @pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
 @pytest.mark.parametrize('method', ['standard', 'sps', 'two_x_memory', 'delayed_state', 'reverse_sps'])
 def test_a_step_of_every_sps_config_fits_80_gib_by_the_estimate(method, scale):
-    result = run('train.py', f'config/{method}_{scale}.py', '--dry_run', '--memory=80')
+    folder = '' if method in ('standard', 'sps') else 'sps/'
+    result = run('train.py', f'config/{folder}{method}_{scale}.py', '--dry_run', '--memory=80')
     assert 'a step fits 80 GiB' in result.stdout, result.stdout + result.stderr
 
 
@@ -439,7 +440,7 @@ def test_weights_of_another_shape_are_a_sentence():
 @pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])
 def test_nextlats_tasks_have_the_parameters_that_the_paper_states(name, n_ids, whole, p_psi):
     """A5: of the Transformer without embedding and head, and of p_psi. Manhattan: GPT's, with them."""
-    config = importlib.import_module(f'config.{name}')
+    config = importlib.import_module(f'config.nextlat.{name}')
     own = {f.name for f in dataclasses.fields(model_nextlat.Config)} & vars(config).keys()
     of_data = dict(vocab_size=padded_vocab(n_ids), n_ids=n_ids, eos_id=None)
     with torch.device('meta'):

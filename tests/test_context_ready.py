@@ -593,8 +593,9 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert after[0]['loss'] < before[0]['loss'] - 0.5
     result = train_tiny(tiny_data, tmp_path / 'converted', '--resume', *finetune, steps=6)
     assert result.returncode == 0, result.stderr
-    by_itself = run('train.py', 'config/context_ready_finetune.py', f'--init_from={tmp_path / "roformer"}',
-                    f'--data={tiny_data}', '--block_size=32', '--device=cpu', '--dry_run')
+    by_itself = run('train.py', 'config/context_ready/context_ready_finetune.py',
+                    f'--init_from={tmp_path / "roformer"}', f'--data={tiny_data}',
+                    '--block_size=32', '--device=cpu', '--dry_run')
     assert by_itself.returncode == 0 and '32 = ' in by_itself.stdout, by_itself.stderr  # shape and documents: the run's
     found = [str(tmp_path / name) for name in ('roformer', 'converted')]
     analysis.context_ready.main([*found, f'--out={tmp_path / "depths"}', '--tokens=640'])

@@ -358,7 +358,7 @@ def test_without_scans_the_equation_runs(monkeypatch):
 # ---- sizes and settings ----
 
 def test_the_papers_row_has_130_5_million_parameters_and_1_97_million_numbers_of_state():
-    values = settings.read_config_file(str(Path('config/gdn_130m.py')))
+    values = settings.read_config_file(str(Path('config/gpn/gdn_130m.py')))
     with torch.device('meta'):
         model = G.Model(G.Config(**{k: v for k, v in values.items() if k in G.Config.__dataclass_fields__}))
         cache = model.new_cache(1, 2048)

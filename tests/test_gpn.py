@@ -15,7 +15,7 @@ import model_standard as S
 from common import settings
 from common.decoding import generate
 from common.speculative import speculative_generate
-from config import gpn_transformer
+from config.gpn import gpn_transformer
 from scans import gpn as scan
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
@@ -427,7 +427,7 @@ def test_state_and_memory_are_in_fp32(narrow, form):
 @pytest.mark.parametrize('name, millions', [('gpn_130m', 129.2), ('gpn_2l', 132.8), ('gpn_nomem', 130.5),
                                             ('gpn_50m_bias', 50.2), ('gpn_50m_memory_bias', 49.8)])
 def test_parameters_at_the_papers_sizes(name, millions):
-    values = settings.read_config_file(str(Path('config') / f'{name}.py'))
+    values = settings.read_config_file(str(Path('config/gpn') / f'{name}.py'))
     with torch.device('meta'):
         model = G.Model(G.Config(**{k: v for k, v in values.items() if k in G.Config.__dataclass_fields__}))
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions

@@ -210,7 +210,7 @@ def test_a_window_of_prompt_alone_trains_the_dynamics_only():
     ('ntp', 1.32), ('nextlat_d1', 1.40), ('nextlat_d2', 1.40), ('mtp_d1', 1.37), ('mtp_d2', 1.42), ('mtp_d8', 1.72),
     ('jtp_d1', 1.34), ('jtp_d8', 1.34)])
 def test_parameters_at_the_papers_scale(name, billions):
-    values = settings.read_config_file(f'config/fineweb_{name}.py')
+    values = settings.read_config_file(f'config/nextlat/fineweb_{name}.py')
     module = runs.model_file(values['model'])
     names = module.Config.__dataclass_fields__
     with torch.device('meta'):

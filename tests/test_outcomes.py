@@ -301,12 +301,12 @@ def test_the_paper_s_rows_agree_with_themselves():
 
 
 @pytest.mark.parametrize('paper, config, name', [
-    ('sps', 'standard_xl', 'Standard XL'), ('sps', 'two_x_memory_m', '2x Memory M'),
-    ('sps', 'delayed_state_xs', 'Delayed State XS'), ('gpn', 'gpn_130m', 'GPN+M, 1 layer'),
-    ('gpn', 'gpn_2l', 'GPN+M, 2 layers'), ('gpn', 'gpn_nomem', 'GPN, no memory'),
-    ('gpn', 'gpn_transformer', 'Transformer++'), ('gpn', 'gdn_130m', 'Gated DeltaNet'),
-    ('nextlat', 'fineweb_ntp', 'GPT'), ('nextlat', 'fineweb_jtp_d4', 'JTP (d = 4)'),
-    ('nextlat', 'fineweb_mtp_d1', 'MTP (d = 1)'), ('nextlat', 'fineweb_nextlat_d2', 'NextLat (d = 2)')])
+    ('sps', 'standard_xl', 'Standard XL'), ('sps', 'sps/two_x_memory_m', '2x Memory M'),
+    ('sps', 'sps/delayed_state_xs', 'Delayed State XS'), ('gpn', 'gpn/gpn_130m', 'GPN+M, 1 layer'),
+    ('gpn', 'gpn/gpn_2l', 'GPN+M, 2 layers'), ('gpn', 'gpn/gpn_nomem', 'GPN, no memory'),
+    ('gpn', 'gpn/gpn_transformer', 'Transformer++'), ('gpn', 'gpn/gdn_130m', 'Gated DeltaNet'),
+    ('nextlat', 'nextlat/fineweb_ntp', 'GPT'), ('nextlat', 'nextlat/fineweb_jtp_d4', 'JTP (d = 4)'),
+    ('nextlat', 'nextlat/fineweb_mtp_d1', 'MTP (d = 1)'), ('nextlat', 'nextlat/fineweb_nextlat_d2', 'NextLat (d = 2)')])
 def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     values = read_config_file(f'{ROOT}/config/{config}.py')
     own = {field.name for field in dataclasses.fields(train.Settings)}

@@ -168,7 +168,7 @@ def test_a_document_has_the_same_perplexity_alone_and_packed(method, window):
 def test_every_method_has_exactly_the_parameters_of_standard(scale):
     sizes = {}
     for name in ('standard', 'sps', 'two_x_memory', 'delayed_state', 'reverse_sps'):
-        values = settings.read_config_file(f'config/{name}_{scale}.py')
+        values = settings.read_config_file(f'config/{"" if name in ("standard", "sps") else "sps/"}{name}_{scale}.py')
         module = runs.model_file(values.get('model', 'standard'))
         with torch.device('meta'):
             model = module.Model(module.Config(**{k: v for k, v in values.items()

@@ -506,7 +506,7 @@ def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits
 
 @pytest.mark.slow
 def test_a_dry_run_says_how_a_configs_own_data_are_made_and_has_the_papers_size():
-    for config, size in ('gpn_transformer', '130,763,520'), ('context_ready/owt_d5_c1120', '157,205,440'):
+    for config, size in ('gpn/gpn_transformer', '130,763,520'), ('context_ready/owt_d5_c1120', '157,205,440'):
         command = importlib.import_module(f'config.{config.replace("/", ".")}').make_data
         shown = run('train.py', f'config/{config}.py', '--dry_run').stdout
         assert f'{size} parameters' in shown and command in shown

@@ -15,7 +15,7 @@ from conftest import run
 from analysis import manhattan
 from common import runs
 from common.files import UserError
-from config import manhattan_small
+from config.nextlat import manhattan_small
 from data import a5, countdown, open_data
 from data.tokenizers import load_tokenizer
 

@@ -1,0 +1,21 @@
+# A K = 1 run becomes context-ready (section 5.7):
+# python train.py config/context_ready/context_ready_finetune.py --init_from=RUN
+# Shape, window and documents are those of the run; its correction network starts at 0.
+from config.context_ready_small import (
+    batch_size,
+    block_size,
+    data,
+    eval_interval,
+    eval_seed,
+    eval_tokens,
+    learning_rate,
+    micro_batch_size,
+    schedule,
+    warmup_tokens,
+)
+
+model = 'context_ready'
+K = 10
+k_min = 2
+seed = 1338  # other batches than the run was trained on
+max_tokens = 1_000_000

@@ -1,4 +1,0 @@
-# MTP, horizon 2, 1.42B: a baseline of the NextLat paper.
-from config.fineweb_mtp_d1 import *
-
-horizon = 2

@@ -1,4 +1,0 @@
-# NextLat, horizon 2.
-from config.fineweb_nextlat_d1 import *
-
-horizon = 2

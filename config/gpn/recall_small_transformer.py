@@ -1,0 +1,18 @@
+# The Transformer beside recall_small: the same rows and budget. Any other stack of layers: --model=sps, gdn, ...
+from config.gpn.recall_small import (
+    batch_size,
+    block_size,
+    data,
+    documents,
+    eval_interval,
+    learning_rate,
+    max_tokens,
+    micro_batch_size,
+    schedule,
+    warmup_tokens,
+)
+
+model = 'standard'
+n_layer = 2
+n_head = 4
+n_embd = 64

@@ -127,23 +127,22 @@ def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=Non
     return Mask('dense', _whole_mask(sees, T, doc_start, keys, queries, device))
 
 
-def _sequence_tokens(positions, streams):
-    """pos and stream (S n,) of positions (n,), for one stream after the other."""
-    return positions.repeat(len(streams)), torch.cat([torch.full_like(positions, stream) for stream in streams])
+def _sequence(T, streams, device, doc_start=None):
+    """The tokens of whole sequences, one stream after the other: fields (1 or B, S T), int32 for speed."""
+    pos = torch.arange(T, device=device, dtype=torch.int32).repeat(1, len(streams))
+    stream = torch.tensor([streams], device=device, dtype=torch.int32).repeat_interleave(T, 1)
+    start = torch.zeros_like(pos) if doc_start is None else doc_start.int().repeat(1, len(streams))
+    return Tokens(pos, stream, start)
+
+
+def _seen(sees, q, k):
+    """Which keys each query sees: (1 or B, n_q, n_k), from tokens whose fields are (1 or B, n)."""
+    return sees(Tokens(*(x.unsqueeze(2) for x in q)), Tokens(*(x.unsqueeze(1) for x in k)))
 
 
 def _whole_mask(sees, T, doc_start, keys, queries, device):
     """All booleans of a pattern: (1 or B, n_q, n_k)."""
-    position = torch.arange(T, device=device)
-    return _rows_mask(sees, position, position, doc_start, keys, queries)
-
-
-def _rows_mask(sees, rows, position, doc_start, keys, queries):
-    """Whether queries at positions rows (n,) see the keys at all positions (T,): (1 or B, S n, S T)."""
-    pos, stream = _sequence_tokens(rows, queries)
-    doc_start = 0 if doc_start is None else doc_start[:, rows].repeat(1, len(queries)).unsqueeze(-1)
-    seen = sees(Tokens(pos[:, None], stream[:, None], doc_start), Tokens(*_sequence_tokens(position, keys)))
-    return seen if seen.dim() == 3 else seen.unsqueeze(0)
+    return _seen(sees, _sequence(T, queries, device, doc_start), _sequence(T, keys, device))
 
 
 def dense_attention(q, k, v, seen):
@@ -227,14 +226,13 @@ def _compiled(function):
 
 def _tiles(sees, T, doc_start, keys, queries, device):
     """Yield (query rows, key ranges, bias) of each tile: lists of slices, and 0 or -inf (1 or B, 1, rows, keys)."""
-    position, step = torch.arange(T, device=device, dtype=torch.int32), TILE_ROWS // len(queries)
-    doc_start = None if doc_start is None else doc_start.int()
+    q, k = _sequence(T, queries, device, doc_start), _sequence(T, keys, device)
+    step = TILE_ROWS // len(queries)
     for a in range(0, T, step):
-        b = min(a + step, T)
-        seen = _rows_mask(sees, position[a:b], position, doc_start, keys, queries)
-        ranges = _key_ranges(seen.flatten(0, 1).any(0), T)
-        rows = [slice(s * T + a, s * T + b) for s in range(len(queries))]
-        seen = torch.cat([seen[..., keys] for keys in ranges], -1).unsqueeze(1)
+        rows = [slice(s * T + a, s * T + min(a + step, T)) for s in range(len(queries))]
+        seen = _seen(sees, Tokens(*(torch.cat([x[:, part] for part in rows], 1) for x in q)), k)
+        ranges = _key_ranges(seen.any(0).any(0), T)
+        seen = torch.cat([seen[..., part] for part in ranges], -1).unsqueeze(1)
         yield rows, ranges, torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float('-inf'))
 
 
@@ -583,15 +581,15 @@ class KVCache:
 def _reach(sees, n, stream, n_streams, device):
     """The greatest distance at which a query sees a key of this stream, within a document of n positions."""
     device = 'cpu' if device is None or torch.device(device).type == 'meta' else device
-    position, step, reach = torch.arange(n, device=device, dtype=torch.int32), max(1, 2 ** 22 // n), 0
-    key = Tokens(position, torch.full_like(position, stream))
+    key, step, reach = _sequence(n, [stream], device), max(1, 2 ** 22 // n), 0
     for b in range(n, 0, -step):  # from the end, where the greatest distances are
         if reach >= b - 1:
             break
-        pos, streams = _sequence_tokens(position[max(0, b - step):b], range(n_streams))
-        seen = sees(Tokens(pos[:, None], streams[:, None]), key)
-        first = torch.where(seen.any(1), seen.byte().argmax(1), pos)  # the first key that each query sees
-        reach = max(reach, int((pos - first).max()))
+        for query_stream in range(n_streams):
+            q = Tokens(*(x[:, max(0, b - step):b] for x in _sequence(n, [query_stream], device)))
+            seen = _seen(sees, q, key)[0]
+            first = torch.where(seen.any(1), seen.byte().argmax(1), q.pos[0])  # the first key that each query sees
+            reach = max(reach, int((q.pos[0] - first).max()))
     return reach
 
 

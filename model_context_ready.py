@@ -77,7 +77,6 @@ class Config:
     variant: Literal['add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn'] = 'add'
     K: int = 5  # unrolls of a training step (with k_min: at most) and of validation; 1: the plain Transformer, Roformer
     k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly (paper: 2); None: always K
-    last_unrolls: int | None = None  # backpropagate through this many of the last unrolls only (ours); None: all
     checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
     bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
     scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt: fast: scans/; loop: the equations; auto: fast if unedited
@@ -115,14 +114,13 @@ class Config:
             raise ValueError("n_kv_head, head_size, qkv_bias and qk_norm are settings of block = 'llama'")
         if self.block == 'llama' and self.variant in ('tied', 'extra_ffn'):
             raise ValueError(f"variant = {self.variant!r} needs block = 'gpt', whose feed-forward net it copies")
-        if self.K > 1 and not all(1 <= k <= self.K for k in (self.k_min, self.last_unrolls) if k is not None):
-            raise ValueError(f'k_min = {self.k_min}, last_unrolls = {self.last_unrolls}: expected 1 to K = {self.K}, '
-                             'or None')
+        if self.K > 1 and not 1 <= (self.k_min or self.K) <= self.K:
+            raise ValueError(f'k_min = {self.k_min}: expected 1 to K = {self.K}, or None')
         if self.variant == 'extra_ffn' and self.K > 1:
             raise ValueError(f'variant = extra_ffn with K = {self.K}: Roformer-hFFN has nothing to unroll, set K = 1')
-        if self.bptt and (self.K == 1 or self.last_unrolls or self.checkpoint_unrolls):
-            raise ValueError(f'bptt = True with K = {self.K}, last_unrolls = {self.last_unrolls}, checkpoint_unrolls = '
-                             f'{self.checkpoint_unrolls}: streaming needs a correction (K > 1) and has no unrolls')
+        if self.bptt and (self.K == 1 or self.checkpoint_unrolls):
+            raise ValueError(f'bptt = True with K = {self.K}, checkpoint_unrolls = {self.checkpoint_unrolls}: '
+                             'streaming needs a correction (K > 1) and has no unrolls')
         if self.scan == 'fast' and not (self.bptt and self.block == 'gpt' and context_ready):
             raise ValueError("scan = 'fast' needs the folder scans/, bptt = True and block = 'gpt': use 'auto'")
 
@@ -330,9 +328,8 @@ class Model(nn.Module):
         if c.bptt:
             return self.stream(idx)
         K, unrolls = self.n_unrolls if self.training else c.K, self.iterates(idx)
-        for k in range(K):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and k >= K - (c.last_unrolls or K)):
-                z = next(unrolls)
+        for _ in range(K):
+            z = next(unrolls)
         if K == 1 < c.K:  # gradients of 0, as DDP would make them: AdamW skips a weight that has none
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
@@ -507,14 +504,10 @@ class Model(nn.Module):
         c = self.config
         n_keys = min(self.reach + 1, T)
         keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
-        unrolls = [1] if c.bptt else self.K_choices  # streaming is one pass
-        corrections = [1] if c.bptt else [K - 1 for K in self.K_choices]  # the first unroll has none
+        unrolls = 1 if c.bptt else sum(self.K_choices) / len(self.K_choices)  # streaming is one pass
+        corrections = 1 if c.bptt else unrolls - 1  # the first unroll has none
 
         def n_weights(name):
             return sum(p.numel() for p in getattr(self, name, nn.Module()).parameters() if p.dim() >= 2)
-
-        def passes(counts):
-            """FLOPs of a weight, mean over the steps: 2 forward, and in the last unrolls 4 backward."""
-            return sum(2 * n + 4 * min(n, c.last_unrolls or c.K) for n in counts) / len(counts)
         blocks = n_weights('blocks') + n_weights('extra') + 2 * c.n_layer * c.n_head * c.head_size * keys
-        return 6 * self.head.weight.numel() + passes(unrolls) * blocks + passes(corrections) * n_weights('correction')
+        return 6 * (self.head.weight.numel() + unrolls * blocks + corrections * n_weights('correction'))

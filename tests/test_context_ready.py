@@ -123,8 +123,8 @@ def streamed(model, idx, masks=None):
     return torch.stack(zs, 1)
 
 
-def unrolled(model, idx, K, constant=0):
-    """Eq. 5: z^(K) (B, T, C). The result of the first `constant` unrolls has no gradient."""
+def unrolled(model, idx, K):
+    """Eq. 5: z^(K) (B, T, C)."""
     B, T = idx.shape
     e, row_start, masks = model.embed.weight[idx], document_starts(model, idx), no_dropout(model, idx)
     corrections = [torch.zeros_like(e[:, 0])] * T
@@ -133,7 +133,6 @@ def unrolled(model, idx, K, constant=0):
         z = [block_output(model, entered, t, row_start, masks) for t in range(T)]
         none = torch.zeros_like(z[0][0])
         before = [torch.stack([z[t - 1][b] if row_start[b][t] < t else none for b in range(B)]) for t in range(T)]
-        before = [x.detach() if k <= constant else x for x in before]
         if k < K:
             corrections = [correction(model, before[t], e[:, t]) for t in range(T)]
     return torch.stack(z, 1)
@@ -325,15 +324,6 @@ def test_checkpointed_unrolls_give_the_same_gradients_with_dropout():
     assert_same_gradients(both[1], both[0], 1e-6)
 
 
-def test_last_unrolls_cuts_the_gradient_where_it_says():
-    idx = tokens(T=8)
-    whole, same, cut = (make(K=4, last_unrolls=n).double() for n in (None, 4, 2))
-    want = gradients(whole, whole(idx, idx)['loss'])
-    assert_same_gradients(gradients(same, same(idx, idx)['loss']), want, 1e-12)
-    want = gradients(cut, nll(cut, unrolled(cut, idx, 4, constant=2), idx))
-    assert_same_gradients(gradients(cut, cut(idx, idx)['loss']), want, 1e-8)
-
-
 def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():
     model, fixed, drawn = make(K=5, k_min=2), make(K=5), []
     for step in range(400):
@@ -363,7 +353,7 @@ def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout(values):
 
 
 def test_K_1_is_the_roformer_whatever_k_min_says():
-    model, roformer, idx = make(K=1, k_min=2, last_unrolls=3).train(), make(K=1).train(), tokens()
+    model, roformer, idx = make(K=1, k_min=2).train(), make(K=1).train(), tokens()
     for m in (model, roformer):
         m.begin_step(random.Random(0))
     assert torch.equal(model(idx, idx)['loss'], roformer(idx, idx)['loss'])
@@ -468,10 +458,9 @@ def test_a_compiler_leaves_streaming_alone(scan):
 # ---- settings, sizes, costs ----
 
 @pytest.mark.parametrize('values, sentence', [
-    (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=3, last_unrolls=0), 'last_unrolls = 0'),
-    (dict(K=3, last_unrolls=4), 'last_unrolls = 4'), (dict(K=1, bptt=True), 'needs a correction'),
-    (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(bptt=True, last_unrolls=1), 'has no unrolls'),
-    (dict(bptt=True, checkpoint_unrolls=True), 'has no unrolls'), (dict(scan='fast'), 'bptt = True'),
+    (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=1, bptt=True), 'needs a correction'),
+    (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(bptt=True, checkpoint_unrolls=True), 'has no unrolls'),
+    (dict(scan='fast'), 'bptt = True'),
     (dict(scan='fast', bptt=True, block='llama'), "block = 'gpt'"), (dict(qk_norm=True), "settings of block = 'llama'"),
     (dict(block='llama', variant='tied'), "needs block = 'gpt'"), (dict(n_embd=18), 'even whole number')])
 def test_settings_that_exclude_each_other_are_sentences(values, sentence):
@@ -495,10 +484,6 @@ def test_flops_count_the_unrolls():
     assert flops(K=1) == 6 * (blocks + head)
     assert flops(K=4) == 6 * (4 * blocks + 3 * network + head)
     assert flops(K=4, k_min=2) == 6 * (3 * blocks + 2 * network + head)
-    # three passes of the blocks forward and one with its backward; of the network two and one
-    assert flops(K=4, last_unrolls=1) == 12 * blocks + 10 * network + 6 * head
-    want = 6 * head + (12 + 18 + 24 + 26) / 4 * blocks + (6 + 12 + 18 + 24) / 4 * network
-    assert flops(K=5, k_min=2, last_unrolls=4) == pytest.approx(want)
     assert flops(bptt=True) == 6 * (blocks + network + head)
     assert flops(K=1, variant='extra_ffn') == 6 * (blocks + network + head)
 

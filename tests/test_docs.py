@@ -1,0 +1,46 @@
+"""The commands on the pages name scripts, modules, configs and options that exist."""
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ['README.md', 'RESULTS.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
+ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'common/settings.py', 'common/runs.py']
+
+
+def commands(page):
+    """Return (script or module path, arguments) of each command on a page."""
+    text = re.sub(r'\\\n\s*', ' ', (ROOT / page).read_text())
+    found = re.findall(r'python3? (?:-m )?([a-z][\w./]*\w)((?: +(?:"[^"]*"|\'[^\']*\'|[^\s`|;)]+))*)', text)
+    names = [(name if name.endswith('.py') else name.replace('.', '/') + '.py', rest) for name, rest in found]
+    return [(name, rest) for name, rest in names if not name.startswith(('venv', 'pytest', 'ruff', 'pip'))]
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_commands_on_the_pages_exist(page):
+    wrong = []
+    for name, arguments in commands(page):
+        script = ROOT / name if (ROOT / name).exists() else ROOT / name.removesuffix('.py') / '__init__.py'
+        if not script.exists():
+            wrong.append(name)
+            continue
+        sources = [script, *(ROOT / path for path in ALL_SETTINGS if name == 'train.py' or 'compare' in name)]
+        code = '\n'.join(path.read_text() for path in sources)
+        wrong += [f'{name} --{option}' for option in re.findall(r'--(\w+)', arguments) if not re.search(
+            rf'\b{option}\b', code) and option not in ('help', 'toy')]
+        wrong += [config for config in re.findall(r'\bconfig/[\w/]+\.py', arguments) if not (ROOT / config).exists()
+                  and 'NAME' not in config]
+    assert wrong == []
+
+
+def test_configs_named_in_loops_exist():
+    """In `for c in NAME NAME; do python train.py config/gpn/$c.py`, every NAME is a config."""
+    wrong = []
+    for page in PAGES:
+        for variable, names, body in re.findall(r'for (\w) in ([^;$]+); do((?:(?!\n\n).)*)', (ROOT / page).read_text(),
+                                                re.DOTALL):
+            for path in re.findall(rf'config/[\w/]*\$\{{?{variable}\}}?\w*\.py', body.split('; done')[0]):
+                configs = [re.sub(rf'\$\{{?{variable}\}}?', name, path) for name in names.split()]
+                wrong += [config for config in configs if not (ROOT / config).exists()]
+    assert wrong == []

@@ -1,4 +1,5 @@
-# What the rows of about 340M multiply-adds share (table A1): 200,000 steps of 32 sequences.
+# What the rows of about 340M multiply-adds share (table A1): 200,000 steps of 32 sequences. Tables 2 and A11 take the
+# same batch, and A11 the same K, as a guess: the paper does not state them.
 from config.context_ready.owt import *
 
 batch_size = 32

@@ -1,6 +1,6 @@
-# Manhattan taxi rides of the NextLat paper (table of hyperparameters; section on the details). The city is a file of
-# yours, see docs/data.md. The baselines: --objective=ntp, and --model=mtp and --model=jtp, for which it
-# swept lambda_mtp over 0.1 ... 1.
+# Manhattan taxi rides of the NextLat paper (table of hyperparameters; section on the details). docs/data.md says where
+# the city's map comes from. The baselines: --objective=ntp, and --model=mtp and --model=jtp, for which it swept
+# lambda_mtp over 0.1 ... 1.
 model = 'nextlat'
 data = 'manhattan:edges=data/built/manhattan/edges.json'
 make_data = f'a file of a city, as docs/data.md describes it, gives {data}'
@@ -8,7 +8,7 @@ assumed_ids = 4588  # 4,579 places, as in the file of Vafa et al. (the paper say
 horizon = 8
 lambda_kl = 0.1
 block_size = 256
-max_tokens = 400_000 * 256 * 256
+max_tokens = 6 * 4_700_000_000  # six epochs, as the text says; the table's 400k steps would be 5.6
 n_layer = 48
 n_head = 8
 n_embd = 384

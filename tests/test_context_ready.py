@@ -531,7 +531,7 @@ def test_costs_are_the_products_and_the_cache_of_one_token(values, monkeypatch):
 @pytest.mark.parametrize('name, steps, batch_size, T, warmup', [
     ('pointer_d1', 50_000, 64, 338, 100), ('pointer_wave', 23_000, 64, 338, 100),
     ('pointer_20_hops', 10_000, 64, 658, 100), ('owt_d1_c2048_t512', 200_000, 64, 512, 1000),
-    ('owt_n6_c1088_t512', 200_000, 64, 512, 1000), ('owt_d1_c2048_t1024', 200_000, 16, 1024, 1000)])
+    ('owt_n6_c1088_t512', 200_000, 64, 512, 1000), ('owt_d1_c2048_t1024', 200_000, 32, 1024, 1000)])
 def test_a_config_has_the_papers_steps(name, steps, batch_size, T, warmup):
     config = importlib.import_module(f'config.context_ready.{name}')
     assert (config.batch_size, config.block_size) == (batch_size, T)

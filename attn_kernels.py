@@ -326,11 +326,11 @@ def checkpointed(forward):
 
 @outside_graphs  # inside a graph, the angles would be computed again for every element of every layer
 def rope_table(positions, head_size, theta, scaling=None):
-    """Return cos and sin (fp32) of the angles position * theta^(-2j/D), j < D/2.
+    """Return the tables of `rotate`: cos and sin (fp32) of the angles position * theta^(-2j/D), j < D/2.
 
-    positions: (...); both results: (..., 1, D/2). scaling: Llama 3's extension to longer windows as
-    'factor,low,high,tokens': frequencies with fewer than `low` turns in `tokens` positions are divided by `factor`,
-    those with more than `high` turns are kept, and those between are interpolated.
+    positions: (...); both results: (..., 1, D), [cos | cos] and [-sin | sin]. scaling: Llama 3's extension to longer
+    windows as 'factor,low,high,tokens': frequencies with fewer than `low` turns in `tokens` positions are divided by
+    `factor`, those with more than `high` turns are kept, and those between are interpolated.
     """
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     frequency = 1 / theta ** (j / head_size)
@@ -340,7 +340,8 @@ def rope_table(positions, head_size, theta, scaling=None):
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (unscaled + (1 - unscaled) / factor)
     angles = positions[..., None, None] * frequency
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def parse_rope_scaling(text):
@@ -357,11 +358,10 @@ def parse_rope_scaling(text):
 def rotate(x, rope):
     """Rotary position embedding: turn each pair (x_j, x_{j + D/2}) by its angle, the layout of Hugging Face Llama.
 
-    x: (..., T, H, D); rope: cos and sin from `rope_table`, which broadcast to (..., T, H, D/2).
+    x: (..., T, H, D); rope: cos and sin from `rope_table`, which broadcast to (..., T, H, D).
     """
     cos, sin = rope
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def at_least_fp32(logits):

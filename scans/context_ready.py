@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import attn_kernels
 
-PIN = '09327b0ba6011457'
+PIN = '3b1b82e06c8f6fc3'
 
 
 def implements(model_file):
@@ -236,8 +236,7 @@ class _AttentionTape:
         self.q, self.k, self.v = (e.new_empty(B * H, T, C // H) for _ in range(3))  # q rotated and scaled, k rotated
         self.p = e.new_empty(B * H, T, self.W)
         self.mixed = e.new_empty(T, B, C)  # what the output projection reads
-        cos, sin = (table.to(e.dtype).unsqueeze(1) for table in rope)  # (T, 1, 1, D/2)
-        cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        cos, sin = (table.to(e.dtype).unsqueeze(1) for table in rope)  # (T, 1, 1, D)
         scale = (C // H) ** -0.5
         self.cos, self.sin = (torch.cat([table * scale, table], 1) for table in (cos, sin))  # (T, 2, 1, D): of q, of k
 

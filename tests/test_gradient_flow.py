@@ -67,7 +67,7 @@ def losses_with_copies(model, ids):
         predict = model.embed.weight[c.n_ids].detach().expand_as(x).clone().requires_grad_()
         leaves.append((1, predict))
         h = torch.stack([x, predict + x if c.predict_input == 'token' else predict])
-    cos, sin = rope_table(torch.arange(T), c.head_size, c.rope_theta)
+    cos, sin = (table[..., c.head_size // 2:] for table in rope_table(torch.arange(T), c.head_size, c.rope_theta))
 
     def own(parameter):  # (S, T, shape)
         copies = [parameter.detach().expand(T, *parameter.shape).clone().requires_grad_() for _ in names]

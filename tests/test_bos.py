@@ -9,7 +9,7 @@ from conftest import assert_sentence, config_json, run, train_tiny
 
 import eval as judge
 import sample
-from common import llama, runs
+from common import export, runs
 from common.files import write_json
 from data import Data, write_data
 from data.tokenizers import load_tokenizer, tokenizer_digest
@@ -93,7 +93,7 @@ def test_transformers_starts_the_texts_of_an_exported_run_as_training_did(traine
     digest = tokenizer_digest(plain / 'tokenizer.json')
     write_json(plain / 'config.json', {**record, 'data': {**record['data'], 'bos': False, 'tokenizer_digest': digest}})
     for run_folder in (trained, plain):
-        llama.export_llama(run_folder, tmp_path / 'llama' / run_folder.name)
+        export.export_llama(run_folder, tmp_path / 'llama' / run_folder.name)
         ids[run_folder.name] = AutoTokenizer.from_pretrained(tmp_path / 'llama' / run_folder.name)('a text').input_ids
     assert ids == {'run': [0, *encode('a text')], 'plain': encode('a text')}
 
@@ -101,6 +101,7 @@ def test_transformers_starts_the_texts_of_an_exported_run_as_training_did(traine
 @pytest.mark.parametrize('bos', [None, False])
 def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeypatch):
     pytest.importorskip('lm_eval')
+    from common.lm_eval_adapter import RunLM
     (tmp_path / 'lambada_openai.jsonl').write_text(json.dumps({'text': 'a text of words'}) + '\n')
     asked = []
 
@@ -111,7 +112,7 @@ def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeyp
     s = judge.Settings(bos=bos, data_dir=str(tmp_path), device='cpu')
     scorer, encoding, _ = judge.load_scorer(trained, s)
     judge.lambada_first_token(scorer, encoding, s)
-    lm = judge.lm_eval_class()(scorer=scorer, encoding=encoding)
+    lm = RunLM(scorer, encoding)
     lm.loglikelihood([SimpleNamespace(args=pair) for pair in (('a text', ' of'), ('', 'words'))])
     lm.loglikelihood_rolling([SimpleNamespace(args=('a text',))])
     encode, start = encoding.encode, [] if bos is False else [0]

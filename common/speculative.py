@@ -264,8 +264,7 @@ class RunDraft:
         self.cache.rollback(self.n_held)
         width = i + (int(self.n_unread.max()) if token.device.type == 'cpu' else 2)
         self.n_held.copy_(self.n_unread + i)
-        tokens = self.new_run[:, :min(width, self.new_run.shape[1])]
-        return pick(self.model.extend(tokens, self.cache, self.n_held))
+        return pick(self.model.extend(self.new_run[:, :width], self.cache, self.n_held))
 
     def end_round(self, n, drafts, accepted, token, live):
         """End a round: forget the tokens of the drafts (B, n) after the first accepted (B,); `token` comes next.

@@ -102,12 +102,6 @@ def test_scaled_positions_come_back(rope):
     assert export.llama_config(c, 257, 2 ** 23, None).rope_parameters == rope
 
 
-def edit_weights(folder, change):
-    tensors = load_file(folder / 'model.safetensors')
-    change(tensors)
-    save_file(tensors, folder / 'model.safetensors')
-
-
 NAME = 'model.layers.1.self_attn.k_proj.weight'
 
 
@@ -118,9 +112,11 @@ NAME = 'model.layers.1.self_attn.k_proj.weight'
     (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says')])
 def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
-    edit_weights(tmp_path / 'folder', change)
-    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--from_llama={tmp_path / "folder"}',
-                        '--tokenizer=byte'), part)
+    tensors = load_file(tmp_path / 'folder/model.safetensors')
+    change(tensors)
+    save_file(tensors, tmp_path / 'folder/model.safetensors')
+    with pytest.raises(UserError, match=re.escape(part)):
+        import_run(tmp_path / 'folder', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
@@ -184,22 +180,23 @@ def test_a_folder_in_the_place_of_a_run_says_how_to_make_it_one(tiny_data, tmp_p
                                     f'--from_llama={tmp_path}/folder')
 
 
-def test_context_ready_says_which_blocks_a_llama_needs(tiny_data, tmp_path):
-    make_folder(tmp_path / 'folder', 'Llama 2')
+@pytest.mark.parametrize('name, model, parts', [
+    ('Llama 2', ['--model=context_ready'], ["set block = 'llama'"]),
+    ('Mistral', ['--model=nextlat', '--horizon=2'], ['cannot become this model', 'this model has no', 'window'])])
+def test_what_another_architecture_cannot_take_is_a_sentence(name, model, parts, tiny_data, tmp_path):
+    make_folder(tmp_path / 'folder', name)
     import_run(tmp_path / 'folder', tmp_path / 'source')
-    result = run('train.py', *NO_SIZES, '--model=context_ready', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
-                 f'--init_from={tmp_path / "source"}')
-    assert_sentence(result, "set block = 'llama'")
+    result = run('train.py', *NO_SIZES, *model, f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
+                 f'--init_from={tmp_path / "source"}', '--max_tokens=128')
+    assert_sentence(result, *parts)
 
 
-def test_a_window_is_not_taken_for_another_thing(tiny_data, tmp_path):
+def test_sps_does_not_take_a_window_from_its_source(tiny_data, tmp_path):
     make_folder(tmp_path / 'folder', 'Mistral')
     import_run(tmp_path / 'folder', tmp_path / 'source')
-    options = [*NO_SIZES, f'--data={tiny_data}', f'--init_from={tmp_path / "source"}', '--max_tokens=128']
-    assert_sentence(run('train.py', *options, '--model=nextlat', '--horizon=2', f'--out_dir={tmp_path / "a"}'),
-                    'cannot become this model', 'this model has no', 'window')
-    assert run('train.py', *options, '--model=sps', f'--out_dir={tmp_path / "b"}').returncode == 0
-    assert runs.read_run(tmp_path / 'b')['model_config']['window'] == 64
+    assert run('train.py', *NO_SIZES, '--model=sps', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
+               f'--init_from={tmp_path / "source"}', '--max_tokens=128').returncode == 0
+    assert runs.read_run(tmp_path / 'run')['model_config']['window'] == 64
 
 
 @pytest.mark.parametrize('bos', [True, False])
@@ -219,17 +216,17 @@ def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
     assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
 
 
-def test_another_end_of_texts_in_config_json_is_said(tmp_path, capsys):
+@pytest.mark.parametrize('ends, is_said', [(256, False), ([7, 256], False), (7, True), ([7, 8], True)])
+def test_another_end_of_texts_in_config_json_is_said(ends, is_said, tmp_path, capsys):
     make_folder(tmp_path / 'folder', 'Llama 2')
-    for name, ends, is_said in (('a', 256, False), ('b', [7, 256], False), ('c', 7, True), ('d', [7, 8], True)):
-        config = json.loads((tmp_path / 'folder/config.json').read_text()) | {'eos_token_id': ends}
-        (tmp_path / 'folder/config.json').write_text(json.dumps(config))
-        import_run(tmp_path / 'folder', tmp_path / name)
-        assert (f'ends texts with the id {ends}: sample.py does not stop there' in capsys.readouterr().out) is is_said
+    path = tmp_path / 'folder/config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'eos_token_id': ends}))
+    import_run(tmp_path / 'folder', tmp_path / 'run')
+    assert (f'ends texts with the id {ends}: sample.py does not stop there' in capsys.readouterr().out) is is_said
 
 
-def test_generation_by_hugging_face_from_an_export_is_ours(tmp_path):
-    """With every id in a prompt: none is padding, which Hugging Face would hide. Its end is that of the tokenizer."""
+def test_hugging_face_generates_from_an_export_as_we_do(tmp_path):
+    """With any id in a prompt: none is padding, which Hugging Face would mask. Texts end at the tokenizer's eos."""
     from transformers import AutoModelForCausalLM
     make_folder(tmp_path / 'folder', 'Llama 2')
     model, record = import_run(tmp_path / 'folder', tmp_path / 'run')

@@ -84,14 +84,13 @@ def test_rows_end_at_eos_and_at_finished():
 # ---- the distribution, by enumeration ----
 
 class Choices:
-    """Makes every decision of one run by a script; beyond its end takes the first option. Remembers the options and the
-    probability."""
+    """Makes the random decisions of one run by a script, then takes first options; counts options and probability."""
 
     def __init__(self, script, row):
         self.script, self.row, self.options, self.probability = script, row, [], 1.0
 
     def choose(self, probabilities):
-        """probabilities of options 0, 1, ...: the scripted option, of those that can be."""
+        """Return the scripted option among those with a positive probability."""
         possible = [i for i, p in enumerate(probabilities) if p > 0]
         n_made = len(self.options)
         chosen = possible[self.script[n_made] if n_made < len(self.script) else 0]
@@ -116,7 +115,7 @@ class Choices:
 
 
 def distribution_of(generate_row, row, monkeypatch):
-    """{text: probability} of a row over every way its random decisions can turn out."""
+    """Return {text: probability} of a row over all outcomes of its random decisions."""
     distribution, script = {}, []
     while script is not None:
         choices = Choices(script, row)
@@ -132,7 +131,7 @@ def distribution_of(generate_row, row, monkeypatch):
 
 
 def plain_distribution(model, prompt, n, **filters):
-    """The same by full forwards, one token after the other."""
+    """Return the same by full forward passes, token by token."""
     distribution = {}
     for text in itertools.product(range(model.config.n_ids), repeat=n):
         probability = 1.0
@@ -149,29 +148,21 @@ FILTERS = [dict(), dict(temperature=0.7), dict(top_k=2), dict(top_p=0.8), dict(m
            dict(temperature=1.5, top_k=2, top_p=0.9, min_p=0.1), dict(temperature=0)]
 
 
-@pytest.mark.parametrize('draft_len', [1, 2, 'auto'])
-@pytest.mark.parametrize('filters', FILTERS, ids=str)
 @pytest.mark.parametrize('name, drafts', [('nextlat', None), ('standard', 'sps')])
-def test_every_text_has_the_probability_of_plain_sampling(name, drafts, filters, draft_len, monkeypatch):
-    check_distribution(monkeypatch, name, drafts, 3, draft_len, filters)
-
-
-@pytest.mark.parametrize('draft_len', [2, 'auto'])
-@pytest.mark.parametrize('name, drafts', [('nextlat', None), ('standard', 'sps')])
-@pytest.mark.parametrize('n_ids, filters', [(2, {}), (2, dict(temperature=0.7)),
-                                            pytest.param(3, {}, marks=pytest.mark.long)])
-def test_texts_of_two_drafted_tokens_have_it_too(name, drafts, n_ids, filters, draft_len, monkeypatch):
-    """Of four tokens, a prefill gives the first and a round drafts two. Three ids, as above, take minutes."""
-    check_distribution(monkeypatch, name, drafts, 4, draft_len, filters, n_ids=n_ids)
+@pytest.mark.parametrize('n_ids, draft_len, filters', [
+    *[(3, 1, filters) for filters in FILTERS], *[(2, n, {'temperature': t}) for n in (2, 'auto') for t in (1.0, 0.7)],
+    pytest.param(3, 2, {}, marks=pytest.mark.long)], ids=str)  # the last one takes minutes
+def test_every_text_has_the_probability_of_plain_sampling(name, drafts, n_ids, draft_len, filters, monkeypatch):
+    """The prefill gives the first token, a round drafts one or two, and one follows them."""
+    check_distribution(monkeypatch, name, drafts, 3 if draft_len == 1 else 4, draft_len, filters, n_ids=n_ids)
 
 
 @pytest.mark.parametrize('draft_len, filters', [(2, dict(top_k=2)), (2, dict(top_p=0.6)), (2, dict(min_p=0.4)),
                                                 (3, dict(temperature=0.7, top_k=2, top_p=0.9, min_p=0.6))])
 def test_filters_hold_for_every_drafted_token(draft_len, filters, monkeypatch):
-    """The filters leave some texts and not all, of a prefill's token, the draft's, and the one after it."""
-    n = draft_len + 2
-    want = check_distribution(monkeypatch, 'nextlat', None, n, draft_len, filters)
-    assert 4 < len(want) < 3 ** n
+    """They leave some of the texts, and not all."""
+    want = check_distribution(monkeypatch, 'nextlat', None, draft_len + 2, draft_len, filters)
+    assert 4 < len(want) < 3 ** (draft_len + 2)
 
 
 def check_distribution(monkeypatch, name, drafts, n, draft_len, filters, **values):

@@ -23,9 +23,10 @@ from common.decoding import (
     token_probs,
 )
 
-# draft_len 'auto' stops where the product of the draft's own probabilities for its tokens falls below this value:
-# the rule of EAGLE-2, and of Hugging Face for one token at a time.
-AUTO_CONFIDENCE = 0.3
+# draft_len 'auto' stops where the product of the draft's own confidences falls below this value: the rule of EAGLE-2,
+# and of Hugging Face for one token at a time. A confidence is the probability of the likeliest token, not of the one
+# that was drawn: at temperature 1, the latter says little about acceptance.
+AUTO_CONFIDENCE = 0.05
 LONGEST_AUTO = 16  # most tokens of a draft with draft_len 'auto'
 LONGEST = 1000  # most tokens of any draft
 
@@ -95,8 +96,8 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
 def draft_tokens(decoder, longest: int, live, least: float) -> int:
     """Draft up to `longest` tokens and return how many.
 
-    A draft ends early where the product of its tokens' probabilities, averaged over the live rows (B,) of the batch,
-    falls below `least`. The rows share a round's time, so they share its length. The next token is drafted or not
+    A draft ends early where the product of its confidences, averaged over the live rows (B,) of the batch, falls below
+    `least`. The rows share a round's time, so they share its length. The next token is drafted or not
     depending only on the tokens before it, so the distribution of the texts is unchanged.
     """
     for n in range(longest):
@@ -147,7 +148,7 @@ class SpeculativeDecoder:
         self.uniform = torch.full((B, self.longest), 0.5, device=device)
         self.drafts = torch.zeros(B, self.longest, dtype=torch.int64, device=device)
         self.probs = torch.zeros(B, self.longest, V, device=device)  # the distribution of each drafted token
-        self.confidences = torch.zeros(B, self.longest, device=device)  # its probability before the filters
+        self.confidences = torch.zeros(B, self.longest, device=device)  # greatest probability, before the filters
         self.lengths, self.accepted = torch.zeros_like(lengths), torch.zeros_like(lengths)
         self.live = torch.ones_like(lengths, dtype=torch.bool)
         self.refresh()
@@ -170,7 +171,7 @@ class SpeculativeDecoder:
         """Draft token i of the round; called with i = 0, 1, ... in turn."""
         def pick(logits):
             token, probs = self.pick(logits)
-            self.confidences[:, i] = logits.float().softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+            self.confidences[:, i] = logits.float().softmax(-1).amax(-1)
             return token, probs
 
         def step():

@@ -15,7 +15,7 @@
     python -m analysis.a5 out/a5_*                         its A5: accuracy on longer words
     python -m analysis.manhattan out/manhattan_*           its Manhattan: detours, compression, rank, the map
     python -m analysis.probes out/stories_*                its TinyStories: what states know of tokens to come
-    python -m analysis.domains out/fw_* --data=A,B         its speculative decoding: a table over texts
+    python -m analysis.speculative out/fw_* --data=A,B     its speculative decoding: draft lengths, a table over texts
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
     python -m analysis.compare NAME:... NAME:...           any models, each at its best rate: trains its own runs
     python -m analysis.forks                               where SPS may fork: trains its own runs

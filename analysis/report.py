@@ -3,7 +3,7 @@
     python -m analysis.report out/* --out=report.html
 
 The page has a table of the runs (parameters, tokens, validation loss, speed, MFU, memory, and decoding speed where
-`eval.py --speculative` measured it), everything they logged as curves over tokens, FLOPs, time and steps, the settings
+`analysis.speculative` measured it), everything they logged as curves over tokens, FLOPs, time and steps, the settings
 in which they differ, their scores (of eval.jsonl and of synthetic tasks), a sample of each, and links to the folders.
 A run that is damaged or not complete is there with what it has, and with a note that says what it has not.
 

@@ -11,7 +11,7 @@ import torch
 
 import model_standard
 from bench import alternate, options, write_results
-from common.llama import to_llama
+from common.export import to_llama
 from common.scoring import Scorer
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'

@@ -15,7 +15,7 @@ import torch
 import model_standard
 from bench import FAMILY, alternate, alternate_times, make_model, options, over_standard, write_results
 from common.decoding import generate
-from common.llama import to_llama
+from common.export import to_llama
 from common.machine import decoding_dtype
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')

@@ -34,7 +34,7 @@ STEPS = {  # arguments of python
     'attention': ['-m', 'bench.attention'],
     'scales': ['-m', 'bench.train_step', 'scales'],
     'drafting': ['train.py', 'config/quickstart_nextlat.py', '--out_dir=out/gpu_nextlat', *TRAINING],
-    'speculative': ['eval.py', 'out/gpu_nextlat', '--speculative', '--n_prompts=16', '--prompt_tokens=64',
+    'speculative': ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
                     '--new_tokens=128'],
     'gpn': ['-m', 'bench.gpn'],
     'generate': ['-m', 'bench.generate'],

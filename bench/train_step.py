@@ -29,7 +29,7 @@ import torch
 import model_standard
 import train
 from bench import FAMILY, alternate, apart, make_model, nanogpt, options, over_standard, resident, write_results
-from common import llama, machine, runs
+from common import export, machine, runs
 from common.start import SPIN_COUNT
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -69,7 +69,7 @@ def make_step(side: str, shape: dict, dtype, fused: bool = True, compile: bool =
     tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
     if side == 'ours':
         return our_step(model, tokens, dtype, compile)
-    model = llama.to_llama(model).train()
+    model = export.to_llama(model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
     if fused:
         optimizer = train.make_optimizer(model, train.Settings())

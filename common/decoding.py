@@ -34,7 +34,7 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
     return probs / probs.sum(-1, keepdim=True)
 
 
-def check_sampling(temperature: float, top_k: int | None = None, top_p: float | None = None,
+def check_sampling(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                    min_p: float | None = None) -> None:
     """Raise UserError for a setting of `token_probs` that fp32 cannot represent or that leaves no token."""
     if temperature != 0 and not 1e-6 <= temperature <= 1e6:
@@ -70,48 +70,51 @@ def draw(probs, noise) -> torch.Tensor:
 
 @torch.inference_mode()
 @torch.autocast('cpu', enabled=False)  # decoding on a CPU is in fp32
-def generate(model, prompts: list[list[int]], max_new_tokens: int, *, temperature=1.0, top_k=None, top_p=None,
-             min_p=None, seed=0, eos_id=None, finished=None, on_tokens=None, cache=None) -> list[list[int]]:
+def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eos_id=None, finished=None, cache=None,
+             **sampling) -> list[list[int]]:
     """Continue each prompt, of any length >= 1. Returns the new ids of each prompt, up to and including eos_id.
 
-    finished(i, new_ids) -> bool ends the text of prompt i early. on_tokens(new ids of each prompt so far) is called as
-    tokens arrive: every step on a CPU, every 16 steps on a GPU. Pass a cache from `roomy_cache` to look at it
-    afterwards. Raises ValueError for settings out of range and for prompts whose logits are not finite.
+    finished(i, new_ids) -> bool is called for each new token of prompt i but eos_id; True ends the text. On a GPU it is
+    called every 16 steps for the tokens since. cache: from `roomy_cache`, to look at afterwards. sampling: temperature,
+    top_k, top_p and min_p of `token_probs`. Raises UserError for sampling settings out of range and for prompts whose
+    logits are not finite.
     """
     check_prompts(prompts)
-    check_sampling(temperature, top_k, top_p, min_p)
-    if cache is not None and cache.max_tokens < max(map(len, prompts)) + max_new_tokens:
-        raise ValueError(f'the cache holds {cache.max_tokens} tokens a row: the longest prompt and {max_new_tokens} '
-                         'new ones do not fit')
-    if max_new_tokens < 1:
-        return [[] for _ in prompts]
+    check_sampling(**sampling)
     device = next(model.parameters()).device
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # the graph is captured there
     if cache is None:
         cache = roomy_cache(model, prompts, max_new_tokens)
-    generator = torch.Generator(device).manual_seed(seed)
-    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    decoder = Decoder(decodable(model), cache, filters, generator)
-    tokens, lengths = pad(prompts, device)
-    drawn = torch.empty(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
-    new, done, n_read = [[] for _ in prompts], [False] * len(prompts), 0
+    decoder = Decoder(decodable(model), cache, sampling, torch.Generator(device).manual_seed(seed))
+    texts, unread = NewTexts(len(prompts), max_new_tokens, eos_id, finished), []
     steps_per_read = 16 if device.type == 'cuda' else 1
     for i in range(max_new_tokens):
-        drawn[:, i] = decoder.read_prompts(tokens, lengths) if i == 0 else decoder.next_tokens()
-        if (i + 1) % steps_per_read and i + 1 < max_new_tokens:
-            continue
-        for b, ids in enumerate(drawn[:, n_read:i + 1].tolist()):
-            for token in ids:
-                if not done[b]:
-                    new[b].append(token)
-                    done[b] = token == eos_id or (finished is not None and finished(b, new[b]))
-        n_read = i + 1
-        if on_tokens:
-            on_tokens(new)
-        if all(done):
-            break
-    return new
+        unread.append((decoder.next_tokens() if i else decoder.read_prompts(*pad(prompts, device))).clone())
+        if len(unread) == steps_per_read or i + 1 == max_new_tokens:
+            for b, tokens in enumerate(torch.stack(unread, 1).tolist()):
+                texts.add(b, tokens)
+            unread = []
+            if not any(texts.live):
+                break
+    return texts.new
+
+
+class NewTexts:
+    """The new ids of each prompt. A text is live until eos_id, until finished(i, new_ids), or at max_new_tokens."""
+
+    def __init__(self, n: int, max_new_tokens: int, eos_id: int | None, finished):
+        self.max_new_tokens, self.eos_id, self.finished = max_new_tokens, eos_id, finished
+        self.new, self.live = [[] for _ in range(n)], [max_new_tokens > 0] * n
+
+    def add(self, i: int, tokens: list[int]) -> None:
+        """Append the tokens of text i up to its end."""
+        new = self.new[i]
+        for token in tokens:
+            if self.live[i]:
+                new.append(token)
+                is_done = token == self.eos_id or (self.finished is not None and self.finished(i, new))
+                self.live[i] = not is_done and len(new) < self.max_new_tokens
 
 
 class Decoder:
@@ -119,7 +122,7 @@ class Decoder:
 
     def __init__(self, model, cache, filters, generator):
         self.model, self.cache, self.filters, self.generator = model, cache, filters, generator
-        self.is_greedy = filters['temperature'] == 0
+        self.is_greedy = filters.get('temperature') == 0
         self.graph = None
 
     def read_prompts(self, tokens, lengths):

@@ -40,7 +40,7 @@ from data.tasks import Generated
 from data.tokenizers import GPT2_SHA256, tokenizer_digest
 
 REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
-EVALUATION_FILES = ('eval.jsonl', 'speculative.csv', 'speculative.png')  # written to a run folder by eval.py
+EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder by eval.py and analysis.speculative
 UNFINISHED_FILES = {'.lock', *TOKENIZER_FILES,  # in a folder whose run was killed before it had a config.json
                     *(f'.{name}.writing' for name in ('config.json', *TOKENIZER_FILES))}
 
@@ -182,8 +182,8 @@ def read_run(folder) -> dict:
     record = {'model': None, **read_json(path, remedy)}
     if 'model_type' in record:
         name = f'out/{Path(folder).resolve().name}'
-        raise UserError(f'{folder} is a Hugging Face folder: make it a run with python eval.py {folder} '
-                        f'--from_llama={name}, and use {name}')
+        raise UserError(f'{folder} is a Hugging Face folder: make it a run with python -m common.export {name} '
+                        f'--from_llama={folder}, and use {name}')
     typed('model', record['model'], str, f'in {path}')
     needed = {'settings': {'block_size': int, 'eval_seed': int | None}, 'model_config': {}, 'versions': {},
               'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'bos': bool, 'sha256': str,

@@ -79,18 +79,9 @@ class Scorer:
         if batch:
             yield batch
 
-    def _score_batch(self, batch) -> dict:
-        """Score groups of requests, one row each: {index of a request: result}. Splits a batch that does not fit."""
-        try:
-            return self._score_rows(batch)
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
-                raise
-        torch.cuda.empty_cache()
-        return self._score_batch(batch[:len(batch) // 2]) | self._score_batch(batch[len(batch) // 2:])
-
     @torch.inference_mode()
-    def _score_rows(self, batch):
+    def _score_batch(self, batch) -> dict:
+        """Score groups of requests, one row each: {index of a request: result}."""
         contexts = [context for context, _ in batch]
         n_turns = max(len(members) for _, members in batch)
         longest = max(len(continuation) for _, members in batch for _, continuation in members)

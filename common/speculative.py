@@ -3,15 +3,14 @@
 A round drafts n tokens, appends the last token and the draft to the cache in one `extend`, keeps the tokens that
 `verify` accepts, and draws one more. The text has the same distribution as with plain decoding, whatever the draft is.
 
-Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` make drafts; `AutoLength` decides how long
-they are.
+Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` make drafts.
 """
 from math import inf
 
 import torch
-import torch.nn as nn
 
 from common.decoding import (
+    NewTexts,
     check_logits,
     check_prompts,
     check_sampling,
@@ -24,6 +23,10 @@ from common.decoding import (
     token_probs,
 )
 
+# draft_len 'auto' stops where the product of the draft's own confidences falls below this value: the rule of EAGLE-2,
+# and of Hugging Face for one token at a time. A confidence is the probability of the likeliest token, not of the one
+# that was drawn: at temperature 1, the latter says little about acceptance.
+AUTO_CONFIDENCE = 0.05
 LONGEST_AUTO = 16  # most tokens of a draft with draft_len 'auto'
 LONGEST = 1000  # most tokens of any draft
 
@@ -55,81 +58,53 @@ def accepts(p, q, uniform) -> torch.Tensor:
 
 @torch.inference_mode()
 @torch.autocast('cpu', enabled=False)  # see `generate`
-def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *, draft=None, draft_len='auto',
-                         temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, eos_id=None, finished=None,
-                         on_tokens=None, auto=None) -> tuple[list[list[int]], 'DraftStatistics']:
+def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *, draft=None, draft_len='auto', seed=0,
+                         eos_id=None, finished=None, **sampling) -> tuple[list[list[int]], 'DraftStatistics']:
     """`generate` with drafts: the same distribution of texts in fewer steps. Returns new ids and DraftStatistics.
 
     draft: a second model with the same vocabulary; None: the model drafts for itself. draft_len: tokens per draft, or
-    'auto' (decided by `auto`, an `AutoLength`; None: a new one). Greedy texts equal those of `generate` except where
-    rounding breaks a tie between two logits. Raises ValueError like `generate`, and if the model cannot draft or cannot
-    draft that many tokens.
+    'auto': see `draft_tokens`. Greedy texts equal those of `generate` except where rounding breaks a tie between two
+    logits. Raises UserError like `generate`, and ValueError if the model cannot draft or cannot draft that many tokens.
     """
     longest = longest_draft(model, draft, draft_len)
     check_prompts(prompts)
-    check_sampling(temperature, top_k, top_p, min_p)
-    statistics = DraftStatistics()
-    if max_new_tokens < 1:
-        return [[] for _ in prompts], statistics
+    check_sampling(**sampling)
     device = next(model.parameters()).device
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # the graphs are captured there
     cache = roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
     drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, max_new_tokens, longest)
-    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     generator = torch.Generator(device).manual_seed(seed)
-    decoder = SpeculativeDecoder(decodable(model), cache, drafter, longest, filters, generator)
-    auto = (auto or AutoLength()) if draft_len == 'auto' else None
-    new, live = [[] for _ in prompts], [True] * len(prompts)
-
-    def append(b, ids):
-        for token in ids:
-            if live[b]:
-                new[b].append(token)
-                is_done = token == eos_id or (finished is not None and finished(b, new[b]))
-                live[b] = not is_done and len(new[b]) < max_new_tokens
-
+    decoder = SpeculativeDecoder(decodable(model), cache, drafter, longest, sampling, generator)
+    texts, statistics = NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
     for b, token in enumerate(decoder.read_prompts(*pad(prompts, device)).tolist()):
-        append(b, [token])
-    if auto and auto.cost is None:
-        auto.cost = draft_cost(model, draft, decoder)
-    while any(live):
-        going = [b for b, is_live in enumerate(live) if is_live]
-        room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(new, live)]
+        texts.add(b, [token])
+    while any(texts.live):
+        room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
         most = longest if device.type == 'cuda' else min(longest, max(room))  # another length would be another graph
-        n = draft_tokens(decoder, auto, most, going)
+        live = torch.tensor(texts.live, device=device)
+        n = draft_tokens(decoder, most, live, AUTO_CONFIDENCE if draft_len == 'auto' else 0)
         lengths = [min(n, tokens) for tokens in room]
-        decoder.verify(n, torch.tensor(lengths, device=device), torch.tensor(live, device=device))
+        decoder.verify(n, torch.tensor(lengths, device=device), live)
         accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
-        for b in going:
+        for b in [b for b, is_live in enumerate(texts.live) if is_live]:
             statistics.add(lengths[b], accepted[b])
-            append(b, drafts[b][:accepted[b]] + [token[b]])
-        if on_tokens:
-            on_tokens(new)
-        if auto:
-            auto.learn([(lengths[b], accepted[b]) for b in going])
-    return new, statistics
+            texts.add(b, drafts[b][:accepted[b]] + [token[b]])
+    return texts.new, statistics
 
 
-def draft_tokens(decoder, auto, longest, going) -> int:
-    """Draft up to `longest` tokens, with auto as many as pay off, and return how many: at least one.
+def draft_tokens(decoder, longest: int, live, least: float) -> int:
+    """Draft up to `longest` tokens and return how many.
 
-    going: indices of the rows that are not finished.
+    A draft ends early where the product of its confidences, averaged over the live rows (B,) of the batch, falls below
+    `least`. The rows share a round's time, so they share its length. The next token is drafted or not
+    depending only on the tokens before it, so the distribution of the texts is unchanged.
     """
-    if auto:
-        auto.begin(len(going))
     for n in range(longest):
         decoder.draft(n)
-        if auto:
-            confidences = decoder.confidences[:, n].tolist()
-            if not auto.more([confidences[b] for b in going]):
-                return n + 1
+        if least and decoder.confidences[live, :n + 1].prod(1).mean() < least:
+            return n + 1
     return longest
-
-
-def read_length(text: str):
-    """Return a draft_len given as text: the number, or the text itself for `longest_draft` to accept or reject."""
-    return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
 def longest_draft(model, draft, draft_len) -> int:
@@ -142,12 +117,15 @@ def longest_draft(model, draft, draft_len) -> int:
                          'drafts')
     if draft_len != 'auto' and draft_len > longest:
         raise ValueError(f'draft_len is {draft_len}: this model drafts up to {longest} tokens')
-    if draft is not None:
-        ours, theirs = ((m.config.n_ids, m.config.vocab_size) for m in (model, draft))
-        if ours != theirs:
-            raise ValueError(f'the draft model has {theirs[0]} ids in {theirs[1]} rows, the model {ours[0]} in '
-                             f'{ours[1]}: they must share one vocabulary')
+    if draft is not None and draft.config.vocab_size != model.config.vocab_size:
+        raise ValueError(f'the draft model has {draft.config.vocab_size} rows of vocabulary, the model '
+                         f'{model.config.vocab_size}: they must have the same number')
     return min(longest, LONGEST_AUTO) if draft_len == 'auto' else draft_len
+
+
+def read_length(text: str) -> int | str:
+    """Return a draft_len given as text; `longest_draft` says whether it is one."""
+    return int(text) if text.isdecimal() else text
 
 
 class SpeculativeDecoder:
@@ -158,7 +136,7 @@ class SpeculativeDecoder:
 
     def __init__(self, model, cache, drafter, longest, filters, generator):
         self.model, self.cache, self.drafter, self.longest, self.filters = model, cache, drafter, longest, filters
-        self.generator, self.is_greedy = generator, filters['temperature'] == 0
+        self.generator, self.is_greedy = generator, filters.get('temperature') == 0
         self.graphs = {}
 
     def read_prompts(self, tokens, lengths):
@@ -170,20 +148,19 @@ class SpeculativeDecoder:
         self.uniform = torch.full((B, self.longest), 0.5, device=device)
         self.drafts = torch.zeros(B, self.longest, dtype=torch.int64, device=device)
         self.probs = torch.zeros(B, self.longest, V, device=device)  # the distribution of each drafted token
-        self.confidences = torch.zeros(B, self.longest, device=device)  # its probability before the filters
+        self.confidences = torch.zeros(B, self.longest, device=device)  # greatest probability, before the filters
         self.lengths, self.accepted = torch.zeros_like(lengths), torch.zeros_like(lengths)
         self.live = torch.ones_like(lengths, dtype=torch.bool)
-        self.refresh(self.noise)
+        self.refresh()
         self.token = self.pick(logits)[0]
         self.drafter.read_prompts(tokens, lengths, self.token)
         return self.token
 
-    def refresh(self, noise, uniform=None):
+    def refresh(self):
         """Draw new random numbers, which greedy decoding does not need."""
         if not self.is_greedy:
-            noise.exponential_(generator=self.generator)
-            if uniform is not None:
-                uniform.uniform_(generator=self.generator)
+            self.noise.exponential_(generator=self.generator)
+            self.uniform.uniform_(generator=self.generator)
 
     def pick(self, logits):
         """Pick tokens (B,) from logits (B, V). Returns them and their distribution (B, V)."""
@@ -192,17 +169,16 @@ class SpeculativeDecoder:
 
     def draft(self, i):
         """Draft token i of the round; called with i = 0, 1, ... in turn."""
-        self.refresh(self.noise)
-        self.run(('draft', i), lambda: self.draft_step(i), lambda: None)
-
-    def draft_step(self, i):
         def pick(logits):
             token, probs = self.pick(logits)
-            confidence = logits.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1).exp()
-            self.confidences[:, i] = confidence
+            self.confidences[:, i] = logits.float().softmax(-1).amax(-1)
             return token, probs
-        before = self.token if i == 0 else self.drafts[:, i - 1]
-        self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
+
+        def step():
+            before = self.token if i == 0 else self.drafts[:, i - 1]
+            self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
+        self.refresh()
+        self.run(('draft', i), step, lambda: None)
 
     def verify(self, n, lengths, live):
         """Verify the n drafted tokens, of which the first `lengths` (B,) count. Rows that are not live (B,) are kept.
@@ -211,24 +187,23 @@ class SpeculativeDecoder:
         """
         self.lengths.copy_(lengths)
         self.live.copy_(live)
-        self.refresh(self.noise, self.uniform)
-        before = self.token.clone()
+        before, drafts = self.token.clone(), self.drafts[:, :n]
+
+        def step():
+            tokens = torch.cat([self.token[:, None], drafts], 1)
+            logits = self.model.extend(tokens, self.cache, self.lengths + 1, all_positions=True)
+            p, q = token_probs(logits, **self.filters), self.probs[:, :n]
+            accepted, token = verify(p, q, drafts, self.lengths, self.uniform[:, :n], self.noise)
+            self.cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
+            self.accepted.copy_(accepted)
+            self.token.copy_(token)
 
         def undo():
             self.cache.rollback(torch.where(self.live, self.accepted + 1, 0))
             self.token.copy_(before)
-        self.run(('verify', n), lambda: self.verify_step(n), undo)
-        self.drafter.end_round(n, self.drafts[:, :n], self.accepted, self.token, self.live)
-
-    def verify_step(self, n):
-        drafts = self.drafts[:, :n]
-        tokens = torch.cat([self.token[:, None], drafts], 1)
-        logits = self.model.extend(tokens, self.cache, self.lengths + 1, all_positions=True)
-        p = token_probs(logits, **self.filters)
-        accepted, token = verify(p, self.probs[:, :n], drafts, self.lengths, self.uniform[:, :n], self.noise)
-        self.cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
-        self.accepted.copy_(accepted)
-        self.token.copy_(token)
+        self.refresh()
+        self.run(('verify', n), step, undo)
+        self.drafter.end_round(n, drafts, self.accepted, self.token, self.live)
 
     def run(self, name, step, undo):
         """Run a step: on a GPU as a CUDA graph, captured the first time."""
@@ -290,8 +265,7 @@ class RunDraft:
         self.cache.rollback(self.n_held)
         width = i + (int(self.n_unread.max()) if token.device.type == 'cpu' else 2)
         self.n_held.copy_(self.n_unread + i)
-        tokens = self.new_run[:, :min(width, self.new_run.shape[1])]
-        return pick(self.model.extend(tokens, self.cache, self.n_held))
+        return pick(self.model.extend(self.new_run[:, :width], self.cache, self.n_held))
 
     def end_round(self, n, drafts, accepted, token, live):
         """End a round: forget the tokens of the drafts (B, n) after the first accepted (B,); `token` comes next.
@@ -308,8 +282,6 @@ class RunDraft:
         self.new_run[:, 1] = torch.where(live, token, self.new_run[:, 1])
         self.n_unread.copy_(torch.where(live, 1 + all_accepted.long(), self.n_unread))  # in place: a graph reads it
 
-
-# ---- draft lengths ----
 
 class DraftStatistics:
     """Counts over all rows: `rounds`, `drafted` tokens, and by position in the draft, tokens `tried` and `accepted`.
@@ -337,77 +309,3 @@ class DraftStatistics:
     def by_position(self) -> list[float]:
         """Acceptance rate at each position of a draft, given that all tokens before it were accepted."""
         return [a / t for a, t in zip(self.accepted, self.tried) if t]
-
-
-class AutoLength:
-    """Decides after each drafted token whether to draft another. It learns: reuse it for the next call.
-
-    The unit of time is one verification. A round with n drafted tokens takes 1 + n cost and yields the accepted tokens
-    and one more. `speed` is the number of tokens of all rounds so far over their time. One more drafted token takes
-    `cost`, in which speed x cost tokens could be made otherwise. Its gain is the probability that it and the whole
-    draft before it are accepted, averaged over the rows. It is drafted if its gain is more than speed x cost.
-
-    The acceptance probability of a drafted token is estimated from earlier tokens of similar confidence (the draft
-    model's probability for the token), and that of the next token from all earlier ones. The rows of a batch share a
-    round's time, so they share its length: a row that stopped alone would save nothing.
-
-    Whether a token is drafted depends only on the tokens before it, so the distribution of the text is unchanged. No
-    clock is read: the same seed gives the same lengths and the same text.
-    """
-
-    BINS = 10  # of confidence
-
-    def __init__(self, cost: float | None = None):
-        """cost: time to draft one token; None: `draft_cost` of the first call."""
-        self.cost = cost
-        self.tokens = self.time = 1.0  # per row, over all rounds; starts at the speed of plain decoding
-        self.bins = [[2 * (i + 0.5) / self.BINS, 2.0] for i in range(self.BINS)]  # accepted, tried: a prior
-
-    def begin(self, n_rows: int) -> None:
-        """Start a round."""
-        self.drafts, self.survive = [], [1.0] * n_rows
-
-    def more(self, confidences: list[float]) -> bool:
-        """Return True to draft another token. confidences: of the token just drafted, in each unfinished row."""
-        bins = [self.bins[min(int(c * self.BINS), self.BINS - 1)] for c in confidences]
-        self.drafts.append(bins)
-        self.survive = [before * accepted / tried for before, (accepted, tried) in zip(self.survive, bins)]
-        accepted, tried = (sum(counts) for counts in zip(*self.bins))
-        return sum(self.survive) * accepted / tried > len(bins) * self.cost * self.tokens / self.time
-
-    def learn(self, outcomes: list[tuple[int, int]]) -> None:
-        """End a round. outcomes: (length, accepted) of each row that was unfinished."""
-        self.tokens += 1 + sum(accepted for _, accepted in outcomes) / len(outcomes)
-        self.time += 1 + len(self.drafts) * self.cost
-        for row, (length, accepted) in enumerate(outcomes):
-            for i in range(min(length, accepted + 1)):
-                counts = self.drafts[i][row]
-                counts[0] += i < accepted
-                counts[1] += 1
-
-
-def draft_cost(model, draft, decoder) -> float:
-    """Return the time to draft a token over the time of a verification: the ratio of the bytes that they read.
-
-    The verification also has one more token to read, which costs a CPU 0.08 (measured on a Xeon: 0.07 with
-    quickstart_nextlat, 0.11 with 8 layers of 192) and a GPU 0.01 (a guess).
-    """
-    if draft is not None:
-        drafting = weight_bytes(draft.modules()) + decoder.drafter.cache.nbytes
-    else:
-        called = set()
-        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(module))
-        try:
-            decoder.draft_step(0)  # the round repeats it
-        finally:
-            hook.remove()
-        drafting = weight_bytes(called)
-    one_more = 0.08 if decoder.token.device.type == 'cpu' else 0.01
-    return drafting / (weight_bytes(model.modules()) + decoder.cache.nbytes) + one_more
-
-
-def weight_bytes(modules) -> int:
-    """Return the bytes of the modules' weights, each counted once, without embedding tables, which are only indexed."""
-    weights = {p for module in modules if not isinstance(module, nn.Embedding)
-               for p in module.parameters(recurse=False)}
-    return sum(p.nbytes for p in weights)

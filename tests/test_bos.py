@@ -9,7 +9,7 @@ from conftest import assert_sentence, config_json, run, train_tiny
 
 import eval as judge
 import sample
-from common import llama, runs
+from common import export, runs
 from common.files import write_json
 from data import Data, write_data
 from data.tokenizers import load_tokenizer, tokenizer_digest
@@ -61,14 +61,10 @@ def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):
     assert sorted(found) == sorted([0, *encode(text), 1] for text in TEXTS)
 
 
-def test_without_bos_a_document_is_what_it_was_and_older_folders_are_read(tokenizer, tmp_path):
+def test_documents_start_with_bos_only_where_it_is_asked_for(tokenizer, tmp_path):
     write_data(tmp_path / 'data', load_tokenizer(tokenizer), [('train', TEXTS[0]), ('val', TEXTS[1])])
-    meta = json.loads((tmp_path / 'data/meta.json').read_text())
-    assert meta.pop('bos') is False
-    meta.pop('crc32')
-    write_json(tmp_path / 'data/meta.json', meta)  # as older code wrote it
     d = Data(tmp_path / 'data')
-    assert not d.bos and d.tokens('train', 0, d.splits['train']['tokens']).tolist()[0] != 0
+    assert not d.bos and 0 not in d.tokens('train', 0, d.splits['train']['tokens']).tolist()
 
 
 def test_prompts_start_as_the_documents_did(trained, tokenizer):
@@ -93,7 +89,7 @@ def test_transformers_starts_the_texts_of_an_exported_run_as_training_did(traine
     digest = tokenizer_digest(plain / 'tokenizer.json')
     write_json(plain / 'config.json', {**record, 'data': {**record['data'], 'bos': False, 'tokenizer_digest': digest}})
     for run_folder in (trained, plain):
-        llama.export_llama(run_folder, tmp_path / 'llama' / run_folder.name)
+        export.export_llama(run_folder, tmp_path / 'llama' / run_folder.name)
         ids[run_folder.name] = AutoTokenizer.from_pretrained(tmp_path / 'llama' / run_folder.name)('a text').input_ids
     assert ids == {'run': [0, *encode('a text')], 'plain': encode('a text')}
 
@@ -101,6 +97,7 @@ def test_transformers_starts_the_texts_of_an_exported_run_as_training_did(traine
 @pytest.mark.parametrize('bos', [None, False])
 def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeypatch):
     pytest.importorskip('lm_eval')
+    from common.lm_eval_adapter import RunLM
     (tmp_path / 'lambada_openai.jsonl').write_text(json.dumps({'text': 'a text of words'}) + '\n')
     asked = []
 
@@ -111,7 +108,7 @@ def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeyp
     s = judge.Settings(bos=bos, data_dir=str(tmp_path), device='cpu')
     scorer, encoding, _ = judge.load_scorer(trained, s)
     judge.lambada_first_token(scorer, encoding, s)
-    lm = judge.lm_eval_class()(scorer=scorer, encoding=encoding)
+    lm = RunLM(scorer, encoding)
     lm.loglikelihood([SimpleNamespace(args=pair) for pair in (('a text', ' of'), ('', 'words'))])
     lm.loglikelihood_rolling([SimpleNamespace(args=('a text',))])
     encode, start = encoding.encode, [] if bos is False else [0]
@@ -122,9 +119,8 @@ def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeyp
 
 
 def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
-    pytest.importorskip('lm_eval')
-    (tmp_path / 'lambada_openai.jsonl').write_text(''.join(json.dumps({'text': f'a {word}'}) + '\n'
-                                                           for word in ('text', 'of7words\n ')))
+    """The continuation is what follows the last space; blanks at the end are no word."""
+    (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a text"}\n{"text": "a of7words\\n "}\n')
     encoding, lengths = load_tokenizer(tokenizer), []
 
     def score(requests):
@@ -132,9 +128,9 @@ def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
         return [(-3.0, True, True), (-9.0, False, False)]
     found = judge.lambada_first_token(SimpleNamespace(score=score), encoding, judge.Settings(data_dir=str(tmp_path)))
     m, n = lengths
-    assert n == len(encoding.encode('a of7words')) - len(encoding.encode('a'))  # what ends the record is no word
-    assert m != n and found == pytest.approx({'acc': 0.5, 'perplexity_of_examples': math.exp((3 / m + 9 / n) / 2),
-                                              'perplexity_pooled': math.exp(12 / (m + n))})
+    assert n == len(encoding.encode('a of7words')) - len(encoding.encode('a')) != m
+    assert found == pytest.approx({'acc': 0.5, 'perplexity_of_examples': math.exp((3 / m + 9 / n) / 2),
+                                   'perplexity_pooled': math.exp(12 / (m + n))})
 
 
 def test_a_tokenizer_without_bos_is_a_sentence(trained, tiny_data, tmp_path):

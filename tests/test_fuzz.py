@@ -36,6 +36,11 @@ from common.start import quiet_start
 from data.shards import write_data
 from data.tokenizers import load_tokenizer
 
+try:
+    from common import lm_eval_adapter
+except ImportError:
+    lm_eval_adapter = None
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')]
 
 FUZZ = int(os.environ.get('FUZZ', 0))  # inputs, over all scripts; 0: few, and the same each time
@@ -68,11 +73,10 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
                      'standard ab --max_new_tokens=4 --draft=nextlat --draft_len=auto']),
     'eval': (0.2, ['standard nextlat --val --batch_size=3',
                    'task --val --val_tokens=40',
-                   'nextlat --tasks=lambada_first_token --data_dir=bench --limit=2 --max_length=8',
-                   'standard --to_llama=new',
-                   'llama --from_llama=new --tokenizer=byte']),
-    'eval with a picture': (0.02, [
-        'nextlat --speculative --n_prompts=2 --prompt_tokens=4 --new_tokens=3 --draft_lens=1,auto']),
+                   'nextlat --tasks=lambada_first_token --data_dir=bench --limit=2 --max_length=8']),
+    'common.export': (0.05, ['standard --to_llama=new', 'new --from_llama=llama --tokenizer=byte']),
+    'analysis.speculative': (0.02, [
+        'nextlat --n_prompts=2 --prompt_tokens=4 --new_tokens=3 --draft_lens=1,auto --out=figure']),
     'prepare_fineweb': (0.09, [f'texts.jsonl --out_dir=new {PREPARE}',
                                f'texts.jsonl --out_dir=new {PREPARE} --tokenizer=tokenizer.json --max_tokens=100',
                                HALF]),
@@ -82,7 +86,8 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
     'analysis.window_sweep': (0.01, ['standard nextlat --out=figure']),
 }
 RUNS = {'standard', 'nextlat', 'task'}
-OWN = {'train': RUNS, 'eval': RUNS, 'prepare_fineweb': {'half'}}  # what it may change of `base`, if it names it
+OWN = {'train': RUNS, 'eval': RUNS, 'analysis.speculative': RUNS,
+       'prepare_fineweb': {'half'}}  # what it may change of `base`, if it names it
 
 
 # ---- a folder in which the commands work ----
@@ -101,7 +106,7 @@ def base(tmp_path_factory):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     write_tokenizer(folder / 'tokenizer.json')
-    for command in ('train config.py --out_dir=standard', 'eval standard --to_llama=llama',
+    for command in ('train config.py --out_dir=standard', 'common.export standard --to_llama=llama',
                     'train config.py --out_dir=nextlat --model=nextlat --save_interval=1',
                     f'train config.py --out_dir=task --data={TASK} --block_size=17'):
         here(folder, *command.split())
@@ -338,7 +343,6 @@ def no_network(*_, **__):
 def replace_what_depends_on_the_machine() -> None:
     """Built data goes to the folder of the test, training ends after STEPS, and what takes seconds is left out."""
     import data
-    import eval
     import prepare_fineweb
     import train
     for module in (data, data.shards, prepare_fineweb):
@@ -352,7 +356,8 @@ def replace_what_depends_on_the_machine() -> None:
         return step(*args)
     train.train_step = train_step
     machine.peak_flops = lambda *_: 1e12
-    eval.task_manager = lambda: SimpleNamespace(all_tasks=[])
+    if lm_eval_adapter:
+        lm_eval_adapter.task_manager = lambda: SimpleNamespace(all_tasks=[])
     torch.compile = lambda model, *_, **__: model
 
 

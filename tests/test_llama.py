@@ -1,15 +1,13 @@
 """Hugging Face folders become runs with the same logits, losses and gradients, and go back bit for bit."""
-import dataclasses
 import json
-import shutil
-from types import SimpleNamespace
+import re
 
 import pytest
 import torch
 from conftest import TINY, assert_sentence, run
 from safetensors.torch import load_file, save_file
 
-from common import llama, runs
+from common import export, runs
 from common.files import UserError
 from data.tokenizers import load_tokenizer
 
@@ -48,7 +46,7 @@ def make_folder(folder, name, dtype=torch.float32):
 
 
 def import_run(folder, out):
-    llama.import_llama(folder, out, load_tokenizer('byte'))
+    export.import_llama(folder, out, load_tokenizer('byte'))
     return runs.load_run(out)
 
 
@@ -67,7 +65,7 @@ def test_logits_loss_gradients_and_cached_decoding_equal_hugging_face(name, tmp_
     loss.backward()
     want.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    gradients = llama.llama_tensors(model.config, gradients, record['data']['n_rows'])
+    gradients = export.llama_tensors(model.config, gradients, record['data']['n_rows'])
     for name, p in theirs.named_parameters():
         assert (gradients[name] - p.grad).abs().max() < 2e-6 * (1 + p.grad.abs().max()), name
     cache = model.new_cache(2, 40, max_run=4)
@@ -80,7 +78,7 @@ def test_logits_loss_gradients_and_cached_decoding_equal_hugging_face(name, tmp_
 def test_a_llama_comes_back_bit_for_bit(name, dtype, tmp_path):
     theirs = make_folder(tmp_path / 'folder', name, dtype)
     import_run(tmp_path / 'folder', tmp_path / 'run')
-    llama.export_llama(tmp_path / 'run', tmp_path / 'back')
+    export.export_llama(tmp_path / 'run', tmp_path / 'back')
     before, after = (load_file(tmp_path / folder / 'model.safetensors') for folder in ('folder', 'back'))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     again = type(theirs).from_pretrained(tmp_path / 'back', dtype=dtype)
@@ -100,14 +98,8 @@ def test_shards_are_read(tmp_path):
 @pytest.mark.parametrize('rope', [LLAMA3 | {'original_max_position_embeddings': 2 ** 20, 'factor': 8.123456789},
                                   {'rope_type': 'linear', 'rope_theta': 5e5, 'factor': 2.5}])
 def test_scaled_positions_come_back(rope):
-    c = runs.make_config('standard', {'rope_scaling': llama.rope_scaling_of(rope, 'folder'), 'rope_theta': 5e5})
-    assert llama.llama_config(c, 257, 2 ** 23, None).rope_parameters == rope
-
-
-def edit_weights(folder, change):
-    tensors = load_file(folder / 'model.safetensors')
-    change(tensors)
-    save_file(tensors, folder / 'model.safetensors')
+    c = runs.make_config('standard', {'rope_scaling': export.rope_scaling_of(rope, 'folder'), 'rope_theta': 5e5})
+    assert export.llama_config(c, 257, 2 ** 23, None).rope_parameters == rope
 
 
 NAME = 'model.layers.1.self_attn.k_proj.weight'
@@ -117,12 +109,14 @@ NAME = 'model.layers.1.self_attn.k_proj.weight'
     (lambda tensors: tensors.pop(NAME), f'lacks the tensor {NAME}'),
     (lambda tensors: tensors.update({'model.layers.1.self_attn.o_proj.bias': torch.zeros(48)}),
      'has a tensor model.layers.1.self_attn.o_proj.bias, for which model_standard has no place'),
-    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says'),
-    (lambda tensors: tensors.update({'lm_head.weight': torch.zeros(257, 48)}), 'has tie_word_embeddings = true')])
+    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says')])
 def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
-    edit_weights(tmp_path / 'folder', change)
-    assert_sentence(run('eval.py', tmp_path / 'folder', f'--from_llama={tmp_path / "run"}', '--tokenizer=byte'), part)
+    tensors = load_file(tmp_path / 'folder/model.safetensors')
+    change(tensors)
+    save_file(tensors, tmp_path / 'folder/model.safetensors')
+    with pytest.raises(UserError, match=re.escape(part)):
+        import_run(tmp_path / 'folder', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
@@ -130,45 +124,33 @@ def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     ({'model_type': 'gpt2'}, 'is a gpt2: expected one of llama, mistral, qwen2, qwen3'),
     ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "scales its positions by 'yarn'"),
     ({'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({'vocab_size': 200}, 'fewer than the 257 ids'),
-    ({'num_hidden_layers': 3}, 'lacks the tensor model.layers.2'), ({'num_attention_heads': 'six'}, 'is damaged')])
+    ({'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
+      'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in 1 of 2 layers'),
+    ({'num_hidden_layers': 3}, 'lacks the tensor model.layers.2'), ({'hidden_size': 'x'}, 'could not be read')])
 def test_a_config_that_does_not_fit_is_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
     path = tmp_path / 'folder/config.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert_sentence(run('eval.py', tmp_path / 'folder', f'--from_llama={tmp_path / "run"}', '--tokenizer=byte'), part)
+    with pytest.raises(UserError, match=re.escape(part)):
+        import_run(tmp_path / 'folder', tmp_path / 'run')
 
 
-def test_a_window_of_some_layers_is_a_sentence(tmp_path):
-    make_folder(tmp_path / 'folder', 'Qwen2 with a window')
-    path = tmp_path / 'folder/config.json'
-    layers = {'layer_types': ['full_attention', 'sliding_attention'], 'max_window_layers': 1}
-    path.write_text(json.dumps(json.loads(path.read_text()) | layers))
-    assert_sentence(run('eval.py', tmp_path / 'folder', f'--from_llama={tmp_path / "run"}', '--tokenizer=byte'),
-                    'a sliding window in 1 of 2 layers')
-
-
-def test_gpt2s_tokenizer_is_not_taken_for_a_larger_vocabulary(tmp_path, monkeypatch):
-    make_folder(tmp_path / 'folder', 'Llama 3')
-    asked, n_ids = [], json.loads((tmp_path / 'folder/config.json').read_text())['vocab_size']
-    tokenizer = dataclasses.replace(load_tokenizer('byte'), n_ids=n_ids)
-    monkeypatch.setattr(llama, 'load_tokenizer', lambda name: asked.append(name) or tokenizer)
-    llama.import_llama(tmp_path / 'folder', tmp_path / 'run')
-    tokenizer = dataclasses.replace(tokenizer, n_ids=n_ids - 64)
-    with pytest.raises(UserError, match='give its tokenizer with --tokenizer=FILE'):
-        llama.import_llama(tmp_path / 'folder', tmp_path / 'other')
-    assert asked == ['gpt2', 'gpt2'] and not (tmp_path / 'other').exists()
-
-
-def test_no_sentence_suggests_to_remove_a_source(tmp_path):
-    make_folder(tmp_path / 'folder', 'Llama 3')
-    shutil.copytree(tmp_path / 'folder', tmp_path / 'other')
-    for argv in (['nowhere', f'--from_llama={tmp_path / "folder"}'],
-                 [tmp_path / 'other', f'--from_llama={tmp_path / "folder"}']):
-        result = run('eval.py', *argv, '--tokenizer=byte')
-        assert_sentence(result, str(tmp_path / 'folder'))
-        assert 'remove' not in result.stderr
-    assert 'comes first: python eval.py' in run('eval.py', 'nowhere', f'--from_llama={tmp_path / "folder"}',
-                                                '--tokenizer=byte').stderr
+def test_command_line(tmp_path):
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    command = ['-m', 'common.export', tmp_path / 'run']
+    assert_sentence(run(*command, f'--from_llama={tmp_path / "folder"}'), 'has neither tokenizer.json nor')
+    assert_sentence(run(*command, f'--from_llama={tmp_path / "none"}', '--tokenizer=byte'), 'has no config.json')
+    assert run(*command, f'--from_llama={tmp_path / "folder"}', '--tokenizer=byte').returncode == 0
+    assert run('sample.py', tmp_path / 'run', 'ab', '--max_new_tokens=5').returncode == 0
+    assert_sentence(run('eval.py', tmp_path / 'run', '--val'), 'give --data=FOLDER')
+    assert run(*command, f'--to_llama={tmp_path / "back"}/').returncode == 0
+    assert_sentence(run(*command, f'--to_llama={tmp_path / "back"}'), 'exists')
+    assert_sentence(run(*command, f'--from_llama={tmp_path / "folder"}', '--tokenizer=byte'), 'exists')
+    assert_sentence(run(*command), 'expected one run, and what to do')
+    make_folder(tmp_path / 'qwen', 'Qwen2')
+    import_run(tmp_path / 'qwen', tmp_path / 'biased')
+    assert_sentence(run('-m', 'common.export', tmp_path / 'biased', f'--to_llama={tmp_path / "new"}'),
+                    'qkv_bias = True, which is not supported for Llama')
 
 
 @pytest.mark.slow
@@ -194,25 +176,27 @@ def test_a_folder_in_the_place_of_a_run_says_how_to_make_it_one(tiny_data, tmp_p
     make_folder(tmp_path / 'folder', 'Llama 2')
     for argv in (['sample.py', tmp_path / 'folder', 'abc'],
                  ['train.py', *TINY, f'--data={tiny_data}', f'--init_from={tmp_path / "folder"}']):
-        assert_sentence(run(*argv), f'make it a run with python eval.py {tmp_path / "folder"} --from_llama=out/folder')
+        assert_sentence(run(*argv), 'make it a run with python -m common.export out/folder '
+                                    f'--from_llama={tmp_path}/folder')
 
 
-def test_context_ready_says_which_blocks_a_llama_needs(tiny_data, tmp_path):
-    make_folder(tmp_path / 'folder', 'Llama 2')
+@pytest.mark.parametrize('name, model, parts', [
+    ('Llama 2', ['--model=context_ready'], ["set block = 'llama'"]),
+    ('Mistral', ['--model=nextlat', '--horizon=2'], ['cannot become this model', 'this model has no', 'window'])])
+def test_what_another_architecture_cannot_take_is_a_sentence(name, model, parts, tiny_data, tmp_path):
+    make_folder(tmp_path / 'folder', name)
     import_run(tmp_path / 'folder', tmp_path / 'source')
-    result = run('train.py', *NO_SIZES, '--model=context_ready', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
-                 f'--init_from={tmp_path / "source"}')
-    assert_sentence(result, "set block = 'llama'")
+    result = run('train.py', *NO_SIZES, *model, f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
+                 f'--init_from={tmp_path / "source"}', '--max_tokens=128')
+    assert_sentence(result, *parts)
 
 
-def test_a_window_is_not_taken_for_another_thing(tiny_data, tmp_path):
+def test_sps_does_not_take_a_window_from_its_source(tiny_data, tmp_path):
     make_folder(tmp_path / 'folder', 'Mistral')
     import_run(tmp_path / 'folder', tmp_path / 'source')
-    options = [*NO_SIZES, f'--data={tiny_data}', f'--init_from={tmp_path / "source"}', '--max_tokens=128']
-    assert_sentence(run('train.py', *options, '--model=nextlat', '--horizon=2', f'--out_dir={tmp_path / "a"}'),
-                    'cannot become this model', 'this model has no', 'window')
-    assert run('train.py', *options, '--model=sps', f'--out_dir={tmp_path / "b"}').returncode == 0
-    assert runs.read_run(tmp_path / 'b')['model_config']['window'] == 64
+    assert run('train.py', *NO_SIZES, '--model=sps', f'--data={tiny_data}', f'--out_dir={tmp_path / "run"}',
+               f'--init_from={tmp_path / "source"}', '--max_tokens=128').returncode == 0
+    assert runs.read_run(tmp_path / 'run')['model_config']['window'] == 64
 
 
 @pytest.mark.parametrize('bos', [True, False])
@@ -228,44 +212,25 @@ def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
     own.save(str(tmp_path / 'folder' / 'tokenizer.json'))
     (tmp_path / 'folder' / 'tokenizer_config.json').write_text(json.dumps(
         {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<s>', 'eos_token': '</s>'}))
-    llama.import_llama(tmp_path / 'folder', tmp_path / 'run')
+    export.import_llama(tmp_path / 'folder', tmp_path / 'run')
     assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
 
 
-def test_where_transformers_cannot_read_a_tokenizer_its_config_says_whether_texts_start_with_bos(tmp_path, monkeypatch,
-                                                                                                 capsys):
-    import transformers
-
-    def fails(*args, **options):
-        raise ImportError('protobuf')
-    monkeypatch.setattr(transformers.AutoTokenizer, 'from_pretrained', fails)
-    assert not llama.starts_with_bos(tmp_path, SimpleNamespace(bos_id=1))
-    for bos in (True, False):
-        (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'add_bos_token': bos}))
-        assert llama.starts_with_bos(tmp_path, SimpleNamespace(bos_id=1)) is bos
-        assert f'texts start {"with" if bos else "without"} bos' in capsys.readouterr().out
-
-
-def test_another_end_of_texts_in_config_json_is_said(tmp_path, capsys):
+@pytest.mark.parametrize('ends, is_said', [(256, False), ([7, 256], False), (7, True), ([7, 8], True)])
+def test_another_end_of_texts_in_config_json_is_said(ends, is_said, tmp_path, capsys):
     make_folder(tmp_path / 'folder', 'Llama 2')
-    for name, ends, is_said in (('a', 256, False), ('b', [7, 256], False), ('c', 7, True), ('d', [7, 8], True)):
-        config = json.loads((tmp_path / 'folder/config.json').read_text()) | {'eos_token_id': ends}
-        (tmp_path / 'folder/config.json').write_text(json.dumps(config))
-        import_run(tmp_path / 'folder', tmp_path / name)
-        assert (f'ends texts with the id {ends}: sample.py does not stop there' in capsys.readouterr().out) is is_said
+    path = tmp_path / 'folder/config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'eos_token_id': ends}))
+    import_run(tmp_path / 'folder', tmp_path / 'run')
+    assert (f'ends texts with the id {ends}: sample.py does not stop there' in capsys.readouterr().out) is is_said
 
 
-def test_one_run_at_a_time_is_imported_or_exported(tmp_path):
-    for option in ('--to_llama', '--from_llama'):
-        assert_sentence(run('eval.py', 'a', 'b', f'{option}={tmp_path / "x"}'), 'take one run at a time')
-
-
-def test_generation_by_hugging_face_from_an_export_is_ours(tmp_path):
-    """With every id in a prompt: none is padding, which Hugging Face would hide. Its end is that of the tokenizer."""
+def test_hugging_face_generates_from_an_export_as_we_do(tmp_path):
+    """With any id in a prompt: none is padding, which Hugging Face would mask. Texts end at the tokenizer's eos."""
     from transformers import AutoModelForCausalLM
     make_folder(tmp_path / 'folder', 'Llama 2')
     model, record = import_run(tmp_path / 'folder', tmp_path / 'run')
-    llama.export_llama(tmp_path / 'run', tmp_path / 'back')
+    export.export_llama(tmp_path / 'run', tmp_path / 'back')
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'back')
     assert theirs.config.eos_token_id == record['data']['eos_id'] == 256
     idx = torch.tensor([[0, 5, 0, 9, 0]])

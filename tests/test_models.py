@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import model_standard
 import train
 from common import runs, settings
-from common.llama import to_llama
+from common.export import to_llama
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling='8,1,4,8')

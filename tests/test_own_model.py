@@ -9,12 +9,12 @@ import test_models
 import torch
 from conftest import ROOT, assert_sentence, run, train_tiny
 
-import eval as judge
 from common import runs
 from common.decoding import generate, roomy_cache
 from common.files import say_once
 from common.scoring import Scorer
-from common.speculative import AutoLength, speculative_generate
+from common.speculative import speculative_generate
+from data.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -143,9 +143,10 @@ def test_it_is_evaluated_and_scored(bigram):
 
 def test_lm_eval_reads_it(bigram):
     pytest.importorskip('lm_eval')
-    lm = judge.lm_eval_class()(run=str(bigram), dtype='float32', device='cpu')
+    from common.lm_eval_adapter import RunLM
     request = lambda *args: type('Request', (), {'args': args})
     model, _ = runs.load_run(bigram)
+    lm = RunLM(Scorer(model, 32), load_tokenizer('byte'))
     text = [256, *b'ab cd ab']  # lm-eval starts a document after eos
     logits = model.logits(torch.tensor([text[:-1]]))[0].log_softmax(-1).detach()
     want = logits.gather(1, torch.tensor(text[1:])[:, None]).sum()
@@ -163,7 +164,7 @@ def test_it_drafts_and_is_drafted_for(bigram, draft_len):
     other = standard.Model(standard.Config(n_layer=1, n_head=2, n_embd=16, eos_id=None, init_std=0.3, **shape)).eval()
     prompts = [[97, 98], [99], [100, 97, 98, 32, 97]]
     for target, draft in ((model, other), (other, model), (model, model)):
-        options = dict(draft=draft, draft_len=draft_len, auto=AutoLength(0.1), temperature=0)
+        options = dict(draft=draft, draft_len=draft_len, temperature=0)
         new, statistics = speculative_generate(target, prompts, 15, **options)
         assert new == generate(target, prompts, 15, temperature=0)
         assert draft is not target or statistics.by_position[0] == 1

@@ -4,7 +4,7 @@ import shutil
 import pytest
 from conftest import assert_sentence, config_json, run, train_tiny
 
-from common import llama, runs
+from common import export, runs
 from common.files import UserError
 from data import Data, write_data
 from data.shards import document_ids, keep_tokenizer
@@ -111,9 +111,9 @@ def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path)
 
 def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
     plain = shutil.copytree(trained, tmp_path / 'run')
-    llama.export_llama(plain, tmp_path / 'llama')
+    export.export_llama(plain, tmp_path / 'llama')
     assert (tmp_path / 'llama/tokenizer.json').read_bytes() == (trained / 'tokenizer.json').read_bytes()
-    assert run('eval.py', tmp_path / 'llama', f'--from_llama={tmp_path}/back').returncode == 0
+    assert run('-m', 'common.export', tmp_path / 'back', f'--from_llama={tmp_path}/llama').returncode == 0
     shutil.rmtree(tmp_path / 'llama')
     assert run('sample.py', tmp_path / 'back', 'a text', '--max_new_tokens=3').returncode == 0
     assert runs.same_vocabulary(runs.read_run(tmp_path / 'back')['data'], runs.read_run(trained)['data'])

@@ -36,7 +36,8 @@ for path in pathlib.Path().glob('*.py'):
     importlib.import_module(path.stem)
 for room in ('common', 'data', 'scans', 'analysis', 'bench'):
     for path in pathlib.Path(room).glob('[a-z]*.py'):
-        importlib.import_module(f'{{room}}.{{path.stem}}')
+        if path.stem != 'lm_eval_adapter':  # lm_eval is optional
+            importlib.import_module(f'{{room}}.{{path.stem}}')
 '''
 
 

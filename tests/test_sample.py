@@ -1,4 +1,6 @@
 """Generation: the tokens are those of the full forward, drawn from the distribution that was asked for."""
+import contextlib
+import functools
 import io
 import os
 import signal
@@ -7,6 +9,8 @@ import sys
 import pytest
 import torch
 from conftest import assert_sentence, run, train_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import model_sps
 import model_standard
@@ -14,6 +18,7 @@ import sample
 from common import machine
 from common.decoding import generate, token_probs
 from common.files import UserError
+from common.speculative import speculative_generate
 from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 
@@ -97,15 +102,6 @@ def test_rows_end_at_eos_and_at_finished():
     assert [len(c) for c in cut] == [20, 3, 20]
 
 
-def test_empty_prompt_is_a_sentence():
-    with pytest.raises(ValueError, match='a prompt is empty'):
-        generate(make(), [[1], []], 5)
-    tokenizer = load_tokenizer('pointer_chasing')  # to whose symbols a blank is nothing
-    record = {'settings': {'block_size': 47}, 'data': {'eos_id': tokenizer.eos_id}}
-    with pytest.raises(UserError, match='a prompt has no tokens'):
-        sample.encode_prompts(sample.Settings(), tokenizer, record, ['v3 =', ' '])
-
-
 @pytest.mark.parametrize('temperature', [1e-6, 1e-3, 1.0, 1e3, 1e6])
 def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperature):
     sample.Settings(temperature=temperature)
@@ -114,27 +110,26 @@ def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperatur
     torch.testing.assert_close(token_probs(logits, temperature).double(), want, rtol=1e-4, atol=1e-9)
 
 
-BAD_SAMPLING = [dict(temperature=1e-46), dict(temperature=1e39), dict(temperature=-1), dict(temperature=float('nan')),
-                dict(top_k=0), dict(top_k=-1), dict(top_p=0), dict(top_p=1e-46), dict(top_p=1.1),
-                dict(top_p=float('nan')), dict(min_p=-0.1), dict(min_p=float('nan'))]
-
-
-@pytest.mark.parametrize('options', BAD_SAMPLING, ids=str)
+@pytest.mark.parametrize('options', [dict(temperature=1e-46), dict(temperature=-1), dict(temperature=float('nan')),
+                                     dict(top_k=0), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1)], ids=str)
 def test_sampling_settings_out_of_range_are_a_sentence(options):
     name, = options
-    with pytest.raises(ValueError, match=f'{name} is .*: expected'):
-        generate(make(), PROMPTS, 3, **options)
-    with pytest.raises(UserError, match=f'{name} is .*: expected'):
-        sample.Settings(**options)
+    for call in (functools.partial(generate, make(), PROMPTS, 3), sample.Settings,
+                 functools.partial(speculative_generate, make(), PROMPTS, 3, draft=make())):
+        with pytest.raises(UserError, match=f'{name} is .*: expected'):
+            call(**options)
 
 
-@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
-def test_logits_that_are_not_finite_are_a_sentence(device, bad):
+@pytest.mark.parametrize('drafting', [False, True], ids=['plain', 'drafted'])
+def test_an_empty_prompt_and_logits_that_are_not_finite_are_sentences(device, drafting):
     model = make(device)
+    decode = functools.partial(speculative_generate, draft=make(device)) if drafting else generate
+    with pytest.raises(UserError, match='a prompt is empty'):
+        decode(model, [[1], []], 5)
     with torch.no_grad():
-        model.norm.weight.mul_(bad)
+        model.norm.weight.mul_(float('nan'))
     with pytest.raises(UserError, match='computes no finite logits'):
-        generate(model, PROMPTS, 3)
+        decode(model, PROMPTS, 3)
 
 
 def test_output_in_an_encoding_without_the_character_has_its_code(monkeypatch):
@@ -152,17 +147,17 @@ def test_threads_spin_as_documented_unless_the_user_says_otherwise(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     for name in 'stdout', 'stderr':
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
-    for given, expected in (None, '5000'), ('7', '7'):
-        monkeypatch.delenv('GOMP_SPINCOUNT') if given is None else monkeypatch.setenv('GOMP_SPINCOUNT', given)
+    for value, expected in (None, '5000'), ('7', '7'):
+        monkeypatch.delenv('GOMP_SPINCOUNT') if value is None else monkeypatch.setenv('GOMP_SPINCOUNT', value)
         quiet_start()
         assert os.environ['GOMP_SPINCOUNT'] == expected
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize('given, local_world, omp, expected', [
+@pytest.mark.parametrize('threads, local_world, omp, expected', [
     (None, 1, None, None), (None, 1, '3', None), (5, 1, '3', 5), (None, 2, None, 4), (None, 2, '1', 4),
     (None, 2, '3', None), (5, 2, '1', 5), (None, 99, None, 1)])
-def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch, given, local_world, omp, expected):
+def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch, threads, local_world, omp, expected):
     """None: PyTorch's own choice, which reads OMP_NUM_THREADS."""
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     if omp is not None:
@@ -170,8 +165,51 @@ def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch,
     chosen = []
     monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(8), raising=False)
-    machine.set_threads(given, local_world)
+    machine.set_threads(threads, local_world)
     assert chosen == ([] if expected is None else [expected])
+
+
+# ---- prompts and texts ----
+
+@pytest.mark.parametrize('prompt, options, want', [
+    ('ab', {}, ([97, 98], 47)), ('a' * 48, {}, ([97] * 48, 1)), ('', {}, ([256], 48)),
+    ('a' * 90, dict(truncate=True), ([97] * 25, 24)), ('ab' * 20, dict(max_new_tokens=9), ([97, 98] * 20, 9)),
+    ('a' * 49, {}, 'a prompt of 49 tokens and 1 new ones do not fit the context of 48: lower max_new_tokens, or use '
+                   '--truncate'), ('a', dict(max_new_tokens=49), 'do not fit the context of 48')])
+def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
+    """The model does not read the last new token. An empty prompt is the start of a document."""
+    record = {'settings': {'block_size': 48}, 'data': {'eos_id': 256}}
+
+    def encode():
+        return sample.encode_prompts(sample.Settings(**options), load_tokenizer('byte'), record, [prompt])
+    if isinstance(want, str):
+        with pytest.raises(UserError, match=want):
+            encode()
+    else:
+        (ids,), n_new = encode()
+        assert (ids, n_new) == want
+
+
+def test_a_prompt_without_tokens_is_a_sentence():
+    tokenizer = load_tokenizer('pointer_chasing')  # it has no token for a blank
+    record = {'settings': {'block_size': 47}, 'data': {'eos_id': tokenizer.eos_id}}
+    with pytest.raises(UserError, match='a prompt has no tokens'):
+        sample.encode_prompts(sample.Settings(), tokenizer, record, ['v3 =', ' '])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from('éENDx日')), st.sampled_from([None, 'END', 'é', 'NDE']))
+def test_a_text_is_printed_as_it_grows_up_to_the_stop_string(text, stop):
+    """A stop string cut into tokens never shows; a character cut into bytes shows whole."""
+    output, ids, printed = sample.Output(load_tokenizer('byte'), 1, stop), [], io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for byte in text.encode():
+            ids.append(byte)
+            if output.finished(0, ids):
+                break
+            assert text.startswith(printed.getvalue())
+        output.show(len(output.texts[0]), final=True)
+    assert printed.getvalue() == output.texts[0].decode() == (text.partition(stop)[0] if stop else text)
 
 
 # ---- the command line ----
@@ -185,83 +223,22 @@ def trained(tiny_data, tmp_path_factory):
 
 @pytest.mark.slow
 def test_command_line(trained, tmp_path):
-    one = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
-    assert one.returncode == 0 and one.stdout.startswith('ab cd')
+    one, again = (run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos') for _ in range(2))
+    assert one.returncode == 0 and one.stdout.startswith('ab cd') and again.stdout == one.stdout
     assert '20 tokens in' in one.stderr and 'cache' in one.stderr
-    assert_sentence(run('sample.py', trained, 'a', '--stop'), '--stop needs a value: write --stop=VALUE')
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
-    again = run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos')
-    assert again.stdout == one.stdout
+    assert run('sample.py', trained, 'a\0\udcff\ud800', '--max_new_tokens=2', '--stop=\udcff').returncode == 0
+    piped = run('sample.py', trained, '--max_new_tokens=2', stdin=None, input='ab')
+    assert piped.returncode == 0 and piped.stdout.startswith('ab')
 
 
 @pytest.mark.slow
-def test_stop_strings_and_utf8(trained, monkeypatch, capsys):
-    """A stop string cut into tokens never shows; a character cut into bytes shows whole."""
-    text = 'é日x END tail'.encode()
-
-    def fake(model, prompts, n, *, finished, on_tokens, **_):
-        new = [[]]
-        for byte in text:
-            new[0].append(byte)
-            done = finished(0, new[0])
-            on_tokens(new)
-            if done:
-                break
-        return new
-    monkeypatch.setattr(sample, 'generate', fake)
-    sample.main([str(trained), 'p', '--stop=END', '--max_new_tokens=20'])
-    assert capsys.readouterr().out == 'pé日x \n'
-
-
-@pytest.mark.slow
-def test_the_new_tokens_are_as_many_as_the_context_holds(trained):
-    """The run's context is 64 tokens, fewer than the 200 of old; training prints this command at its end."""
-    for prompt, *options, n_new in (('ab cd', 60), ('a' * 64, 1), ('a' * 90, '--truncate', 32)):
-        result = run('sample.py', trained, prompt, '--ignore_eos', *options)
-        assert result.returncode == 0 and f'{n_new} tokens in' in result.stderr, result.stderr
-    assert_sentence(run('sample.py', trained, 'a' * 65), 'a prompt of 65 tokens and 1 new ones do not fit')
-
-
-@pytest.mark.slow
-def test_an_empty_prompt_starts_from_eos(trained):
-    result = run('sample.py', trained, '', '--max_new_tokens=5', '--ignore_eos')
-    assert result.returncode == 0 and '5 tokens in' in result.stderr, result.stderr
-    record = {'settings': {'block_size': 64}, 'data': {'eos_id': 256}}
-    tokenizer = load_tokenizer('byte')
-    assert sample.encode_prompts(sample.Settings(), tokenizer, record, ['', 'a'])[0] == [[256], [97]]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, 'openpty'), reason='needs a pseudo-terminal')
-def test_prompts_are_typed_on_a_terminal_until_end_of_file(trained, monkeypatch, capsys):
-    """A prompt that does not fit is refused in a sentence, and the next one, an empty line, is answered."""
-    here, there = os.openpty()
-    with open(there) as terminal, open(here, 'wb', buffering=0) as typed:
-        typed.write(b'ab cd\n' + b'a' * 70 + b'\n\n\x04')
-        monkeypatch.setattr(sys, 'stdin', terminal)
-        sample.main([str(trained), '--max_new_tokens', '9', '--ignore_eos'])
-    shown = capsys.readouterr()
-    assert shown.out.startswith('ab cd') and shown.err.count('9 tokens in') == 2
-    assert 'a prompt of 70 tokens and 9 new ones do not fit' in shown.err and shown.err.count('> ') == 4
-
-
-@pytest.mark.slow
-def test_bad_input_is_a_sentence(trained, tmp_path):
-    assert_sentence(run('sample.py'), 'which run?')
-    assert_sentence(run('sample.py', tmp_path / 'none', 'a'), f'{tmp_path}/none is not a run folder')
-    assert_sentence(run('sample.py', trained), 'a prompt is empty')
-    assert_sentence(run('sample.py', trained, '--prompt=a b'), 'prompts are positional: python sample.py')
-    assert_sentence(run('sample.py', trained, '-n', '5'), 'unknown option -n')
-    assert_sentence(run('sample.py', trained, 'a', '--top_k=0'), 'top_k is 0: expected at least 1')
-    assert_sentence(run('sample.py', trained, 'a', '--min_p=2'), 'min_p is 2.0: expected 0 to 1')
-    assert_sentence(run('sample.py', trained, 'a', '--stop=\udcff'), "stop is '\\udcff': expected text in UTF-8")
-    assert_sentence(run('sample.py', trained, 'a', f'--file={tmp_path}'), f'there is no prompt file {tmp_path}')
-    (tmp_path / 'blank.txt').write_text('\n')
-    assert_sentence(run('sample.py', trained, f'--file={tmp_path}/blank.txt'), 'blank.txt has no prompts')
-    assert_sentence(run('sample.py', '', 'a'), 'an empty name is not a run folder')
-    assert run('sample.py', trained, 'a\0\udcff\ud800', '--max_new_tokens=2').returncode == 0
-    assert_sentence(run('sample.py', trained, 'a' * 60, '--max_new_tokens=20'), 'a prompt of 60 tokens and 20 new ones',
-                    '64', '--truncate')
-    assert run('sample.py', trained, 'a' * 60, '--max_new_tokens=20', '--truncate').returncode == 0
+@pytest.mark.parametrize('args, part', [
+    ([], 'which run?'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
+    (['RUN'], 'there is no prompt'), (['RUN', 'a', '--file=none.txt'], 'there is no prompt file none.txt'),
+    (['RUN', 'a', '--stop'], '--stop needs a value'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1'),
+    (['RUN', 'a' * 60, '--max_new_tokens=20'], 'do not fit the context of 64')])
+def test_bad_input_is_a_sentence(trained, args, part):
+    assert_sentence(run('sample.py', *[trained if arg == 'RUN' else arg for arg in args]), part)

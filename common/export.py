@@ -1,0 +1,320 @@
+"""Hugging Face models in and out: run folders of model_standard from Llama-like folders, and back.
+
+    python -m common.export RUN --from_llama=FOLDER     import a Llama, Mistral or Qwen folder as the new run RUN
+    python -m common.export RUN --to_llama=FOLDER       write a Standard run as a new Hugging Face Llama folder
+
+Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of model_standard.py. A
+folder is read tensor by tensor. It is refused if it has a tensor that the model lacks, or lacks one.
+"""
+if __name__ == '__main__':
+    from common.start import quiet_start
+    quiet_start()
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from common import checkpoint, runs
+from common.files import UserError, first_line, friendly_errors, write_file
+from common.settings import load_settings
+from data.shards import keep_tokenizer
+from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
+
+FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
+
+
+@dataclass
+class Settings:
+    from_llama: str | None = None  # Hugging Face folder to import
+    to_llama: str | None = None  # folder to write
+    tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
+
+
+def parts_of(c) -> dict[str, list[tuple[str, int]]]:
+    """Return {tensor of a model_standard.Model: [(Hugging Face's tensor, its rows)]} for a Config.
+
+    q, k, v are stacked in one matrix here, and so are gate and up.
+    """
+    q, kv = c.n_head * c.head_size, c.n_kv_head * c.head_size
+    of_block = {
+        'attn_norm.weight': [('input_layernorm.weight', c.n_embd)],
+        'qkv.weight': [(f'self_attn.{name}_proj.weight', rows) for name, rows in (('q', q), ('k', kv), ('v', kv))],
+        'attn_out.weight': [('self_attn.o_proj.weight', c.n_embd)],
+        'ffn_norm.weight': [('post_attention_layernorm.weight', c.n_embd)],
+        'gate_up.weight': [('mlp.gate_proj.weight', c.n_ffn), ('mlp.up_proj.weight', c.n_ffn)],
+        'ffn_out.weight': [('mlp.down_proj.weight', c.n_embd)]}
+    if c.qkv_bias:
+        of_block['qkv.bias'] = [(name.replace('weight', 'bias'), rows) for name, rows in of_block['qkv.weight']]
+    if c.qk_norm:
+        of_block |= {f'{name}.weight': [(f'self_attn.{name}.weight', c.head_size)] for name in ('q_norm', 'k_norm')}
+    found = {'norm.weight': [('model.norm.weight', c.n_embd)]}
+    for i in range(c.n_layer):
+        for ours, parts in of_block.items():
+            found[f'blocks.{i}.{ours}'] = [(f'model.layers.{i}.{name}', rows) for name, rows in parts]
+    return found
+
+
+def tables_of(c) -> dict[str, str]:
+    """Return {table of a model_standard.Model, with one row per id and then padding: Hugging Face's tensor}."""
+    return {'embed.weight': 'model.embed_tokens.weight'} | (
+        {} if c.tied_head else {'head.weight': 'lm_head.weight'})
+
+
+# ---- to Hugging Face ----
+
+def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
+    """Return the LlamaConfig for a model_standard.Config. Llama has no document masking.
+
+    eos_id ends a text in generation. There is no padding id, because `generate` would mask it in prompts.
+    """
+    from transformers import LlamaConfig
+    rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
+    if c.rope_scaling:
+        factor, low, high, tokens = map(float, c.rope_scaling.split(','))
+        rope |= {'rope_type': 'linear', 'factor': factor}
+        if c.rope_scaling != linear_scaling(factor):
+            rope |= {'rope_type': 'llama3', 'low_freq_factor': low, 'high_freq_factor': high,
+                     'original_max_position_embeddings': int(tokens)}
+    return LlamaConfig(
+        vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
+        rope_parameters=rope, tie_word_embeddings=c.tied_head, max_position_embeddings=max_tokens,
+        bos_token_id=None, eos_token_id=eos_id, pad_token_id=None)
+
+
+def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
+    """Return the tensors of a model_standard.Model under Hugging Face's names, as views. n_rows: of the vocabulary."""
+    theirs = {name: tensors[ours][:n_rows] for ours, name in tables_of(c).items()}
+    for ours, parts in parts_of(c).items():
+        names, rows = zip(*parts)
+        theirs |= dict(zip(names, tensors[ours].split(rows)))
+    return theirs
+
+
+def to_llama(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a Hugging Face LlamaForCausalLM with the weights of a model_standard.Model.
+
+    It has no document masking and no padding rows in its vocabulary.
+    """
+    from transformers import LlamaForCausalLM
+    c = model.config
+    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192, c.eos_id))
+    tensors = llama_tensors(c, dict(model.named_parameters()), c.n_ids)
+    if c.tied_head:
+        tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
+    llama.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()})
+    return llama.to(model.embed.weight.device).eval()
+
+
+def export_llama(run, folder) -> None:
+    """Write a Standard run as a Hugging Face Llama folder, in its checkpoint's dtype, with its tokenizer's file."""
+    folder = Path(folder)
+    if folder.exists():
+        raise UserError(f'{folder} exists: give --to_llama the name of a new folder')
+    record = runs.read_run(run)
+    c = runs.saved_config(record, run)
+    if record['model'] != 'standard':
+        raise UserError(f'{run} is a run of model_{record["model"]}: only model_standard is a Llama')
+    for setting, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
+        if getattr(c, setting) != plain:
+            raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which is not supported for Llama')
+    tensors = checkpoint.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
+    n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
+    config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
+    config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
+    config.save_pretrained(folder)
+    theirs = {name: tensor.contiguous() for name, tensor in llama_tensors(c, tensors, n_rows).items()}
+    save_file(theirs, folder / 'model.safetensors', {'format': 'pt'})
+    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
+    tokenizer = keep_tokenizer(folder, record['data']['tokenizer'])
+    if tokenizer == 'tokenizer.json':
+        set_bos(folder, record['data']['bos'])
+    print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer}')
+
+
+def set_bos(folder: Path, bos: bool) -> None:
+    """Make transformers start the texts of a folder's tokenizer.json with bos, or without."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.processors import TemplateProcessing
+    path = folder / 'tokenizer.json'
+    tokenizer = load_tokenizer(path)
+    if starts_with_bos(folder, tokenizer) != bos:
+        fast = Fast.from_file(str(path))
+        start = [fast.id_to_token(tokenizer.bos_id)] if bos else []
+        fast.post_processor = TemplateProcessing(
+            single=[*start, '$A'], special_tokens=[(token, tokenizer.bos_id) for token in start])
+        write_file(path, fast.to_str(pretty=True).encode())
+
+
+# ---- from Hugging Face ----
+
+def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
+    """Make a run folder from a Hugging Face folder.
+
+    tokenizer None: the folder's own; texts then start with bos if transformers starts them so.
+    """
+    folder, run = Path(folder), Path(run)
+    if run.exists():
+        raise UserError(f'{run} exists: give the name of a new run folder')
+    bos = False
+    try:
+        if tokenizer is None:
+            tokenizer = own_tokenizer(folder)
+            bos = starts_with_bos(folder, tokenizer)
+        c, n_rows, block_size = standard_config(folder, tokenizer)
+        with torch.device('meta'):
+            shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
+        tensors = read_tensors(folder, c, n_rows, shapes)
+    except UserError:
+        raise
+    except Exception as error:  # transformers and safetensors raise many kinds for damaged files
+        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
+    with runs.claimed(run, is_new=True, overwrite=False):
+        checkpoint.save_checkpoint(run, 0, {'model.safetensors': tensors}, {'step': 0})
+        runs.save_run(run, {
+            'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
+            'model_config': dataclasses.asdict(c),
+            'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
+                     'bos': bos, 'sha256': '', 'n_rows': n_rows},
+            'versions': {'torch': torch.__version__}})
+    print(f'{run} is a run of model_standard, its tokenizer is {tokenizer.name}: python sample.py {run} "..."; '
+          f'train.py starts from it with --init_from={run}')
+    ends = json.loads((folder / 'config.json').read_bytes()).get('eos_token_id')
+    if ends is not None and tokenizer.eos_id not in (ends if isinstance(ends, list) else [ends]):
+        print(f'{folder}/config.json ends texts with the id {ends}: sample.py does not stop there, but at '
+              f"{tokenizer.eos_id}, which ends the tokenizer's documents")
+
+
+def own_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder; UserError if it has none that can be read here."""
+    for name in ('tokenizer.json', 'tokenizer.model'):
+        if (folder / name).is_file():
+            return load_tokenizer(folder / name)
+    raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
+                    '--tokenizer=gpt2')
+
+
+def starts_with_bos(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Return True if transformers starts every text with bos."""
+    from transformers import AutoTokenizer
+    ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)('a').input_ids
+    return tokenizer.bos_id is not None and ids[0] == tokenizer.bos_id
+
+
+def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
+    """Return the model_standard.Config of a Hugging Face folder, its rows of vocabulary and its longest window.
+
+    Raises UserError for what model_standard does not support.
+    """
+    from transformers import AutoConfig
+    if not (folder / 'config.json').is_file():
+        raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
+    theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
+    family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
+    if family not in FAMILIES:
+        raise UserError(f'{folder} is a {family}: expected one of {", ".join(FAMILIES)}')
+    if theirs.hidden_act != 'silu':
+        raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard has silu')
+    if n_rows < tokenizer.n_ids:
+        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, fewer than the {tokenizer.n_ids} ids of the '
+                        f'tokenizer {tokenizer.name}: give its own with --tokenizer')
+    # More rows than ids: Hugging Face's padding, which takes part in the softmax. Else ours, which does not.
+    is_padded = n_rows > tokenizer.n_ids
+    c = runs.make_config('standard', dict(
+        n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads, n_embd=theirs.hidden_size,
+        n_ffn=theirs.intermediate_size, n_kv_head=theirs.num_key_value_heads,
+        head_size=getattr(theirs, 'head_dim', None), qkv_bias=family == 'qwen2', qk_norm=family == 'qwen3',
+        rope_theta=float(rope['rope_theta']), rope_scaling=rope_scaling_of(rope, folder),
+        norm_eps=theirs.rms_norm_eps, tied_head=theirs.tie_word_embeddings, window=window_of(theirs, folder),
+        vocab_size=n_rows if is_padded else padded_vocab(n_rows), pad_rows_in_loss=is_padded, n_ids=tokenizer.n_ids,
+        eos_id=None))
+    return c, n_rows, theirs.max_position_embeddings
+
+
+def rope_scaling_of(rope: dict, folder) -> str | None:
+    """Return model_standard.Config.rope_scaling for Hugging Face's rope_parameters."""
+    if rope['rope_type'] == 'default':
+        return None
+    if rope['rope_type'] == 'linear':
+        return linear_scaling(rope['factor'])
+    if rope['rope_type'] == 'llama3':
+        names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+        return ','.join(f'{rope[name]:.15g}' for name in names)
+    raise UserError(f'{folder} scales its positions by {rope["rope_type"]!r}: expected default, linear or llama3')
+
+
+def linear_scaling(factor: float) -> str:
+    """Return the rope_scaling that divides all frequencies by the factor."""
+    return f'{factor:.15g},1e9,2e9,1'
+
+
+def window_of(theirs, folder) -> int | None:
+    """Return model_standard.Config.window for a Hugging Face config, whose window includes the query's own position."""
+    of_layers = getattr(theirs, 'layer_types', None)
+    n_sliding = 0
+    if theirs.model_type != 'llama' and getattr(theirs, 'sliding_window', None) is not None:  # a Llama ignores it
+        n_sliding = theirs.num_hidden_layers if of_layers is None else of_layers.count('sliding_attention')
+    if n_sliding not in (0, theirs.num_hidden_layers):
+        raise UserError(f'{folder} has a sliding window in {n_sliding} of {theirs.num_hidden_layers} layers: '
+                        'model_standard has one window for all')
+    return theirs.sliding_window - 1 if n_sliding else None
+
+
+def read_tensors(folder: Path, c, n_rows: int, shapes: dict) -> dict:
+    """Return the tensors of a model_standard.Model with these shapes, in the dtype of a Hugging Face folder."""
+    file_of = tensor_files(folder)
+    parts = parts_of(c) | {ours: [(name, n_rows)] for ours, name in tables_of(c).items()}
+    wanted = {name for of_ours in parts.values() for name, _ in of_ours}
+    copies = {'lm_head.weight'} if c.tied_head else set()  # some files have it a second time
+    for name in sorted(wanted - file_of.keys()):
+        raise UserError(f'{folder} lacks the tensor {name}')
+    for name in sorted(file_of.keys() - wanted - copies):
+        if not name.endswith('rotary_emb.inv_freq'):  # in older folders; computed from the settings here
+            raise UserError(f'{folder} has a tensor {name}, for which model_standard has no place')
+
+    def read(name, shape):
+        with safe_open(file_of[name], 'pt') as file:
+            tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise UserError(f'{folder}: {name} has shape {tuple(tensor.shape)}, its config.json says {shape}')
+        return tensor
+    tensors = {}
+    for ours, of_ours in parts.items():
+        of_theirs = [read(name, (rows, *shapes[ours][1:])) for name, rows in of_ours]
+        padding = of_theirs[0].new_zeros(shapes[ours][0] - sum(map(len, of_theirs)), *shapes[ours][1:])
+        tensors[ours] = torch.cat([*of_theirs, padding])
+    return tensors
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return {tensor: the safetensors file that has it} for a Hugging Face folder."""
+    index = folder / 'model.safetensors.index.json'
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_bytes())['weight_map'].items()}
+    path = folder / 'model.safetensors'
+    if not path.is_file():
+        raise UserError(f'{folder} has no {path.name}: expected its weights as safetensors')
+    with safe_open(path, 'pt') as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors():
+        s, positional, _ = load_settings(Settings, argv)
+        if len(positional) != 1 or (s.from_llama is None) == (s.to_llama is None):
+            raise UserError('expected one run, and what to do: python -m common.export RUN --from_llama=FOLDER, or '
+                            '--to_llama=FOLDER')
+        run, = positional
+        if s.to_llama:
+            export_llama(run, s.to_llama)
+        else:
+            import_llama(s.from_llama, run, s.tokenizer and load_tokenizer(s.tokenizer))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,160 @@
+"""lm-eval on a run: `RunLM` is its model, `run_tasks` runs its tasks.
+
+With several processes, `Scorer.score` and `RunLM.generate_until` each do a share of the requests and gather the rest.
+Other settings of lm-eval, such as few-shot prompts, are options of `lm_eval.simple_evaluate(RunLM(...), ...)`.
+"""
+import difflib
+import functools
+import json
+import sys
+import tempfile
+from math import inf
+from pathlib import Path
+
+import lm_eval
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from common.benchmarks import task_files
+from common.decoding import generate
+from common.files import ROOT, UserError, say_once
+from common.parallel import all_gather, first_given, rank, world
+from common.scoring import Scorer
+from data.tokenizers import Tokenizer
+
+OUR_TASKS = ROOT / 'config/lm_eval'  # tasks that lm-eval lacks
+LENGTH_OPTIONS = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')  # names of one option
+
+
+class RunLM(TemplateLM):
+    """A trained run as a model of lm-eval."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer):
+        super().__init__()
+        self.scorer, self.encoding = scorer, tokenizer
+
+    @property
+    def tokenizer_name(self):
+        return self.encoding.name
+
+    @property
+    def eot_token_id(self):
+        return self.encoding.eos_id
+
+    @property
+    def prefix_token_id(self):
+        return self.encoding.start[0] if self.encoding.start else self.eot_token_id
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        return self.encoding.encode(string)
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return super().loglikelihood(requests, disable_tqdm or not sys.stderr.isatty())  # no bars in a log file
+
+    def _loglikelihood_tokens(self, requests, **kwargs):
+        start, empty = [*self.encoding.start], [self.prefix_token_id]  # lm-eval's ids for an empty context
+        # A context of blanks may have no token, and so may a continuation whose first token joins it with its context.
+        pairs = [(context if context == empty else start + context or empty, continuation or self.tok_encode(texts[1]))
+                 for texts, context, continuation in requests]
+        return [(nats, is_greedy) for nats, is_greedy, _ in self.scorer.score(pairs)]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        windows, owners = [], []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            cut = get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, 1)
+            windows += map(make_disjoint_window, cut)
+            owners += [i] * (len(windows) - len(owners))
+        totals = [0.0] * len(requests)
+        for owner, (nats, *_) in zip(owners, self.scorer.score(windows)):
+            totals[owner] += nats
+        return totals
+
+    def generate_until(self, requests, disable_tqdm=False):
+        groups, batches = {}, []
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        size = 16 if self.scorer.batch_size == inf else self.scorer.batch_size
+        for options, members in groups.items():
+            options = json.loads(options)
+            room = max(1, self.scorer.max_length - answer_length(options, self.scorer.max_length))
+            prompts = {i: [*self.encoding.start, *self.encoding.encode(requests[i].args[0])] or [self.prefix_token_id]
+                       for i in members}
+            self.scorer.truncated += sum(len(ids) > room for ids in prompts.values())
+            members.sort(key=lambda i: len(prompts[i]))
+            batches += [({i: prompts[i][-room:] for i in members[start:start + size]}, options, start)
+                        for start in range(0, len(members), size)]
+        texts = {}
+        for batch in batches[rank()::world()]:
+            texts |= generate_texts(self.scorer, self.encoding, *batch)
+        texts = {i: text for share in all_gather(texts) for i, text in share.items()}
+        return [texts[i] for i in range(len(requests))]
+
+
+def answer_length(options: dict, max_length: int) -> int:
+    """Return the most tokens of an answer by lm-eval's options; at most half of the model's window."""
+    asked = int(next((options[name] for name in LENGTH_OPTIONS if options.get(name) is not None), 256))
+    n = min(asked, max(1, max_length // 2))
+    if n < asked:
+        say_once(f'answers end after {n} tokens, half of what the model reads, not after {asked}')
+    return n
+
+
+def generate_texts(scorer: Scorer, tokenizer: Tokenizer, prompts: dict, options: dict, seed: int) -> dict[int, str]:
+    """{request: ids of its prompt} -> {request: its text up to the first stop string}.
+
+    options: lm-eval's. seed: differs between batches.
+    """
+    until = options.get('until') or []
+    stops = [until] if isinstance(until, str) else until
+
+    def text_of(ids):
+        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id]).decode(errors='replace')
+
+    def finished(_, ids):
+        text = text_of(ids)
+        return any(stop in text for stop in stops)
+
+    def cut(text):
+        return text[:min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+    sampling, temperature = {'temperature': 0}, options.get('temperature')
+    if options.get('do_sample', bool(temperature)):
+        sampling = {'temperature': 1.0 if temperature is None else float(temperature), 'top_p': options.get('top_p'),
+                    'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: all
+    new = generate(scorer.model, [*prompts.values()], answer_length(options, scorer.max_length),
+                   eos_id=tokenizer.eos_id, finished=finished, seed=seed, **sampling)
+    return {i: cut(text_of(ids)) for i, ids in zip(prompts, new)}
+
+
+@functools.cache
+def task_manager() -> TaskManager:
+    """Return lm-eval's index of its tasks and of ours. Making it takes seconds."""
+    return TaskManager(include_path=str(OUR_TASKS))
+
+
+def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | None = None, **options) -> dict:
+    """Return lm-eval's results of a model on tasks, zero-shot. options: of lm_eval.simple_evaluate."""
+    manager = task_manager()
+    for task in tasks:
+        if task not in manager.all_tasks:
+            near = difflib.get_close_matches(task, manager.all_tasks, 3)
+            raise UserError(f'lm-eval knows no task {task!r}: did you mean {" or ".join(near) or "another"}?')
+    with tempfile.TemporaryDirectory() as folder:
+        specs = tasks
+        if data_dir:
+            specs = task_files({task: manager.task_index[task] for task in tasks}, data_dir, Path(folder))
+        try:
+            found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
+                                            bootstrap_iters=0, **{'log_samples': False, **options})
+        except OSError as error:
+            raise UserError(f'the documents of {", ".join(tasks)} could not be loaded ({type(error).__name__}: '
+                            f'{error}); offline, use --data_dir')
+    return first_given(found)  # lm-eval only returns them on rank 0
+
+
+def task_metrics(found: dict) -> dict[str, dict[str, float]]:
+    """Return {task: {metric: value}} from lm-eval's results."""
+    return {task: {name.removesuffix(',none'): value for name, value in values.items()
+                   if isinstance(value, float) and 'stderr' not in name}
+            for task, values in found['results'].items()}

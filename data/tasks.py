@@ -32,7 +32,7 @@ from common.files import UserError
 from common.settings import Text, typed
 from data.shards import shuffled
 
-NOT_DATA = {'parts', 'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
+NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
 
 KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and kept in memory
 

@@ -61,12 +61,8 @@ def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):
     assert sorted(found) == sorted([0, *encode(text), 1] for text in TEXTS)
 
 
-def test_without_bos_a_document_is_what_it_was_and_older_folders_are_read(tokenizer, tmp_path):
+def test_without_bos_documents_start_with_their_text(tokenizer, tmp_path):
     write_data(tmp_path / 'data', load_tokenizer(tokenizer), [('train', TEXTS[0]), ('val', TEXTS[1])])
-    meta = json.loads((tmp_path / 'data/meta.json').read_text())
-    assert meta.pop('bos') is False
-    meta.pop('crc32')
-    write_json(tmp_path / 'data/meta.json', meta)  # as older code wrote it
     d = Data(tmp_path / 'data')
     assert not d.bos and d.tokens('train', 0, d.splits['train']['tokens']).tolist()[0] != 0
 

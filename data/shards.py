@@ -105,7 +105,7 @@ class ShardWriter:
             file.close()
         n_bytes = [self.splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')]
         if 0 in n_bytes:
-            raise UserError(f'{self.folder} would have {n_bytes[0]:,} bytes of text in its split train and '
+            raise UserError(f'the data would have {n_bytes[0]:,} bytes of text in its split train and '
                             f"{n_bytes[1]:,} in val: expected documents for 'train' and for 'val'; give more text, "
                             'or a larger --max_tokens if that ended the reading')
         write_json(self.folder / 'meta.json', {
@@ -151,11 +151,9 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
             writer.add(split, document_ids(tokenizer, text), len(text.encode()))
         writer.finish()
         os.replace(temporary, folder)
-    except UserError as error:
-        raise UserError(str(error).replace(str(temporary), str(folder)))
-    except OSError as error:
+    except OSError:
         if not folder.exists():  # if it does, another process has built it meanwhile
-            raise UserError(f'{folder} could not be written: {error}')
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -186,38 +184,23 @@ def hash_share(text: str, val_hash: str) -> float:
 
 
 def check_meta(meta: dict) -> None:
-    """Raise ValueError for a value that no meta.json has."""
-    tokenizer, n_ids, eos_id, splits = (meta.get(name) for name in ('tokenizer', 'n_ids', 'eos_id', 'splits'))
-    expect(is_plain_name(tokenizer), 'tokenizer', tokenizer)
-    expect(is_count(n_ids) and n_ids <= 2 ** 32, 'n_ids', n_ids)
-    expect(is_count(eos_id, least=0) and eos_id < n_ids, 'eos_id', eos_id)
-    expect(meta.get('dtype') in [*DTYPES], 'dtype', meta.get('dtype'))
-    expect(isinstance(splits, dict), 'splits', splits)
-    for name in ('train', 'val'):
-        split = splits.get(name)
-        expect(isinstance(split, dict) and isinstance(split.get('shards'), list), f'split {name}', split)
-        for key in ('tokens', 'documents', 'bytes'):
-            expect(is_count(split.get(key)), f'{key} of {name}', split.get(key))
-        for shard in split['shards']:
-            is_right = isinstance(shard, dict) and is_plain_name(shard.get('file')) and is_count(shard.get('tokens'))
-            expect(is_right and isinstance(shard.get('sha256'), str), f'a shard of {name}', shard)
-        tokens = sum(shard['tokens'] for shard in split['shards'])
-        expect(tokens == split['tokens'], f'tokens of {name}', split['tokens'])
-
-
-def expect(is_right, name: str, value) -> None:
+    """Raise ValueError if meta.json has a value of the wrong type or out of range."""
+    try:
+        splits = [meta['splits'][name] for name in ('train', 'val')]
+        shards = [shard for split in splits for shard in split['shards']]
+        names = [meta['tokenizer'], *(shard['file'] for shard in shards)]
+        counts = [meta['n_ids'], *(split[key] for split in splits for key in ('tokens', 'documents', 'bytes')),
+                  *(shard['tokens'] for shard in shards)]
+        is_right = (all(type(n) is int and 0 < n < 2 ** 63 for n in counts) and meta['dtype'] in DTYPES
+                    and type(meta['eos_id']) is int and 0 <= meta['eos_id'] < meta['n_ids'] <= 2 ** 32
+                    and all(name.isprintable() and 0 < len(name) < 100 and name != '..' for name in names)
+                    and all(name == Path(name).name for name in names)  # names a file in this folder
+                    and all(isinstance(shard['sha256'], str) for shard in shards)
+                    and all(split['tokens'] == sum(shard['tokens'] for shard in split['shards']) for split in splits))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'{type(error).__name__}: {error}')
     if not is_right:
-        raise ValueError(f'{name} cannot be {value!r:.100}')
-
-
-def is_count(value, least: int = 1) -> bool:
-    return type(value) is int and least <= value < 2 ** 63
-
-
-def is_plain_name(value) -> bool:
-    """Return True for the name of a file in this folder."""
-    is_one = isinstance(value, str) and value.isprintable() and value == Path(value).name and value not in ('', '..')
-    return is_one and len(value) < 100
+        raise ValueError('a value is out of range')
 
 
 class Data:
@@ -274,14 +257,14 @@ class Data:
         return ids
 
     def n_windows(self, split: str, T: int) -> int:
-        """Windows of T inputs and their T targets in a split. A training epoch starts at any of T offsets."""
+        """Return the number of windows of T inputs and targets. A training epoch starts at any of T offsets."""
         total = self.starts[split][-1]
         return total // T - 1 if split == 'train' else (total - 1) // T
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
-        """idx, targets (part of batch_size, T) int64 of a training step: a pure function of its arguments.
+        """Return idx, targets (part of batch_size, T) int64 of a training step: a pure function of the arguments.
 
-        Every epoch reads all its windows once, in an order of its own and cut at an offset of its own.
+        Every epoch reads all windows once, in its own order and cut at its own offset.
         """
         numbers = np.arange(step * batch_size, (step + 1) * batch_size)[part]
         windows, own = shuffled(numbers, self.n_windows('train', T), seed)
@@ -290,10 +273,10 @@ class Data:
         return windows[:, :-1], windows[:, 1:]
 
     def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
-        """idx, targets (len(windows), T) int64 of the validation windows with these numbers.
+        """Return idx, targets (len(windows), T) int64 of the validation windows with these numbers.
 
-        They are cut one after the other from the start. With a seed, window i is at a random offset, a function of seed
-        and i alone: drawn with replacement, windows may overlap.
+        Windows follow each other from the start. With a seed, window i is at a random offset, a function of seed and i
+        alone; windows may overlap.
         """
         starts = [w * T for w in windows]
         if seed is not None:
@@ -303,7 +286,7 @@ class Data:
         return windows[:, :-1], windows[:, 1:]
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
-        """A prompt to continue, the start of the validation set, and how many ids of new_tokens then fit into T."""
+        """Return a prompt to continue (the start of the validation set) and how many of new_tokens fit into T."""
         new_tokens = min(new_tokens, T // 2)
         return self.tokens('val', 0, min(32, T - new_tokens)).tolist(), new_tokens
 
@@ -312,9 +295,9 @@ class Data:
 
 
 def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of n windows those of training with these numbers are, and for each a number of its epoch's own.
+    """Return which of n windows training reads under these numbers, and a number of each one's epoch: int64, uint64.
 
-    int64 and uint64, as many as there are numbers. Every epoch takes each window once, in its own order.
+    Every epoch takes each window once, in its own order.
     """
     epochs, index = np.divmod(numbers, n)
     windows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
@@ -327,15 +310,15 @@ def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.nda
 
 @functools.lru_cache(8)
 def epoch_keys(seed: int, epoch: int) -> list[int]:
-    """Five pseudo-random 64-bit numbers of an epoch."""
+    """Return five pseudo-random 64-bit numbers of an epoch."""
     return [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
 
 
 def permute(index: np.ndarray, n: int, keys: list[int]) -> np.ndarray:
-    """Where a pseudo-random permutation of range(n) puts each index, without holding it.
+    """Apply a pseudo-random permutation of range(n) to indices, without storing it.
 
-    A Feistel network on the next power of 4, applied again to those that land outside range(n) (cycle walking). Sums
-    and products are modulo 2^64.
+    A Feistel network on the next power of 4, applied again to results outside range(n) (cycle walking). Sums and
+    products are modulo 2^64.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

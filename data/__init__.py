@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-if sys.argv[0] == '-m':  # as in python -m data.pointer_chasing, which runs this file first
+if sys.argv[0] == '-m':  # as in python -m data.tokenizers, which runs this file first
     from common.start import quiet_start
     quiet_start()
 

@@ -288,16 +288,8 @@ def document(place: str, record, split: str | None, s) -> tuple | None:
         raise UserError(f'{place} {has} field {s.id_field!r}, expected an id; the fields are '
                         f'{", ".join([*record][:20])}: set --id_field (None: the hash of the text decides between '
                         'train and val)')
-    return split, printable(str(key)), printable(text)
-
-
-def printable(text: str) -> str:
-    """Return the text with half surrogate pairs, which UTF-8 cannot encode, replaced."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode(errors='replace').decode()
+    # half surrogate pairs, which UTF-8 cannot encode, become question marks
+    return split, *(part.encode(errors='replace').decode() for part in (str(key), text))
 
 
 def with_splits(batches: Iterator[tuple], val_share: float, val_hash: str) -> Iterator[tuple]:

@@ -178,6 +178,8 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
             for number, record, split in read[format_of(file)](file, n):
                 n = number + 1
                 yield {'file': i, 'line': n}, f'{file}, {unit} {n:,}', record, split
+        except UserError:
+            raise
         except Exception as error:  # each format has its own
             remedy = ': expected text in UTF-8' if isinstance(error, UnicodeDecodeError) else ''
             raise UserError(f'{file} cannot be read after {unit} {n:,} ({type(error).__name__}): {error}{remedy}')
@@ -200,9 +202,11 @@ def parquet_records(s, file: str, first: int) -> Iterator[tuple]:
     """Yield (number, record, None) of the rows of a file from the first-th on."""
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(file) as parquet:
-        fields = [field for field in (s.text_field, s.id_field) if field]
-        columns = fields if set(fields) <= set(parquet.schema_arrow.names) else None  # all, for the error's sentence
-        n = 0
+        columns, n = [field for field in (s.text_field, s.id_field) if field], 0
+        for column in columns:
+            if column not in parquet.schema_arrow.names:
+                raise UserError(f'{file} has no field {column!r}; the fields are '
+                                f'{", ".join(parquet.schema_arrow.names[:20])}: set --text_field or --id_field')
         for group in range(parquet.num_row_groups):
             n_rows = parquet.metadata.row_group(group).num_rows
             if n + n_rows <= first:

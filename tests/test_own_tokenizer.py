@@ -54,11 +54,15 @@ def test_a_text_is_given_back_whatever_is_in_it(tokenizers, name):
 def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
     """Also with a tokenizer in whose vocabulary it is a piece like others."""
     library = pytest.importorskip('tokenizers')
-    tokenizer = load_tokenizer(tokenizers / 'own.json')
-    text = 'before <|endoftext|> after'
+    fast = library.Tokenizer.from_file(str(tokenizers / 'own.json'))
+    fast.add_special_tokens(['[PAD]'])
+    fast.save(str(tmp_path / 'own.json'))
+    tokenizer = load_tokenizer(tmp_path / 'own.json')
+    text = 'before <|endoftext|> after [PAD]'
     assert tokenizer.encode(text).count(tokenizer.eos_id) == 1  # a prompt may give it
     ids = document_ids(tokenizer, text).tolist()
     assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
+    assert fast.token_to_id('[PAD]') not in ids
     fast = library.Tokenizer(library.models.Unigram(
         [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
     fast.pre_tokenizer, fast.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()

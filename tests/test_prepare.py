@@ -150,6 +150,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(streamed, fineweb,
 @pytest.mark.parametrize('options', [[], ['--shuffle=100', '--val_hash=md5', '--val_share=0.001']])
 def test_interrupted_after_each_shard_it_ends_with_the_same_bytes(source, tmp_path, monkeypatch, options):
     monkeypatch.setattr(sources, 'BATCH', 30)
+    monkeypatch.setattr(prepare_fineweb, 'AHEAD', 3)
     whole, out, n_starts = prepared(source, tmp_path / 'whole', *options), tmp_path / 'out', 0
 
     def save_and_die(*args, save=prepare_fineweb.save_progress):

@@ -66,7 +66,9 @@ def write(folder, kind, records, n_files=3):
                 for record in records[i * len(records) // n_files:(i + 1) * len(records) // n_files]]
         path, lines = folder / f'{i}.{kind}', ''.join(json.dumps(record) + '\n\n' for record in part)
         if kind == 'parquet':
-            pa.parquet.write_table(pa.Table.from_pylist(part), path, row_group_size=50)
+            table = pa.Table.from_pylist(part)
+            unreadable = pa.array([2 ** 50] * len(part), pa.timestamp('s'))  # as Python's datetime
+            pa.parquet.write_table(table.append_column('when', unreadable), path, row_group_size=50)
         elif kind == 'jsonl.gz':
             path.write_bytes(gzip.compress(lines.encode()))
         else:
@@ -94,7 +96,7 @@ def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_the
     assert by_file == texts(read(folder)) == texts(read(f'{folder}/*.{kind}')) == WITH_TEXT
     left_out = [found for _, batch in read(folder) for found in batch].count(None)
     assert left_out == 2  # records without a text
-    with pytest.raises(UserError, match=r'no text in field .body.; the fields are id, text, column_0, mixed'):
+    with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
         read(folder, text_field='body')
 
 

@@ -181,8 +181,9 @@ def test_fresh_rows_never_repeat_and_held_out_ones_are_the_same_for_every_seed()
 
 
 def test_a_fixed_training_set_is_read_once_an_epoch_in_an_order_of_the_seed():
-    d = open_data('path_star:degree=2,length=4,nodes=12,train_rows=60')
-    epoch = lambda seed, step: [tuple(row) for row in d.train_batch(step, 60, d.T, seed)[0].tolist()]
+    name = 'path_star:degree=2,length=4,nodes=12,train_rows=60'
+    d = open_data(name)
+    epoch = lambda seed, step: [tuple(row) for row in open_data(name).train_batch(step, 60, d.T, seed)[0].tolist()]
     epochs = [epoch(0, 0), epoch(0, 1), epoch(1, 0)]
     assert all(len(set(rows)) == 60 and set(rows) == set(epochs[0]) for rows in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]

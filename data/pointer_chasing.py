@@ -1,7 +1,7 @@
 """Pointer chasing: a chain of tables, each to be looked up in the one before.
 
     python -m data pointer_chasing:hops=2,keys=3                                     a row and its targets
-    python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=338 ...       the options are Task's fields
+    python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=338 ...       options: the fields of Task
 
 The task of "Context-Ready Transformer", section 5.6 and appendix B.
 
@@ -41,7 +41,7 @@ class Task:
     values: int = 10  # values that the base table's are drawn from
     val_rows: int = 1000  # held-out rows, for the validation loss and the scores
 
-    train_rows = None  # always fresh ones
+    train_rows = None  # unlimited
 
     def __post_init__(self):
         check_ranges(self, hops=(0, 1000), keys=(1, 1000), values=(1, 1_000_000), val_rows=(1, 10 ** 7))

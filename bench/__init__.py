@@ -7,7 +7,6 @@
     python -m bench.context_ready   backpropagation through time, and few wide layers, compared with the plain forms
     python -m bench.attention       attention on a CPU or GPU compared with PyTorch's own calls
     python -m bench.gpn             GPN's bounds on an H100; its scan compared with the plain loop and, with --jax, JAX
-    python -m bench.prepare FILE    prepare_fineweb.py compared with a plain loop of tiktoken
     python -m bench.evaluation      eval.py compared with lm-eval's own model
     python -m bench.memory          the memory that --dry_run estimates compared with measured peaks on a CPU
     python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-if sys.argv[0] == '-m':  # as in python -m data.pointer_chasing, which runs this file first
+if sys.argv[0] == '-m':  # as in python -m data.tokenizers, which runs this file first
     from common.start import quiet_start
     quiet_start()
 
@@ -23,7 +23,7 @@ from data.tasks import Generated, builtin_data, task_class
 
 
 def open_data(name) -> Data | Generated:
-    """Data by name, by data folder, or by a .txt file or a folder of them. Builds what is not there yet, in seconds."""
+    """Open data by name, by data folder, or by .txt file or folder; what needs building is built first, in seconds."""
     if task_class(name):
         return Generated(str(name))
     if not str(name):
@@ -33,12 +33,9 @@ def open_data(name) -> Data | Generated:
         folder, build = BUILT / name, importlib.import_module(f'data.{name}').build
     elif not (folder / 'meta.json').exists():
         from data.sources import text_files
-        files = text_files(str(name))
+        files = text_files(str(folder))
         if files:
             folder, build = text_data(folder, files)
-    if (folder / 'part.json').is_file():
-        raise UserError(f'{folder} is a part of data alone: make a data folder of all its parts with python '
-                        'prepare_fineweb.py --merge PARTS --out_dir=DATA')
     if not build and not (folder / 'meta.json').is_file():
         near = difflib.get_close_matches(str(name), builtin_data(), 1)
         meant = f' (did you mean {near[0]!r}?)' if near else ''
@@ -55,10 +52,7 @@ def open_data(name) -> Data | Generated:
 
 
 def has_data(name: str) -> bool:
-    """Whether there is data of this name, or such as is built when asked for; a .txt file nobody could make.
-
-    A task may need a file, as a city.
-    """
+    """Return True if the data exists or can be built when opened. A task may need a file, such as a city."""
     if task_class(name):
         return all(Path(file).exists() for file in re.findall(r'=([^,]+\.json)', name))
     return name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
@@ -69,24 +63,23 @@ def text_data(path: Path, files: list[str]) -> tuple:
 
     The folder's name depends on the texts.
     """
-    from data.sources import START, batches, file_batches, fitting_share, is_for_datasets
+    from data.sources import fitting_share, local_files, open_source, with_splits
     stats = [(file, os.stat(file)) for file in files]
     identity = [[os.path.relpath(file, path), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
-    s = SimpleNamespace(text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE, val_hash='sha256')
-
-    def read(position):
-        return file_batches(files, s, position['state'])
+    s = SimpleNamespace(config=None, text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE,
+                        val_hash='sha256', shuffle=0)
 
     def build(built):
-        if path.is_dir() and is_for_datasets(path):
+        if local_files(str(path)) != files:
             raise UserError(f'{path} has records beside {len(files)} .txt: make a data folder of the records with '
                             f'python prepare_fineweb.py {path}, or give a folder of texts alone')
         from data.tokenizers import load_tokenizer  # imported here because that file can be run as a program too
-        s.val_share = fitting_share(read, s)
-        write_data(built, load_tokenizer('byte'), (found for _, batch in batches(read, s, START) for found in batch))
+        read, _ = open_source(str(path), s)
+        found = with_splits(read(None), fitting_share(read, s), s.val_hash)
+        write_data(built, load_tokenizer('byte'), (document for _, batch in found for document in batch))
     return built_folder(path, ['a document a file', identity, VAL_SHARE]), build
 
 
 def built_folder(path: Path, identity: list) -> Path:
-    """Where data made from texts lie: a folder named for them and for what else decides what is in it."""
+    """Return the folder of data made from texts, named by them and by everything else that decides its content."""
     return BUILT / f'{path.resolve().name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'

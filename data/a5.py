@@ -1,6 +1,6 @@
-"""The word problem of A5, the 60 even permutations of five: state tracking, the NextLat paper's section on RNNs.
+"""The word problem of A5, the 60 even permutations of five: state tracking, from the NextLat paper's RNN section.
 
-    python train.py --data=a5:length=12 --block_size=12 --documents=False ...              the options are Task's fields
+    python train.py --data=a5:length=12 --block_size=12 --documents=False ...              options: the fields of Task
 
 The group cannot be solved, so no Transformer of fixed depth and precision follows words of every length. A row is a
 word of random elements and its product. The target at each position is the state there, the product so far, and not
@@ -9,9 +9,9 @@ the next token:
     inputs    x_1     x_2       ...  x_T
     targets   x_1     x_1 x_2   ...  x_1 x_2 ... x_T
 
-An element is written as five digits, the arrangement that it makes of 12345, and x y as a permutation is x after y: y
-rearranges what x has made, so 23145 13425 = 21435. The training set is a fixed one of a million words; two equal ones
-are as good as impossible at 12 letters.
+An element is written as five digits, the arrangement that it makes of 12345. The product x y applies x after y as a
+permutation: y rearranges what x has made, so 23145 13425 = 21435. The training set has a million fixed words; at 12
+letters, two equal ones are practically impossible.
 """
 from dataclasses import dataclass
 from functools import reduce
@@ -27,7 +27,7 @@ LETTERS = 5
 
 
 def is_even(p: tuple) -> bool:
-    """Whether a permutation has an even number of pairs in the wrong order."""
+    """Return True if an even number of pairs is in the wrong order."""
     return sum(p[i] > p[j] for j in range(len(p)) for i in range(j)) % 2 == 0
 
 
@@ -39,7 +39,7 @@ PRODUCT = [[ID_OF[tuple(x[k] for k in y)] for y in ELEMENTS] for x in ELEMENTS] 
 @dataclass
 class Task:
     length: int = 12  # elements of a word, T
-    train_rows: int | None = 1_000_000  # words in the training set; None: fresh ones for ever
+    train_rows: int | None = 1_000_000  # words in the training set; None: unlimited
     val_rows: int = 100_000  # held-out words, for the validation loss and the scores
 
     symbol_options = ()  # words of every length have the same symbols
@@ -50,7 +50,7 @@ class Task:
         self.row_tokens = self.length + 1
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """A random word and its product: ids (T + 1,)."""
+        """Return a random word and its product: ids (T + 1,)."""
         word = rng.integers(len(ELEMENTS), size=self.length)
         return np.append(word, reduce(lambda state, x: PRODUCT[state][x], word.tolist()))
 
@@ -59,9 +59,9 @@ class Task:
         return products(rows[:, :-1])
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'accuracy_1' ... 'accuracy_T': share of words whose state after so many elements is right}.
+        """Return {'accuracy_1' ... 'accuracy_T': share of words with the right state at each position}.
 
-        Of NextLat 'rnn_accuracy_1' ... as well: those of p_psi alone, as an RNN.
+        For NextLat also 'rnn_accuracy_1' ...: p_psi alone, as an RNN.
         """
         found = {'accuracy': greedy_tokens(model, idx, device, batch_size)}
         if hasattr(model, 'dynamics'):  # the weights of p_psi
@@ -72,7 +72,7 @@ class Task:
 
 
 def products(words):
-    """words (B, T) -> (B, T): the product of the first 1, 2, ... T elements of each."""
+    """Return the products of the first 1, 2, ... T elements of words (B, T): (B, T)."""
     table, states = torch.tensor(PRODUCT), [words[:, 0]]
     for x in words[:, 1:].unbind(1):
         states.append(table[states[-1], x])
@@ -81,7 +81,7 @@ def products(words):
 
 @torch.no_grad()
 def recurrent_states(model, idx):
-    """The states (B, T) that p_psi finds in words idx (B, T): h_1 is the Transformer's, h_t = p_psi(h_{t-1}, x_t)."""
+    """Return the states (B, T) by p_psi for words idx (B, T): h_1 from the Transformer, h_t = p_psi(h_{t-1}, x_t)."""
     hidden = [model.final_hidden(idx[:, :1])[:, 0]]
     for x in idx[:, 1:].unbind(1):
         hidden.append(model.p_psi(hidden[-1], x))

@@ -1,18 +1,18 @@
 """Countdown: four numbers to be combined to a fifth, in three equations. NextLat's reasoning task.
 
-    python train.py --data=countdown --block_size=27 --documents=False ...                 the options are Task's fields
+    python train.py --data=countdown --block_size=27 --documents=False ...                 options: the fields of Task
 
 A row is the numbers, the target, pause tokens and the equations in the order in which they are worked out:
 
     14,83,88,91,23 | | | | | | | | 83-14=69,91-88=3,69/3=23
 
-Each equation takes two of the numbers that are left and puts its result at their end. One token an integer from 1 to
-10,000 and one each for | + - * / =, none for a comma. The prompt, up to and with the last |, does not count.
+Each equation takes two of the remaining numbers and appends its result. There is one token per integer from 1 to 10,000
+and one each for | + - * / =, but none for a comma. The prompt, up to and including the last |, does not count.
 
-As in "Stream of Search" (Gandhi et al.), whose search this is: four numbers and a target are drawn until they can be
-solved, and the solution is the first that depth-first search finds. It tries the pairs in order, of each a + b, a * b,
-the larger minus the smaller and, where that leaves nothing over, the larger over the smaller. A tenth of the targets
-are never trained on; the held-out rows have these alone.
+As in "Stream of Search" (Gandhi et al.), four numbers and a target are drawn until they can be solved, and the solution
+is the first that depth-first search finds. It tries the pairs in order, and for each a + b, a * b, the larger minus the
+smaller and, if there is no remainder, the larger over the smaller. A tenth of the targets is never trained on; only
+these occur in the held-out rows.
 """
 from collections import Counter
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Task:
     largest: int = 10_000  # the largest integer that has a token
     pauses: int = 8  # tokens | between target and equations
     val_targets: str = 'unseen'  # targets of the held-out rows: unseen, or seen, those of training
-    train_rows: int | None = 500_000  # problems in the training set; None: fresh ones for ever
+    train_rows: int | None = 500_000  # problems in the training set; None: unlimited
     val_rows: int = 10_000  # held-out problems, for the validation loss and the scores
 
     symbol_options = 'largest',
@@ -54,11 +54,11 @@ class Task:
         self.targets_of = {'unseen': targets[:n_unseen], 'seen': targets[n_unseen:]}
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """A problem with a target of training, and its solution: ids (T + 1,)."""
+        """Return a problem with a training target and its solution: ids (T + 1,)."""
         return self._problem(rng, self.targets_of['seen'])
 
     def val_row(self, rng: np.random.Generator) -> np.ndarray:
-        """The same with a target of the held-out rows."""
+        """Return a problem with a held-out target and its solution."""
         return self._problem(rng, self.targets_of[self.val_targets])
 
     def _problem(self, rng, targets):
@@ -76,7 +76,7 @@ class Task:
         return (idx == self.pause).cumsum(1) == self.pauses
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'solved': share of problems that greedy decoding solves, 'valid_1' 'valid_2' 'valid_3': of true equations}.
+        """Return {'solved': share of problems solved greedily, 'valid_1' 'valid_2' 'valid_3': of true equations}.
 
         An equation is true if its two sides are equal, whatever numbers it takes; a problem is solved if all are, each
         takes two of the numbers that are left, and the last one gives the target.
@@ -88,7 +88,7 @@ class Task:
         return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
 
     def marks(self, prompt, answer) -> tuple[bool, ...]:
-        """Of the ids of a prompt and of 15 more: whether they solve it, and whether each of three equations is true."""
+        """Return (is solved, is equation 1 true, 2, 3) for the ids of a prompt and of an answer of 15 tokens."""
         left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
         equations = [self.equation(answer[start:start + 5]) for start in (0, 5, 10)]
         is_valid = [equation is not None and is_true(*equation) for equation in equations]
@@ -99,7 +99,7 @@ class Task:
         return left == Counter([target]), *is_valid
 
     def equation(self, ids) -> tuple | None:
-        """(a, operation, b, result) of five ids, or None if they are of another form."""
+        """Return (a, operation, b, result) of five ids, or None if they do not form an equation."""
         a, operation, b, equals, result = ids
         if max(a, b, result) >= self.largest or not self.pause < operation < self.equals or equals != self.equals:
             return None
@@ -107,15 +107,14 @@ class Task:
 
 
 def is_true(a: int, operation: str, b: int, result: int) -> bool:
-    """Whether a operation b = result; a quotient must leave nothing over."""
+    """Return True if a operation b = result, without a remainder."""
     return {'+': a + b, '*': a * b, '-': a - b, '/': a / b}[operation] == result
 
 
 def solve(numbers, target: int, largest: int) -> tuple:
-    """The first of rows of four numbers (N, 4) that can be solved, and its three equations; or None twice.
+    """Return the first solvable row of numbers (N, 4) and its three equations, or (None, None).
 
-    No result is above `largest`. All of each row's 1,152 ways are worked out at once, in the order of depth-first
-    search.
+    No result exceeds `largest`. All 1,152 ways per row are evaluated at once, in the order of depth-first search.
     """
     three = combined(numbers, largest)
     two = combined(three.reshape(-1, 3), largest)
@@ -138,10 +137,9 @@ def solve(numbers, target: int, largest: int) -> tuple:
 
 
 def combined(numbers, largest: int):
-    """Rows of n numbers (N, n) -> (N, pairs, 4, n - 1): what is left after each of the four operations on each pair.
+    """Return what is left of rows of n numbers (N, n) after each operation on each pair: (N, pairs, 4, n - 1).
 
-    The result is last. 0 stands for one that is none, or more than `largest`; nothing but 0 is made of it, so it stays
-    to the end.
+    The result is last. 0 stands for an invalid result or one above `largest`, and only 0 results from it.
     """
     n = numbers.shape[1]
     a, b = (numbers[:, column] for column in np.transpose(PAIRS[n]))

@@ -1,16 +1,16 @@
-"""Random walks through a city of one-way streets, whose map a model is to learn. NextLat's world-modelling task.
+"""Random walks through a city of one-way streets, whose map a model must learn. NextLat's world-modelling task.
 
-    python train.py --data=manhattan:grid=10 --block_size=256 ...                          the options are Task's fields
+    python train.py --data=manhattan:grid=10 --block_size=256 ...                          options: the fields of Task
     python train.py --data=manhattan:edges=FILE.json --block_size=256 ...                  a city of your own
 
 A walk is written as where it starts, where it ends, its turns and the end of text:
 
     0_0 3_2 E E E N N
 
-A row is walks one after the other, the last one cut, so `--documents=True` (the default) keeps them apart. Start and
-destination do not count, as no model could know them. How long walks are and how they are packed is inferred from the
-paper's counts of walks and tokens: 1 to 100 steps, each as likely. About one pair of start and destination in twenty
-is in no row; `valid` asks for a way between such pairs.
+A row is a sequence of walks, the last one cut off; `--documents=True` (the default) separates them. Start and
+destination do not count, because no model could know them. The lengths of walks and their packing are inferred from the
+paper's counts of walks and tokens: 1 to 100 steps, uniformly. About one in twenty pairs of start and destination is in
+no row; `valid` asks for a way between such pairs.
 
 The city is a file {"edges": [[node, direction, neighbour], ...]}, as an OpenStreetMap extract gives it: nodes are
 numbers or words, a direction is a word as NE, and leaves a node once at most. Without a file it is a square grid of
@@ -40,7 +40,7 @@ class Task:
     window: int = 256  # tokens of a row, T
     max_distance: int = 50  # steps of the shortest way between the pairs of `valid`, at most
     pairs: int = 1000  # held-out pairs of start and destination that `valid` walks between
-    train_rows: int | None = 18_359_375  # rows in the training set, 4.7B tokens; None: fresh ones for ever
+    train_rows: int | None = 18_359_375  # rows in the training set, 4.7B tokens; None: unlimited
     val_rows: int = 256  # further rows of the same kind, for the validation loss and the next-token test
 
     symbol_options = 'edges', 'grid'
@@ -75,7 +75,7 @@ class Task:
         return np.array(ids[:self.row_tokens])
 
     def _walk(self, rng) -> list[int]:
-        """The ids of a random walk between two different nodes that are no held-out pair."""
+        """Return the ids of a random walk between two different nodes that are not a held-out pair."""
         while True:
             start = node = self.starts[rng.integers(len(self.starts))]
             turns = []
@@ -96,10 +96,10 @@ class Task:
         return is_destination | (idx < self.first_node)
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'next_token': share of likeliest next tokens that are legal, 'valid': share of valid ways}.
+        """Return {'next_token': share of most likely next tokens that are legal, 'valid': share of valid ways}.
 
-        Legal is a turn that there is, or the end at the destination. Ways are decoded greedily between held-out pairs,
-        and valid if all turns are legal and the end is at the destination.
+        A turn is legal if the street exists, the end if it is at the destination. Ways are decoded greedily between
+        held-out pairs, and valid if all turns are legal and the end is at the destination.
         """
         is_legal = self.legal(idx, greedy_tokens(model, idx, device, batch_size))[targets >= 0]
         pairs = self.held_out_pairs
@@ -108,9 +108,9 @@ class Task:
         return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
 
     def legal(self, idx, tokens):
-        """Whether each of tokens (B, T) may come after idx (B, T), where a turn or the end comes: (B, T) bool.
+        """Return whether each of tokens (B, T) may follow idx (B, T) where a turn or the end comes: (B, T) bool.
 
-        idx starts with the start of a walk.
+        idx begins with the start of a walk.
         """
         idx, tokens = np.asarray(idx), np.asarray(tokens)
         found, node, goal = np.zeros(idx.shape, bool), *np.zeros((2, len(idx)), int)
@@ -127,7 +127,7 @@ class Task:
         return torch.from_numpy(found)
 
     def is_valid(self, node: int, goal: int, ids: list[int]) -> bool:
-        """Whether ids are streets from a node to the goal, and then the end."""
+        """Return True if ids are streets from a node to the goal, and then the end."""
         for token in ids[:-1]:
             if token >= self.first_node or self.neighbour[node, token] < 0:
                 return False
@@ -135,7 +135,7 @@ class Task:
         return ids[-1] == self.end and node == goal
 
     def distances_to(self, goals) -> np.ndarray:
-        """Steps of the shortest way from each node to each of the goals: (n goals, n nodes), infinite where none is."""
+        """Return the steps of the shortest way from each node to each goal: (n goals, n nodes), infinite if none."""
         from scipy.sparse import csr_matrix  # here, as it takes a while
         from scipy.sparse.csgraph import dijkstra
         n = len(self.nodes)
@@ -145,8 +145,7 @@ class Task:
 
     @cached_property
     def held_out_pairs(self) -> list[tuple[int, int]]:
-        """`pairs` random held-out pairs (start, goal) with a shortest way of 1 to max_distance steps; or all there are.
-        """
+        """`pairs` random held-out pairs (start, goal) with a shortest way of 1 to max_distance steps, or all."""
         found, goals = [], np.random.default_rng(1).permutation(len(self.nodes))
         for part in np.array_split(goals, -(-len(goals) // 100)):
             distance = self.distances_to(part)
@@ -156,14 +155,14 @@ class Task:
         return [found[i] for i in order[:self.pairs]]
 
     def decoded_ways(self, model, pairs, batch_size) -> list[list[int]]:
-        """The ids that a model decodes greedily after each pair (start, goal), up to the end or one more than steps."""
+        """Return the ids decoded greedily after each pair (start, goal), up to the end or steps + 1 tokens."""
         prompts = [[self.first_node + start, self.first_node + goal] for start, goal in pairs]
         return [ids for i in range(0, len(prompts), batch_size)
                 for ids in generate(model, prompts[i:i + batch_size], self.steps + 1, temperature=0, eos_id=self.end)]
 
 
 def one_way_grid(n: int) -> list[tuple[str, str, str]]:
-    """Edges (node, direction, neighbour) of n streets each way; node x_y. Row 0 leads east, column 0 south.
+    """Return edges (node, direction, neighbour) of n streets each way; node x_y. Row 0 leads east, column 0 south.
 
         <---<---<---<       n even: the outermost streets are a ring
         v   ^   v   ^
@@ -181,7 +180,7 @@ def one_way_grid(n: int) -> list[tuple[str, str, str]]:
 
 
 def read_edges(path: str) -> list[tuple[str, str, str]]:
-    """The edges of a city in a JSON file, all as text. Raises UserError for a file that is none."""
+    """Return the edges of a city in a JSON file, as text. Raises UserError if it is not a city."""
     try:
         with open(path, encoding='utf-8') as file:
             edges = [tuple(map(str, edge)) for edge in json.load(file)['edges']]

@@ -1,18 +1,17 @@
 """Path-star graphs (Bachmann and Nagarajan, "The pitfalls of next-token prediction"), NextLat's planning task.
 
-    python train.py --data=path_star:degree=2,length=5,nodes=20 --block_size=31 ...        the options are Task's fields
+    python train.py --data=path_star:degree=2,length=5,nodes=20 --block_size=31 ...        options: the fields of Task
 
 G(d, l): d arms of l - 1 nodes each leave one start node, all nodes different and drawn from N. A row is the edges in
 random order, start and goal, which is the end of one arm, and the way from one to the other:
 
     a,b|c,d|...|y,z/start,goal=start,...,goal
 
-One token a node and one each for | / =, none for a comma; `$` is in the vocabulary as in the authors' files, and in no
-row. The prompt, up to and with =, does not count. Only the first step is hard: which arm leads to the goal has to be
-known before it is entered.
+There is one token per node and one each for | / =, but none for a comma; `$` is in the vocabulary, as in the authors'
+files, but in no row. The prompt, up to and including =, does not count. Only the first step is hard: the model must
+know which arm leads to the goal before it enters one.
 
-The training set is a fixed one of 200,000 graphs, as in both papers; train_rows=None draws fresh ones for ever, an
-easier setting.
+The training set has 200,000 fixed graphs, as in both papers; train_rows=None generates unlimited ones, which is easier.
 """
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ class Task:
     degree: int = 2  # arms, d
     length: int = 10  # nodes of a path from start to goal, both included, l
     nodes: int = 100  # node names to draw from, N
-    train_rows: int | None = 200_000  # graphs in the training set; None: fresh ones for ever
+    train_rows: int | None = 200_000  # graphs in the training set; None: unlimited
     val_rows: int = 20_000  # held-out graphs, for the validation loss and the score
 
     def __post_init__(self):
@@ -62,10 +61,9 @@ class Task:
         return (idx == self.equals).cumsum(1) > 0
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'accuracy': share of graphs whose whole path greedy decoding finds}.
+        """Return {'accuracy': share of graphs whose whole path greedy decoding finds}.
 
-        It does exactly where the likeliest token is right at every position of the path, given the right ones before
-        it.
+        That is where the most likely token is right at every position of the path, given the right tokens before it.
         """
         right = (greedy_tokens(model, idx, device, batch_size) == targets) | (targets < 0)
         return {'accuracy': right.all(1).float().mean().item()}

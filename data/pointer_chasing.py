@@ -1,34 +1,33 @@
 """Pointer chasing: a chain of tables, each to be looked up in the one before.
 
-    python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10     a row, its tables, queries and targets
-    python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=338 ...       the options are Task's fields
+    python -m data pointer_chasing:hops=2,keys=3                                     a row and its targets
+    python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=338 ...       options: the fields of Task
 
 The task of "Context-Ready Transformer", section 5.6 and appendix B.
 
-The base table gives M keys a value each; each of the H index tables above gives M new keys a key of the table below, by
-a random bijection. After each table come its queries, whose answers are values, whatever the level: a query at level l
-takes l look-ups from table to table, then one in the base table; or one, and the answer to a query of the level below,
-which is part of the input and may lie within the window. Everything is written as triplets,
+The base table gives each of M keys a value. Each of the H index tables above it maps M new keys to the keys of the
+table below, by a random bijection. Its queries follow each table, and their answers are values at every level: a query
+at level l takes l look-ups from table to table and one in the base table; or one look-up and the answer to a query of
+the level below, which is part of the input and may lie within the window. Everything is written as triplets,
 
     table    v3 = A        what a key stands for is left of it, where causal attention finds it
     query    Q A v3        the target of A is v3; no other position counts
 
-and `||` follows each table and each table's queries. Keys are in a fixed order and each level has its own; the base
-table's values are all different. The last level ends with one query, for its first key, whose answer is only a target.
-So T = (6 M + 2) H + 3 M + 3. With few keys and hops, fresh rows will now and then repeat a held-out one.
+and `||` follows each table and each table's queries. Keys are in a fixed order, and each level has its own; the base
+table's values all differ. The last level ends with one query, for its first key, whose answer is only a target. So
+T = (6 M + 2) H + 3 M + 3. With few keys and hops, a fresh row sometimes repeats a held-out one.
 
-Appendix B's text asks for "every key at every level defined so far" after each table, its worked example for that
-table's keys alone. Rows are as the example: of the text's longer queries the last would be too far from their table,
+Appendix B's text asks for "every key at every level defined so far" after each table, but its worked example asks only
+for that table's keys. Rows follow the example: with the longer queries, the last ones would be too far from their table
 for the paper's window of 38.
 """
 import string
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 
-from common.files import UserError, friendly_errors
-from common.settings import check_ranges, load_settings
+from common.files import UserError
+from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
 SOLVED = 0.99  # accuracy from which on a level counts as solved
@@ -42,7 +41,7 @@ class Task:
     values: int = 10  # values that the base table's are drawn from
     val_rows: int = 1000  # held-out rows, for the validation loss and the scores
 
-    train_rows = None  # always fresh ones
+    train_rows = None  # unlimited
 
     def __post_init__(self):
         check_ranges(self, hops=(0, 1000), keys=(1, 1000), values=(1, 1_000_000), val_rows=(1, 10 ** 7))
@@ -57,11 +56,11 @@ class Task:
         self.row_tokens = (6 * M + 2) * self.hops + 3 * M + 4
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """A row of random tables: ids (T + 1,)."""
+        """Return a row of random tables: ids (T + 1,)."""
         return self.encode(rng.permutation(self.values)[:self.keys], rng.random((self.hops, self.keys)).argsort(1))
 
     def encode(self, base, maps) -> np.ndarray:
-        """The row (T + 1,) of given tables, base (M,) and maps (H, M).
+        """Return the row (T + 1,) of given tables, base (M,) and maps (H, M).
 
         Key k of level 0 has value base[k]; key k of level l stands for key maps[l - 1, k] of level l - 1.
         """
@@ -87,44 +86,9 @@ class Task:
         return (idx == QUERY).roll(1, 1)  # the last input is a key: no Q comes round to the front
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'accuracy_0' ... 'accuracy_H': share of right answers at each level, 'levels_solved': those of 0.99}."""
+        """Return {'accuracy_0' ... 'accuracy_H': share of right answers per level, 'levels_solved': those of 0.99}."""
         is_right = greedy_tokens(model, idx, device, batch_size) == targets
         level = (idx - self.first_key) // self.keys
         accuracy = [is_right[(targets >= 0) & (level == l)].float().mean().item() for l in range(self.hops + 1)]
         n_solved = sum(a >= SOLVED for a in accuracy)
         return {**{f'accuracy_{l}': a for l, a in enumerate(accuracy)}, 'levels_solved': n_solved}
-
-
-def show(task: Task, row) -> str:
-    """A row (T + 1,) as text, laid out as the paper's example: a line of inputs, below it the targets that count."""
-    width = max(map(len, task.symbols))
-
-    def line(title, names):
-        return f'  {title:8}' + ' '.join(f'{name:{width}}' for name in names).rstrip()
-    inputs = [task.symbols[i] for i in row[:-1]]
-    targets = [task.symbols[row[t + 1]] if t and row[t - 1] == QUERY else '_' for t in range(len(inputs))]
-    lines, part_tokens = [], 3 * task.keys + 1  # of a table, and of its queries
-    for start in range(0, len(inputs), part_tokens):
-        level, is_queries = divmod(start // part_tokens, 2)
-        if not is_queries:
-            lines.append(f'level {level}')
-        part = slice(start, start + part_tokens)
-        lines.append(line('queries' if is_queries else 'table', inputs[part]))
-        lines.append(line('targets', targets[part]))
-    return '\n'.join(lines)
-
-
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    with friendly_errors():
-        task, rest, _ = load_settings(Task, [arg for arg in argv if arg != '--show'])
-        if '--show' not in argv or rest:
-            raise UserError('what to do? python -m data.pointer_chasing --show --hops=2 --keys=3 --values=10 prints a '
-                            'row')
-        print(show(task, task.row(np.random.default_rng(0))))
-        T = task.row_tokens - 1
-        print(f'{T} inputs and as many targets: block_size = {T}; {len(task.symbols) + 1} ids, eos included')
-
-
-if __name__ == '__main__':
-    main()

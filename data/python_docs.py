@@ -17,13 +17,13 @@ MIN_CHARACTERS = 80  # shorter docstrings repeat the name of their function
 
 
 def build(folder):
-    """Builds the data folder: byte tokens, deduplicated, split by a hash of each document's text."""
+    """Build the data folder: byte tokens, deduplicated, split by a hash of each document's text."""
     unique = dict.fromkeys(documents())
     write_data(folder, load_tokenizer('byte'), ((split_of(text), text) for text in unique))
 
 
 def documents():
-    """Yields the texts, always in the same order."""
+    """Yield the texts, always in the same order."""
     from pydoc_data.topics import topics
     yield from (topics[name] for name in sorted(topics))
     library = Path(sysconfig.get_paths()['stdlib'])

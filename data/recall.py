@@ -1,6 +1,6 @@
-"""Recall: what a key stood for, asked a chosen number of tokens later.
+"""Recall: the value of a key, asked for a chosen number of tokens later.
 
-    python train.py --data=recall:pairs=8,distances=8-16-32-64 --block_size=128 ...        the options are Task's fields
+    python train.py --data=recall:pairs=8,distances=8-16-32-64 --block_size=128 ...        options: the fields of Task
 
 A row is filler tokens, and among them pairs of a key and its value. Each key is asked for once, by Q and the key; the
 value follows, and no other position counts:
@@ -9,13 +9,13 @@ value follows, and no other position counts:
        |                        |
        the pair at p            the query at p + distance, whose target is v2
 
-The distance is that from the key in its pair to the key in its query, and so from the value that is read to the value
-that is predicted. Every row asks at each of the distances, and each pair is asked at one: they are dealt out in turn,
-so that none has over one pair more than another. Keys of a row are all different, values and fillers are drawn freely,
-and the places are random. So accuracy by distance says how far back a model finds what it has read once.
+The distance is counted from the key in its pair to the key in its query, which is also the distance from the value that
+is read to the value that is predicted. Every row asks at all distances; each pair is asked for at one, and no distance
+has over one pair more than another. The keys of a row are all different, values and fillers are drawn freely, and
+places are random. Accuracy by distance shows how far back a model finds what it has read once.
 
-A few distances can also be learned by themselves: to look back by just so many tokens is no recall. Rows of other
-distances show which it is, python eval.py RUN --val --data=recall:distances=12-24-48.
+A model may also learn to look back by exactly these distances, which is not recall. Rows of other distances tell:
+python eval.py RUN --val --data=recall:distances=12-24-48.
 """
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class Task:
     fillers: int = 10  # filler tokens that there are
     val_rows: int = 1000  # held-out rows, for the validation loss and the scores
 
-    train_rows = None  # always fresh ones
+    train_rows = None  # unlimited
     symbol_options = 'keys', 'values', 'fillers'  # rows of any length and distances have the same symbols
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class Task:
                             'do not fit; make it larger')
 
     def draw_places(self, rng) -> list[int] | None:
-        """Where the key of each pair stands, at random, longest distance first; None where one finds no room."""
+        """Draw the position of each pair's key, longest distance first; None if there is no room for one."""
         is_free, places = np.ones(self.row_tokens, bool), []
         for distance in self.distance_of_pair:
             taken = np.array([0, 1, distance - 1, distance, distance + 1])  # key value ... Q key value, from the key on
@@ -82,7 +82,7 @@ class Task:
         return places
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """A row of random pairs in random places: ids (T + 1,)."""
+        """Return a row of random pairs in random places: ids (T + 1,)."""
         places = None
         while places is None:
             places = self.draw_places(rng)
@@ -100,13 +100,13 @@ class Task:
         return (idx == QUERY).roll(1, 1)  # the last input is no Q, which its key follows: none comes round
 
     def asked_distance(self, idx):
-        """idx (B, T) -> (B, T) int64: tokens from pair to query at the positions that count, elsewhere 0."""
+        """Return the tokens from pair to query at the positions that count, elsewhere 0: idx (B, T) -> (B, T)."""
         query = self.counted(idx).nonzero()[:, 1].view(len(idx), self.pairs)
         keys = idx.gather(1, query)
         pair = torch.stack([(idx == key).int().argmax(1) for key in keys.split(1, 1)], 1)  # where a key is first
         return torch.zeros_like(idx).scatter(1, query, query - pair)
 
     def score(self, model, idx, targets, device, batch_size):
-        """{'accuracy_8' ...: share of right answers at each distance}."""
+        """Return {'accuracy_8' ...: share of right answers at each distance}."""
         is_right, distance = greedy_tokens(model, idx, device, batch_size) == targets, self.asked_distance(idx)
         return {f'accuracy_{d}': is_right[distance == d].float().mean().item() for d in self.all_distances}

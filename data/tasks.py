@@ -1,21 +1,21 @@
-"""Synthetic tasks: built-in data that is never written, as `Generated` makes each row when it is read.
+"""Synthetic tasks: built-in data that is never written, because `Generated` makes each row when it is read.
 
-Such a file has a dataclass Task, whose fields are the options of its name, as in 'path_star:degree=2,length=5'. It has
+The file of a task has a dataclass Task, whose fields are options: 'path_star:degree=2,length=5'. It defines
 
-    symbols                     the text of each token id; the id after the last one is eos, which only rows that pack
-                                several documents contain
-    row_tokens                  tokens of a row, T + 1: a row is T inputs and, one further, their T targets
-    train_rows, val_rows        rows of the fixed training set, None for fresh rows without end; rows held out
+    symbols                     the text of each token id; the next id is eos, which occurs only in rows that pack
+                                several documents
+    row_tokens                  tokens of a row, T + 1: T inputs and, one position later, their T targets
+    train_rows, val_rows        rows of the fixed training set, or None for unlimited generated rows; held-out rows
     row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
     counted(idx)                (B, T) bool: the positions whose targets count; all other targets are -1
     score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
 
-and where the task is of another kind
+and optionally
 
-    val_row(rng)                a held-out row, where they are not drawn as those of training
-    targets(rows)               in place of `counted`: the targets (B, T) of rows (B, T + 1) that are not next tokens
-    symbol_options              names of the options that the symbols depend on; without it, all but numbers of rows.
-                                A run can be judged on any data that has the same of these
+    val_row(rng)                a held-out row, if they are drawn differently
+    targets(rows)               instead of `counted`: the targets (B, T) of rows (B, T + 1), if not the next tokens
+    symbol_options              names of the options that the symbols depend on; by default all but numbers of rows.
+                                A run can be evaluated on any data in which these are the same
 """
 import difflib
 import hashlib
@@ -32,7 +32,7 @@ from common.files import UserError
 from common.settings import Text, typed
 from data.shards import shuffled
 
-NOT_DATA = {'parts', 'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
+NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
 
 KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and kept in memory
 
@@ -40,18 +40,18 @@ KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and
 
 
 def builtin_data() -> list[str]:
-    """The names of built-in data: a file each, with `build` or `Task`."""
+    """Return the names of built-in data: the files of this folder with `build` or `Task`."""
     return sorted({path.stem for path in Path(__file__).parent.glob('[a-z]*.py')} - NOT_DATA)
 
 
 def task_class(name) -> type | None:
-    """The Task class of the synthetic task that a data name begins with, or None."""
+    """Return the Task class for a data name, or None if it is not a synthetic task."""
     kind = str(name).partition(':')[0]
     return getattr(importlib.import_module(f'data.{kind}'), 'Task', None) if kind in builtin_data() else None
 
 
 def make_task(name: str):
-    """The Task of a data name 'task' or 'task:option=value,...'; UserError for an option or a value not taken."""
+    """Create the Task of a data name 'task' or 'task:option=value,...'. Raises UserError for a bad option or value."""
     Task, where = task_class(name), f'in data {name!r}'
     types_of, values = typing.get_type_hints(Task), {}
     for option in filter(None, name.partition(':')[2].split(',')):
@@ -69,11 +69,10 @@ def make_task(name: str):
 # ---- their rows as data ----
 
 class Generated:
-    """The rows of a synthetic task, made when they are read. In its functions as Data: what reads one reads the other.
+    """The rows of a synthetic task, generated when they are read. Has the methods of Data.
 
-    A row is a function of its split and number, and where training rows are fresh without end, of the seed: then row i
-    of training is the i-th that any run with that seed reads. A fixed training set is the same for all seeds, its order
-    is not.
+    A row is a function of its split and number. Unlimited training rows also depend on the seed: row i is the i-th that
+    any run with that seed reads. A fixed training set is the same for all seeds, but its order is not.
     """
 
     def __init__(self, name):
@@ -94,15 +93,15 @@ class Generated:
 
     @property
     def sha256(self) -> str:
-        """A checksum of the options and of some rows, by which a resumed run knows its data, made by the same code."""
+        """A checksum of the options and of some rows. A resumed run compares it."""
         rows = np.concatenate([self.rows(split, range(8), 0) for split in self.splits])
         return hashlib.sha256(self.folder.encode() + rows.astype('<i8').tobytes()).hexdigest()
 
     def verify(self):
-        """Nothing is stored that could be damaged."""
+        """Do nothing: no data is stored."""
 
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
-        """The rows of a split with these numbers, int64 (len(numbers), T + 1)."""
+        """Return the rows of a split with these numbers, int64 (len(numbers), T + 1)."""
         is_fresh = split == 'train' and self.task.train_rows is None
         stream, make_row = seed if is_fresh else 0, self.task.row
         if split == 'val':
@@ -118,13 +117,13 @@ class Generated:
         return self.kept[numbers].astype(np.int64)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
-        """count ids from position start of a split's rows, one after the other (fresh ones: those of seed 0)."""
+        """Return count ids from position start of a split's rows in order (of seed 0)."""
         n = self.T + 1
         begin, end = start // n, math.ceil((start + count) / n)
         return self.rows(split, range(begin, end), 0).ravel()[start - begin * n:][:count]
 
     def n_windows(self, split: str, T: int) -> float:
-        """Rows of a split, infinite where training rows are fresh. T must be the task's."""
+        """Return the number of rows of a split, infinite if unlimited. T must be the task's."""
         if T != self.T:
             raise UserError(f'block_size is {T}, but a row of {self.folder} is {self.T} inputs and their targets: set '
                             f'block_size to {self.T}')
@@ -132,14 +131,14 @@ class Generated:
         return math.inf if n_rows is None else n_rows
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
-        """idx, targets (part of batch_size, T) int64 of a training step: a pure function of its arguments."""
+        """Return idx, targets (part of batch_size, T) int64 of a training step: a pure function of the arguments."""
         numbers, n = np.arange(step * batch_size, (step + 1) * batch_size)[part], self.n_windows('train', T)
         if n < math.inf:
             numbers, _ = shuffled(numbers, n, seed)
         return self._batch(self.rows('train', numbers, seed))
 
     def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
-        """idx, targets (len(windows), T) int64 of the held-out rows with these numbers, whatever the seed."""
+        """Return idx, targets (len(windows), T) int64 of the held-out rows with these numbers. The seed is ignored."""
         return self._batch(self.rows('val', windows, 0))
 
     def _batch(self, rows):
@@ -150,9 +149,9 @@ class Generated:
         return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
-        """The first held-out row up to its last answer, and how many ids that answer has.
+        """Return the first held-out row up to its last answer, and the length of that answer.
 
-        Where every position has an answer: all of the inputs, and one id.
+        If every position has an answer: all inputs, and 1.
         """
         idx, targets = self.val_batch([0], T)
         last = int((targets[0] >= 0).nonzero()[-1])
@@ -161,12 +160,12 @@ class Generated:
         return idx[0, :prompt].tolist(), last + 2 - prompt
 
     def score(self, model, device, batch_size: int) -> dict[str, float]:
-        """The task's exact scores {name: value} of a model in eval mode, over all held-out rows."""
+        """Return the exact scores {name: value} of a model in eval mode on all held-out rows."""
         idx, targets = self.val_batch(range(self.task.val_rows), self.T)
         return self.task.score(model, idx, targets, device, batch_size)
 
 
 @torch.no_grad()
 def greedy_tokens(model, idx, device, batch_size: int) -> torch.Tensor:
-    """The token that the model holds likeliest after each position. idx (n, T) -> (n, T) int64, on the CPU."""
+    """Return the most likely next token at each position. idx (n, T) -> (n, T) int64, on the CPU."""
     return torch.cat([model.logits(part.to(device)).argmax(-1).cpu() for part in idx.split(batch_size)])

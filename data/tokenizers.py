@@ -2,17 +2,16 @@
 
     python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json      trains a byte-level BPE
 
-Files are .txt, or .jsonl whose records have a field `text`. prepare_fineweb.py --tokenizer=bpe16k.json then uses it.
+The texts are .txt files, or records with a field `text`, as prepare_fineweb.py reads them; its --tokenizer=bpe16k.json
+then uses the result.
 """
 import difflib
-import glob
-import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -29,25 +28,24 @@ EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
 
 @dataclass
 class Tokenizer:
-    """encode(text) -> list of ids; decode(ids) -> bytes: a character cut between two tokens is the caller's to join."""
+    """encode(text) -> list of ids; decode(ids) -> bytes, because a token may end inside a character."""
 
     name: str
     n_ids: int  # ids 0 ... n_ids - 1, eos included
     eos_id: int
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], bytes]
-    encode_document: Callable | None = None  # of a document, where '<|endoftext|>' is text: ids, or an array of them
+    encode_document: Callable | None = None  # encodes '<|endoftext|>' as text; ids, or an array of them
     bos_id: int | None = None  # the token that starts a document, if it has one
     start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
 
 
 def load_tokenizer(name, bos: bool = False) -> Tokenizer:
-    """The tokenizer called `name`: 'byte' (256 bytes and eos), 'gpt2' (tiktoken downloads it once), or a path.
+    """Load a tokenizer: 'byte' (256 bytes and eos), 'gpt2' (tiktoken downloads it once), a synthetic task, or a path.
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
-    vocab.bpe. The name of a synthetic task, with its options, is that of its symbols' tokenizer. With bos, documents
-    and prompts start with that token. Raises UserError if the tokenizer is not there, is damaged, or names no end of a
-    document; with bos, if it names no start.
+    vocab.bpe. With bos, documents and prompts start with that token. Raises UserError if the tokenizer is missing or
+    damaged, or has no token that ends a document; with bos, if it has none that starts one.
     """
     tokenizer = open_tokenizer(name)
     if bos and tokenizer.bos_id is None:
@@ -57,7 +55,7 @@ def load_tokenizer(name, bos: bool = False) -> Tokenizer:
 
 
 def open_tokenizer(name) -> Tokenizer:
-    """`load_tokenizer` without bos."""
+    """Load a tokenizer without bos."""
     name, path = str(name), Path(name)
     if name == 'byte':
         return byte_tokenizer()
@@ -80,10 +78,7 @@ def open_tokenizer(name) -> Tokenizer:
 
 
 def tokenizer_digest(name) -> str | None:
-    """What a tokenizer is, wherever its file lies: a name that says it all, or the sha256 of its file.
-
-    None if it is not there.
-    """
+    """Return the identity of a tokenizer: its name, or the sha256 of its file. None if the file is missing."""
     name, path = str(name), Path(name)
     if name in ('byte', 'gpt2') or task_class(name):
         return name
@@ -99,9 +94,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
-    """A token for each symbol: a word, `||` where it is one, or a single other character.
+    """One token per symbol: a word, `||` if it is a symbol, or a single other character.
 
-    Blanks and commas only separate; decoding puts a blank before each symbol.
+    Blanks and commas separate symbols. Decoding puts a blank before each symbol.
     """
     id_of = {symbol: i for i, symbol in enumerate(symbols)}
     pattern = r'\w+|\|\||[^\w\s,]' if '||' in id_of else r'\w+|[^\w\s,]'
@@ -126,23 +121,17 @@ def gpt2_tokenizer(name: str, bpe) -> Tokenizer:
 
 
 def gpt2_encoding(folder: Path):
-    """tiktoken's gpt2 from encoder.json and vocab.bpe in a folder, if they are the very files that it downloads."""
+    """Return tiktoken's gpt2 from the encoder.json and vocab.bpe in a folder, which must be those of OpenAI."""
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
     for file, want in GPT2_SHA256.items():
         path = folder / file
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != want:
+        if not path.is_file() or sha256(path) != want:
             state = 'not the one of GPT-2' if path.is_file() else 'missing'
             raise UserError(f'{path} is {state}: expected the file that OpenAI published, sha256 {want}')
-    cache = os.environ.get('TIKTOKEN_CACHE_DIR')
-    os.environ['TIKTOKEN_CACHE_DIR'] = ''  # local files need no copies
-    try:
-        ranks = data_gym_to_mergeable_bpe_ranks(str(folder / 'vocab.bpe'), str(folder / 'encoder.json'))
-    finally:
-        del os.environ['TIKTOKEN_CACHE_DIR']
-        if cache is not None:
-            os.environ['TIKTOKEN_CACHE_DIR'] = cache
+    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / 'vocab.bpe'), str(folder / 'encoder.json'),
+                                            GPT2_SHA256['vocab.bpe'], GPT2_SHA256['encoder.json'])
     return tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
                              special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
 
@@ -186,7 +175,7 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
-    """{GPT-2's printable character for a byte: the byte}."""
+    """Return {GPT-2's printable character for a byte: the byte}."""
     from tokenizers.pre_tokenizers import ByteLevel
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -212,7 +201,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
-    """The bytes of a token: GPT-2's characters for bytes, or SentencePiece's: <0x41> a byte, U+2581 a space."""
+    """Return the bytes of a token written in GPT-2's characters, or in SentencePiece's: <0x41>, U+2581 for a space."""
     if byte_of:
         return bytes(byte_of[c] for c in piece) if all(c in byte_of for c in piece) else piece.encode()
     if re.fullmatch('<0x[0-9A-F]{2}>', piece):
@@ -221,7 +210,7 @@ def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
 
 
 def padded_vocab(n_ids: int) -> int:
-    """Rows of the embedding table: the next multiple of 64 above n_ids, so that a padding row is free for <predict>."""
+    """Return the rows of the embedding: the next multiple of 64 above n_ids, so that a row is free for <predict>."""
     return (n_ids // 64 + 1) * 64
 
 
@@ -234,9 +223,9 @@ class Settings:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
-    """A byte-level BPE with so many ids, learned from texts, as the content of a tokenizer.json.
+    """Train a byte-level BPE. Returns the content of a tokenizer.json; id 0, <|endoftext|>, ends a document.
 
-    The last merges are missing where the texts have too few pairs. Id 0, <|endoftext|>, ends a document.
+    It has fewer than vocab_size ids if the texts have too few pairs.
     """
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -248,37 +237,20 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
     return fast.to_str(pretty=True)
 
 
-def texts_of(paths: list[Path]) -> Iterator[str]:
-    """Yield the lines of .txt files and the texts of .jsonl records."""
-    from data.sources import printable
-    for path in paths:
-        with open(path, encoding='utf-8', errors='replace') as file:
-            for number, line in enumerate(file, 1):
-                if path.suffix != '.jsonl':
-                    yield line
-                elif line.strip():
-                    try:
-                        text = printable(json.loads(line)['text'])
-                    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                        raise UserError(f'{path}, line {number}: expected a JSON object whose field text is a text')
-                    yield text
-
-
 def main(argv: list[str] | None = None) -> None:
+    from data.sources import open_source
     with friendly_errors():
         s, names, _ = load_settings(Settings, argv)
-        paths = [Path(path) for name in names for path in (glob.glob(name, recursive=True) or [name])]
         check_ranges(s, vocab_size=(257, 10 ** 6))
-        if not paths:
+        if not names:
             raise UserError("which texts? python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json")
-        for path in paths:
-            if not path.is_file() or path.suffix not in ('.txt', '.jsonl'):
-                raise UserError(f'{path} is no text file: expected .txt or .jsonl files, or a pattern of them')
         if Path(s.out).exists():
             raise UserError(f'{s.out} exists: write to another --out')
-        if not Path(s.out).parent.is_dir():
-            raise UserError(f'there is no folder {Path(s.out).parent} to write {Path(s.out).name} to')
-        write_file(s.out, train_tokenizer(texts_of(paths), s.vocab_size).encode())
+        as_read = SimpleNamespace(config=None, split='train', text_field='text', id_field=None, split_lines=True,
+                                  shuffle=0)
+        batches = (batch for name in names for _, batch in open_source(name, as_read)[0](None))
+        content = train_tokenizer((found[2] for batch in batches for found in batch if found), s.vocab_size)
+        write_file(s.out, content.encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 
 

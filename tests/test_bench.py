@@ -44,7 +44,7 @@ def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args, results_stay):
 @pytest.mark.parametrize('name', TOYS)
 def test_a_mistyped_argument_is_a_sentence_and_nothing_is_measured(name, results_stay):
     result = run('-m', f'bench.{name}', '--toy', '--typo')
-    assert_sentence(result, 'which file?' if name == 'prepare' else 'typo')
+    assert_sentence(result, 'typo')
     assert not result.stdout
 
 

@@ -61,7 +61,7 @@ def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):
     assert sorted(found) == sorted([0, *encode(text), 1] for text in TEXTS)
 
 
-def test_documents_start_with_bos_only_where_it_is_asked_for(tokenizer, tmp_path):
+def test_without_bos_documents_start_with_their_text(tokenizer, tmp_path):
     write_data(tmp_path / 'data', load_tokenizer(tokenizer), [('train', TEXTS[0]), ('val', TEXTS[1])])
     d = Data(tmp_path / 'data')
     assert not d.bos and 0 not in d.tokens('train', 0, d.splits['train']['tokens']).tolist()

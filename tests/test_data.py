@@ -1,7 +1,6 @@
 """Data folders: what is written, the order it is read in, and the sentence when it is damaged."""
 import json
 import os
-import random
 import shutil
 import sysconfig
 from pathlib import Path
@@ -10,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_sentence, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import data
 from common.files import UserError
@@ -29,44 +29,43 @@ def test_padded_vocabulary_leaves_a_free_row():
     assert [padded_vocab(n) for n in (257, 32000, 50257, 64)] == [320, 32064, 50304, 128]
 
 
-def test_byte_tokenizer_round_trips():
-    tokenizer = load_tokenizer('byte')
-    text = 'naïve 日本\n'
-    assert tokenizer.decode(tokenizer.encode(text) + [tokenizer.eos_id]).decode() == text
+# ---- the order of training ----
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 2 ** 63))
+def test_an_epoch_is_a_permutation(n, seed):
+    *keys, _ = epoch_keys(seed, 0)
+    assert sorted(permute(np.arange(n), n, keys).tolist()) == list(range(n))
 
 
-@pytest.mark.parametrize('n', [1, 2, 3, 17, 64, 1000])
-def test_permutation_visits_every_index_once(n):
-    orders = [permute(np.arange(n), n, [key, 2, 3, 4]).tolist() for key in (1, 9)]
-    assert all(sorted(order) == list(range(n)) for order in orders)
-    assert n < 17 or orders[0] != orders[1]
+def feistel(i, n, keys):
+    """Where the permutation puts one index, in Python's numbers."""
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = i >> half, i & mask
+        for key in keys:
+            mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+            mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            left, right = right, left ^ (mixed >> 32) & mask
+        i = left << half | right
+        if i < n:
+            return i
 
 
-def test_the_order_of_training_is_that_of_older_code():
-    """Which went through the network one index at a time, in Python's numbers."""
-    def of_one(i, n, keys):
-        half = max(1, ((n - 1).bit_length() + 1) // 2)
-        mask = (1 << half) - 1
-        while True:
-            left, right = i >> half, i & mask
-            for key in keys:
-                mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-                mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-                left, right = right, left ^ (mixed >> 32) & mask
-            i = left << half | right
-            if i < n:
-                return i
-    for n, first in ((1, 0), (7, 3), (1000, 980), (3_000_000_001, 5_999_999_990), (2 ** 41 + 1, 2 ** 41 - 20)):
-        numbers = np.arange(first, first + 40)  # of several epochs
-        windows, own = shuffled(numbers, n, seed=5)
-        for i, window, number in zip(numbers.tolist(), windows.tolist(), own.tolist()):
-            *keys, want = epoch_keys(5, i // n)
-            assert (window, number) == (of_one(i % n, n, keys), want)
+@pytest.mark.parametrize('n, first', [(1, 0), (7, 3), (1000, 980), (3_000_000_001, 5_999_999_990),
+                                      (2 ** 41 + 1, 2 ** 41 - 20)])
+def test_the_order_of_training_is_a_feistel_network_of_each_epoch(n, first):
+    numbers = np.arange(first, first + 40)  # of several epochs
+    windows, own = shuffled(numbers, n, seed=5)
+    for i, window, number in zip(numbers.tolist(), windows.tolist(), own.tolist()):
+        *keys, want = epoch_keys(5, i // n)
+        assert (window, number) == (feistel(i % n, n, keys), want)
 
 
 def test_shards_read_as_one_stream(tiny_data):
     d = Data(tiny_data)
-    assert len(d.shards['train']) > 2
+    assert len(d.starts['train']) > 3
     whole = stream(tiny_data, 'train')
     assert (d.tokens('train', 4990, 6000) == whole[4990:10990]).all()
     assert d.splits['train']['tokens'] == len(whole) == d.splits['train']['bytes'] + d.splits['train']['documents']
@@ -155,21 +154,6 @@ def test_embedded_data_is_deterministic(tmp_path, monkeypatch):
     assert (tmp_path / 'a/meta.json').read_text() == (tmp_path / 'b/meta.json').read_text()
 
 
-def test_a_folder_of_texts_is_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, 'BUILT', tmp_path / 'built')
-    (tmp_path / 'texts/more').mkdir(parents=True)
-    texts = [''.join(f'Line {i} of text {n} that is not long.\n' for i in range(1 + n % 7)) for n in range(400)]
-    for n, text in enumerate(texts):
-        (tmp_path / 'texts' / ('more' if n % 2 else '') / f'{n}.txt').write_text(text)
-    d = data.open_data(str(tmp_path / 'texts'))
-    ids = [*stream(d.folder, 'train'), *stream(d.folder, 'val')]
-    assert sorted(bytes(min(i, 255) for i in ids).decode('latin1').split('\xff')[:-1]) == sorted(texts)
-    assert d.splits['val']['documents'] >= 10 and d.splits['train']['documents'] > 300
-    assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len(list((tmp_path / 'built').iterdir())) == 1
-    (tmp_path / 'texts/0.txt').write_text('Another text.')  # and so other data
-    assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len(list((tmp_path / 'built').iterdir())) == 2
-
-
 def test_two_runs_that_start_at_once_build_the_same_data(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(data, 'BUILT', tmp_path)
 
@@ -186,6 +170,8 @@ def test_two_runs_that_start_at_once_build_the_same_data(tiny_data, tmp_path, mo
     with pytest.raises(UserError, match='no text'):
         data.open_data('python_docs')
 
+
+# ---- damage ----
 
 @pytest.fixture
 def copy(tiny_data, tmp_path):
@@ -204,135 +190,45 @@ def test_damaged_data_is_a_sentence(copy):
     expect(f'{shard} has {len(whole) - 2} bytes, meta.json says {len(whole)}', lambda: Data(copy))
     shard.unlink()
     expect(f'{shard} is missing', lambda: Data(copy))
-    shard.write_bytes(whole[:-2] + b'a\0' if whole[-2:] != b'a\0' else whole[:-2] + b'b\0')
-    expect(f'{shard} does not match its checksum', Data(copy).verify)
     shard.write_bytes(b'\xff\xff' * (len(whole) // 2))
-    shard.with_suffix('.crc32').unlink()  # as in a folder of older code
+    expect(f'{shard} does not match its checksum', Data(copy).verify)
     expect('holds id 65535, but its tokenizer has only 257 ids', lambda: Data(copy).tokens('train', 0, 10000))
-    meta = copy / 'meta.json'
-    meta.write_text(meta.read_text()[:50])
-    expect(f'{copy}/meta.json is damaged', lambda: Data(copy))
     expect('no data at python_dogs (did you mean', lambda: data.open_data('python_dogs'))
     expect('no data at nowhere: expected a .txt file, a folder with meta.json or with .txt files, or built-in data '
            '(a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)',
            lambda: data.open_data('nowhere'))
 
 
-def flip_bit(path, rng):
-    """One bit of a file, at random."""
-    content = bytearray(path.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
+json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                           lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+places = st.sampled_from([('tokenizer',), ('n_ids',), ('eos_id',), ('dtype',), ('splits',), ('splits', 'val'),
+                          *(('splits', 'val', name) for name in ('tokens', 'documents', 'bytes', 'shards')),
+                          ('splits', 'val', 'shards', 0),
+                          *(('splits', 'val', 'shards', 0, name) for name in ('file', 'tokens', 'sha256'))])
 
 
-def test_a_flipped_bit_of_a_shard_is_found_when_its_mib_is_first_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, 'MIB', 1000)  # a shard of 10,000 bytes then has ten
-    documents = [(split, 'abcdefghi' * 60) for split in ('train', 'val') * 20]
-    shards.write_data(tmp_path / 'data', load_tokenizer('byte'), documents, shard_tokens=5000)
-    shard, rng = tmp_path / 'data/train_00001.bin', random.Random(0)
-    whole, n_before = shard.read_bytes(), Data(tmp_path / 'data').starts['train'][1]
-    for _ in range(100):
-        flip_bit(shard, rng)
-        place = next(i for i, (old, new) in enumerate(zip(whole, shard.read_bytes())) if old != new)
-        begin, end = place // 1000 * 1000, min(place // 1000 * 1000 + 1000, len(whole))
-        d = Data(tmp_path / 'data')
-        with pytest.raises(UserError, match=f'train_00001.bin is damaged between byte {begin} and byte {end},'):
-            d.tokens('train', n_before + place // 2, 1)
-        if begin:
-            d.tokens('train', 0, n_before + begin // 2)  # all before that piece
-        with pytest.raises(UserError, match=f'train_00001.bin is damaged between byte {begin} and byte {end},'):
-            d.tokens('train', 0, d.splits['train']['tokens'])
-        shard.write_bytes(whole)
-    checksums = shard.with_suffix('.crc32')
-    checksums.write_bytes(checksums.read_bytes()[:-6] + bytes(6))
-    with pytest.raises(UserError, match='train_00001.crc32 is damaged'):
-        Data(tmp_path / 'data')
-
-
-def test_a_shard_that_is_shortened_while_it_is_read_is_a_sentence(copy):
-    d = Data(copy)
-    d.tokens('train', 0, 3000)
-    os.truncate(copy / 'train_00000.bin', 5000)
-    d.tokens('train', 0, 2500)
-    with pytest.raises(UserError, match=r'train_00000.bin has 5000 bytes and had \d+: it was shortened'):
-        d.tokens('train', 0, 2501)
-
-
-def test_folders_of_older_code_are_read_and_one_line_says_that_only_sizes_are_checked(copy, tiny_data, capsys):
-    want = Data(tiny_data)
-    assert capsys.readouterr().err == ''
-    for path in copy.glob('*.crc32'):
-        path.unlink()
-    meta = json.loads((copy / 'meta.json').read_text())
-    del meta['crc32']
-    meta['tokenizer'] = '/elsewhere/tokenizer.json'  # `write_data` did not copy it
-    (copy / 'meta.json').write_text(json.dumps(meta))
-    d = Data(copy)
-    assert d.tokenizer == '/elsewhere/tokenizer.json'
-    message = capsys.readouterr().err
-    assert message.count('\n') == 1 and 'shards have no checksums of their pieces' in message and '--verify' in message
-    n = d.splits['train']['tokens']
-    assert d.sha256 == want.sha256 and (d.tokens('train', 0, n) == want.tokens('train', 0, n)).all()
-
-
-def test_few_files_stay_open_and_none_after_the_data(tiny_data, monkeypatch):
-    def open_files():
-        return [path for path in (os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd'))
-                if path.startswith(str(tiny_data))]
-    monkeypatch.setattr(shards, 'KEPT_OPEN', 2)
-    d = Data(tiny_data)
-    assert open_files() == []
-    ids = d.tokens('train', 0, d.splits['train']['tokens'])
-    assert len(d.shards['train']) > 2 and (ids == stream(tiny_data, 'train')).all() and len(open_files()) == 2
-    del d
-    assert open_files() == []
-
-
-def test_a_flipped_bit_of_meta_json_is_a_sentence_or_changes_nothing(copy):
-    meta, rng, n_found = copy / 'meta.json', random.Random(0), 0
-    whole, want = meta.read_bytes(), vars(Data(copy))
-    for _ in range(200):
-        flip_bit(meta, rng)
-        try:
-            have = vars(Data(copy))
-            assert all(have[name] == want[name] for name in ('splits', 'n_ids', 'eos_id', 'tokenizer', 'starts'))
-        except UserError as error:
-            assert 'meta.json is damaged' in str(error)
-            n_found += 1
-        meta.write_bytes(whole)
-    assert n_found > 100
-
-
-@pytest.mark.parametrize('path, value', [
-    *(((name,), value) for name in ('tokenizer', 'n_ids', 'eos_id', 'dtype', 'splits')
-      for value in (None, [], -1, 'x/y')),
-    (('n_ids',), 2 ** 40), (('n_ids',), True), (('eos_id',), 257), (('tokenizer',), '../byte'), (('dtype',), 'int8'),
-    *((('splits', 'val', name), value) for name in ('tokens', 'documents', 'bytes')
-      for value in (0, -1, 1.5, '7', None)),
-    *((('splits', 'val', 'shards'), value) for value in (None, {}, [], [5], [{}])),
-    *((('splits', 'val', 'shards', 0, 'file'), value)
-      for value in ('../val_00000.bin', '/etc/passwd', 'a/b', '..', '.', '', 'a\0b', '\ud800', 'a' * 300, 5)),
-    *((('splits', 'val', 'shards', 0, 'tokens'), value) for value in (0, -5, '5', 10 ** 40)),
-    *((('splits', 'val', 'shards', 0, 'sha256'), value) for value in (None, 5, 'abc')),
-])
-def test_wrong_types_and_values_in_meta_json_are_sentences(copy, path, value):
-    meta = json.loads((copy / 'meta.json').read_text())
-    del meta['crc32']  # so that it is the values that are judged
-    inner = meta
-    for key in path[:-1]:
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(places, json_values)
+def test_whatever_value_meta_json_has_it_is_read_or_a_sentence(copy, tiny_data, place, value):
+    meta = inner = json.loads((tiny_data / 'meta.json').read_text())
+    for key in place[:-1]:
         inner = inner[key]
-    inner[path[-1]] = value
+    inner[place[-1]] = value
     (copy / 'meta.json').write_text(json.dumps(meta))
-    with pytest.raises(UserError, match='meta.json is damaged .* cannot be '):
-        Data(copy)
+    try:
+        Data(copy).tokens('val', 0, 10)
+    except UserError as error:
+        assert str(copy) in str(error)
 
 
-@pytest.mark.parametrize('text', ['', '5', '[]', 'null', '[' * 100_000, '{"n_ids": ' + '9' * 5000, '\0', '{}'])
+@pytest.mark.parametrize('text', ['', '5', '[]', '[' * 100_000, '{"n_ids": ' + '9' * 5000, '\0', '{}'])
 def test_what_is_no_meta_json_is_a_sentence(copy, text):
     (copy / 'meta.json').write_text(text)
     with pytest.raises(UserError, match='meta.json is damaged '):
         Data(copy)
 
+
+# ---- writing ----
 
 @pytest.mark.parametrize('umask', [0o022, 0o007])
 def test_a_data_folder_has_the_permissions_of_the_umask(tmp_path, umask):
@@ -345,36 +241,15 @@ def test_a_data_folder_has_the_permissions_of_the_umask(tmp_path, umask):
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / 'data').iterdir()} == {0o666 & ~umask}
 
 
-def test_writing_never_replaces_data_and_needs_both_splits(tiny_data, tmp_path):
-    with pytest.raises(UserError, match='exists: remove it first'):
-        shards.write_data(tiny_data, load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
-    with pytest.raises(UserError, match="expected documents for 'train' and for 'val'"):
-        shards.write_data(tmp_path / 'x', load_tokenizer('byte'), [('train', 'a')])
-    assert not (tmp_path / 'x').exists()
-
-
-def test_a_failed_write_leaves_nothing(tmp_path):
-    def documents():
+def test_writing_never_replaces_data_and_is_all_or_nothing(tiny_data, tmp_path):
+    def interrupted():
         yield 'train', 'text'
         raise KeyboardInterrupt
+    byte = load_tokenizer('byte')
+    with pytest.raises(UserError, match='exists: remove it first'):
+        shards.write_data(tiny_data, byte, [('train', 'a'), ('val', 'b')])
+    with pytest.raises(UserError, match="expected documents for 'train' and for 'val'"):
+        shards.write_data(tmp_path / 'x', byte, [('train', 'a')])
     with pytest.raises(KeyboardInterrupt):
-        shards.write_data(tmp_path / 'x', load_tokenizer('byte'), documents())
+        shards.write_data(tmp_path / 'x', byte, interrupted())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tokenizer_is_trained_to_a_size_and_gives_texts_back(tmp_path):
-    text = 'Träume aus Glas, dreams of glass, 夢. ' * 20 + ' '.join(f'word{i}' for i in range(200))
-    (tmp_path / 'a.jsonl').write_text(json.dumps({'text': text}) + '\n')
-    result = run('-m', 'data.tokenizers', tmp_path / 'a.jsonl', '--vocab_size=300', f'--out={tmp_path / "bpe.json"}')
-    assert result.returncode == 0 and 'has 300 ids' in result.stdout, result.stderr
-    tokenizer = load_tokenizer(tmp_path / 'bpe.json')
-    assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
-    assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
-    again = run('-m', 'data.tokenizers', tmp_path / 'a.jsonl', f'--out={tmp_path / "bpe.json"}')
-    assert_sentence(again, 'exists: write to another --out')
-    (tmp_path / 'a.jsonl.gz').write_bytes(b'compressed')
-    for name in ('a.jsonl.gz', '.', 'none.txt'):
-        result = run('-m', 'data.tokenizers', tmp_path / name, f'--out={tmp_path / "c.json"}')
-        assert_sentence(result, 'is no text file')
-    (tmp_path / 'b.jsonl').write_text('{"text": "a"}\n{"words": "b"}\n')
-    assert_sentence(run('-m', 'data.tokenizers', tmp_path / 'b.jsonl', f'--out={tmp_path / "c.json"}'), 'line 2')

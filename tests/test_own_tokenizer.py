@@ -1,8 +1,11 @@
-"""A run owns its tokenizer: a copy of the file, and what it is, not where it lay."""
+"""Tokenizers by path: they give texts back, and a run owns a copy of its own."""
+import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
-from conftest import assert_sentence, config_json, run, train_tiny
+from conftest import assert_sentence, run, train_tiny
 
 from common import export, runs
 from common.files import UserError
@@ -11,18 +14,21 @@ from data.shards import document_ids, keep_tokenizer
 from data.tokenizers import load_tokenizer, train_tokenizer
 from sample import load_draft
 
-TEXTS = ['a text of some words', 'and words of a text'] * 40
+TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40
 
 
 @pytest.fixture(scope='module')
 def tokenizers(tmp_path_factory):
-    """Two tokenizer.json of one size, and data made with the first."""
+    """Two tokenizer.json of one size, data made with each, and a SentencePiece model."""
+    sentencepiece = pytest.importorskip('sentencepiece')
     folder = tmp_path_factory.mktemp('tokenizers')
-    (folder / 'own.json').write_text(train_tokenizer(TEXTS, 260))
-    (folder / 'other.json').write_text(train_tokenizer([text[::-1] for text in TEXTS], 260))
-    for name in ('own', 'other'):
+    for name, step in (('own', 1), ('other', -1)):
+        (folder / f'{name}.json').write_text(train_tokenizer([text[::step] for text in TEXTS], 270))
         write_data(folder / name, load_tokenizer(folder / f'{name}.json'),
                    [('val' if i % 4 == 0 else 'train', text) for i, text in enumerate(TEXTS)])
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=str(folder / 'own'), vocab_size=300, byte_fallback=True,
+        hard_vocab_limit=False, minloglevel=2, normalization_rule_name='identity', remove_extra_whitespaces=False)
     return folder
 
 
@@ -34,13 +40,116 @@ def trained(tokenizers, tmp_path_factory):
     return out
 
 
-def test_a_copied_run_samples_without_its_data_and_resumes_where_the_data_were_moved(trained, tokenizers, tmp_path,
-                                                                                     monkeypatch):
+# ---- texts and ids ----
+
+@pytest.mark.parametrize('name', ['byte', 'own.json', 'own.model'])
+def test_a_text_is_given_back_whatever_is_in_it(tokenizers, name):
+    tokenizer = load_tokenizer(name if name == 'byte' else tokenizers / name)
+    text = 'a naïve Hund 日本 and new ☃ things\n' if name != 'own.model' else 'a naïve Hund 日本 and new ☃ things'
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode([*ids, tokenizer.eos_id]).decode().removeprefix(' ') == text and max(ids) < tokenizer.n_ids
+    assert b''.join(tokenizer.decode([i]) for i in ids) == tokenizer.decode(ids)
+
+
+def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
+    """Also with a tokenizer in whose vocabulary it is a piece like others."""
+    library = pytest.importorskip('tokenizers')
+    fast = library.Tokenizer.from_file(str(tokenizers / 'own.json'))
+    fast.add_special_tokens(['[PAD]'])
+    fast.save(str(tmp_path / 'own.json'))
+    tokenizer = load_tokenizer(tmp_path / 'own.json')
+    text = 'before <|endoftext|> after [PAD]'
+    assert tokenizer.encode(text).count(tokenizer.eos_id) == 1  # a prompt may give it
+    ids = document_ids(tokenizer, text).tolist()
+    assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
+    assert fast.token_to_id('[PAD]') not in ids
+    fast = library.Tokenizer(library.models.Unigram(
+        [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
+    fast.pre_tokenizer, fast.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    fast.add_special_tokens(['</s>'])
+    fast.save(str(tmp_path / 'tokenizer.json'))
+    own = load_tokenizer(tmp_path / 'tokenizer.json')
+    assert document_ids(own, 'a </s> b').tolist().count(own.eos_id) == 1
+
+
+def test_added_tokens_decode_to_themselves_and_stored_padding_and_truncation_are_not_obeyed(tokenizers, tmp_path):
+    library = pytest.importorskip('tokenizers')
+    fast, path = library.Tokenizer.from_file(str(tokenizers / 'own.json')), tmp_path / 'tokenizer.json'
+    fast.add_tokens(['caf\u00e9'])
+    fast.enable_padding(length=16, pad_id=0, pad_token='<|endoftext|>')
+    fast.enable_truncation(2)
+    fast.save(str(path))
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode('caf\u00e9 \u00e9')
+    assert 2 < len(ids) < 5 and tokenizer.decode(ids).decode() == 'caf\u00e9 \u00e9'
+    fast.decoder = library.decoders.WordPiece()
+    fast.save(str(path))
+    with pytest.raises(UserError, match='expected one by bytes'):
+        load_tokenizer(path)
+    path.write_text('{}')
+    with pytest.raises(UserError, match='is not a tokenizer.json'):
+        load_tokenizer(path)
+
+
+def test_a_tokenizer_is_trained_to_a_size_from_whatever_preparation_reads(tmp_path):
+    text = 'Träume aus Glas, dreams of glass, 夢. ' * 20 + ' '.join(f'word{i}' for i in range(200))
+    (tmp_path / 'a.jsonl').write_text(json.dumps({'text': text}) + '\n{"text": null}\n{"text": "\\ud800x"}\n')
+    (tmp_path / 'b.txt').write_text(text)
+    train = 'data.tokenizers', tmp_path / 'a.jsonl', tmp_path / 'b.txt', '--vocab_size=300'
+    result = run('-m', *train, f'--out={tmp_path}/bpe.json')
+    assert result.returncode == 0 and 'has 300 ids' in result.stdout, result.stderr
+    tokenizer = load_tokenizer(tmp_path / 'bpe.json')
+    assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
+    assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
+    assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'exists: write to another --out')
+    assert_sentence(run('-m', 'data.tokenizers', tmp_path / 'no.txt', f'--out={tmp_path}/no.json'), 'no file matches')
+
+
+@pytest.mark.skipif('GPT2_VOCABULARY' not in os.environ,
+                    reason='needs GPT2_VOCABULARY, a folder with encoder.json and vocab.bpe')
+def test_gpt2_from_files_equals_tiktokens(tmp_path, monkeypatch):
+    import tiktoken
+    folder = Path(os.environ['GPT2_VOCABULARY'])
+    for name, file in (('6d1cbeee0f20b3d9449abfede4726ed8212e3aee', 'vocab.bpe'),
+                       ('6c7ea1a7e38e3a7f062df639a5b80947f075ffe6', 'encoder.json')):
+        (tmp_path / name).write_bytes((folder / file).read_bytes())  # as tiktoken keeps its downloads
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    want, got = tiktoken.get_encoding('gpt2'), load_tokenizer(folder)
+    for text in [*TEXTS[:2], ' <|endoftext|> 12345 \r\n\t  don’t', ''.join(map(chr, range(32, 0x3000)))]:
+        assert got.encode(text) == want.encode_ordinary(text) == got.encode_document(text).tolist()
+        assert got.decode(got.encode(text)).decode() == text
+
+
+def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))
+    monkeypatch.setattr('tiktoken.load.read_file', lambda *_: (_ for _ in ()).throw(OSError('no network')))
+    tiktoken = pytest.importorskip('tiktoken')
+    monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
+    with pytest.raises(UserError, match='TIKTOKEN_CACHE_DIR .* --tokenizer=FOLDER'):
+        load_tokenizer('gpt2')
+    with pytest.raises(UserError, match='encoder.json is missing: .*sha256'):
+        load_tokenizer(tmp_path)
+
+
+# ---- of data and runs ----
+
+def test_data_keep_their_tokenizer(tokenizers, tmp_path):
+    shutil.copytree(tokenizers / 'own', tmp_path / 'moved')
+    d = Data(tmp_path / 'moved')
+    ids = d.tokens('train', 0, 50).tolist()
+    assert load_tokenizer(d.tokenizer).decode(ids[:ids.index(d.eos_id)]).decode() == TEXTS[1]
+
+
+def test_a_folder_named_like_a_tasks_symbols_is_no_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'a5').mkdir()
+    assert keep_tokenizer(tmp_path / 'run', 'a5') == 'a5'
+
+
+def test_a_copied_run_samples_without_its_data_and_is_judged_where_the_data_were_moved(trained, tokenizers, tmp_path,
+                                                                                       monkeypatch):
     assert (trained / 'tokenizer.json').read_bytes() == (tokenizers / 'own.json').read_bytes()
-    assert config_json(trained)['data']['tokenizer'] == 'tokenizer.json'
     copy, data = shutil.copytree(trained, tmp_path / 'copy'), shutil.copytree(tokenizers / 'own', tmp_path / 'moved')
-    record = (copy / 'config.json').read_text().replace(str(tokenizers), '/gone')
-    (copy / 'config.json').write_text(record.replace('"crc32"', '"was"', 1))
     assert run('sample.py', copy, 'a text', '--max_new_tokens=3').returncode == 0
     monkeypatch.chdir(tmp_path)
     for name in (data, 'moved'):
@@ -67,29 +176,11 @@ def test_what_needs_one_tokenizer_compares_its_content(trained, tokenizers, tmp_
         load_draft(trained, {'data': draft}, 'cpu', 'float32')
 
 
-def test_gpt2_is_gpt2_by_name_and_from_files(trained, tmp_path):
-    """Its two files are compared with those that OpenAI published when they are loaded."""
-    folder, out = tmp_path / 'vocabulary', tmp_path / 'run'
-    folder.mkdir()
-    for name in ('encoder.json', 'vocab.bpe'):
-        (folder / name).write_text(name)
-    record = runs.read_run(trained)
-    data = {'tokenizer': str(folder), 'n_ids': 50257, 'eos_id': 50256}
-    runs.save_run(out, {**record, 'data': {**data, 'bos': False, 'sha256': ''}})
-    shutil.rmtree(folder)
-    saved = runs.read_run(out)['data']
-    assert saved['tokenizer'] == f'{out}/gpt2_vocabulary' and (out / 'gpt2_vocabulary/vocab.bpe').is_file()
-    assert runs.same_vocabulary(saved, {**data, 'tokenizer': 'gpt2'})
-    assert not runs.same_vocabulary(saved, {**data, 'tokenizer': 'byte'})
-    runs.remove_run(out)
-    assert [path.name for path in out.iterdir()] == [runs.REPLACED]
-
-
 def test_overwrite_removes_the_tokenizer_of_the_run_and_no_other(trained, tiny_data, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
     (out / 'tokenizer.model').write_text('mine')
     result = train_tiny(tiny_data, out, '--overwrite', steps=1)
-    assert result.returncode == 0 and 'stay: tokenizer.model' in result.stdout, result.stderr
+    assert result.returncode == 0 and (out / 'tokenizer.model').exists(), result.stderr
     assert not (out / 'tokenizer.json').exists()
 
 
@@ -104,9 +195,9 @@ def test_a_kill_before_config_json_is_written_leaves_a_folder_for_a_run_and_a_to
 def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
     (out / 'tokenizer.json').write_text('{}')
-    assert_sentence(run('sample.py', out, 'a'), f'the tokenizer {out}/tokenizer.json is missing, or not the one')
+    assert_sentence(run('sample.py', out, 'a'), f'{out}/tokenizer.json')
     (out / 'tokenizer.json').unlink()
-    assert_sentence(run('sample.py', out, 'a'), f'the tokenizer {out}/tokenizer.json is missing, or not the one')
+    assert_sentence(run('sample.py', out, 'a'), f'{out}/tokenizer.json')
 
 
 def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
@@ -117,29 +208,3 @@ def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
     shutil.rmtree(tmp_path / 'llama')
     assert run('sample.py', tmp_path / 'back', 'a text', '--max_new_tokens=3').returncode == 0
     assert runs.same_vocabulary(runs.read_run(tmp_path / 'back')['data'], runs.read_run(trained)['data'])
-
-
-def test_a_folder_named_like_a_tasks_symbols_is_no_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'a5').mkdir()
-    assert keep_tokenizer(tmp_path / 'run', 'a5') == 'a5'
-
-
-def test_text_that_spells_an_end_of_document_does_not_end_one(tmp_path):
-    """Also with a tokenizer in whose vocabulary it is a piece like others."""
-    tokenizers = pytest.importorskip('tokenizers')
-    fast = tokenizers.Tokenizer(tokenizers.models.Unigram(
-        [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
-    fast.pre_tokenizer, fast.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    fast.add_special_tokens(['</s>'])
-    fast.save(str(tmp_path / 'tokenizer.json'))
-    own = load_tokenizer(tmp_path / 'tokenizer.json')
-    assert document_ids(own, 'a </s> b').tolist().count(own.eos_id) == 1
-
-
-def test_texts_to_learn_from_may_be_odd_but_must_be_texts(tmp_path):
-    texts = tmp_path / 'texts.jsonl'
-    texts.write_text('{"text": "\\ud800x"}\n')
-    assert run('-m', 'data.tokenizers', texts, f'--out={tmp_path / "a.json"}', '--vocab_size=257').returncode == 0
-    texts.write_text('{"text": null}\n')
-    assert_sentence(run('-m', 'data.tokenizers', texts, f'--out={tmp_path / "b.json"}', '--vocab_size=257'), 'line 1')

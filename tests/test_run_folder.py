@@ -385,7 +385,7 @@ def test_output_that_nobody_reads_is_a_hang_up(monkeypatch, signals_of_a_termina
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('script', [['train.py'], ['-m', 'data.pointer_chasing'], ['-m', 'analysis.scores']])
+@pytest.mark.parametrize('script', [['train.py'], ['-m', 'data.tokenizers'], ['-m', 'analysis.scores']])
 def test_ctrl_c_during_the_imports_is_silent(script, signals_of_a_terminal):
     process = subprocess.Popen([sys.executable, *script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(0.5)

@@ -1,26 +1,43 @@
-"""What a .txt file means, to training and to prepare_fineweb.py; validation data from little; failed builds."""
-import hashlib
+"""What each kind of source is read as: files, patterns and folders; training and preparation read texts alike."""
+import gzip
 import json
-import shlex
+import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_sentence, run, train_tiny
+from conftest import assert_sentence, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import data
 import prepare_fineweb
 from common.files import UserError
 from data import sources
-from data.shards import Data, split_of
+from data.shards import Data, hash_share, split_of
 
+pa = pytest.importorskip('pyarrow')
 datasets = pytest.importorskip('datasets')
-LINES = [f'Line {i} of a long text.' for i in range(400)]
+LINES = [f'Line {i} of a long naïve text.' for i in range(400)]
 
 
 @pytest.fixture(autouse=True)
 def built(tmp_path, monkeypatch):
     monkeypatch.setattr(data, 'BUILT', tmp_path / 'built')
     return tmp_path / 'built'
+
+
+def options(**given):
+    return prepare_fineweb.Settings(tokenizer='byte', **given)
+
+
+def read(source, state=None, **given):
+    """[(next state, [document])] of a source."""
+    s = options(**given)
+    return list(sources.open_source(str(source), s)[0](state))
+
+
+def texts(batches):
+    return [found[2] for _, batch in batches for found in batch if found]
 
 
 def texts_of(folder, split):
@@ -39,11 +56,103 @@ def prepared(source, out, *args):
     return out
 
 
+# ---- formats ----
+
+def write(folder, kind, records, n_files=3):
+    """Write records to files of a format. Each file has a column of its own, which nobody asked for."""
+    folder.mkdir(parents=True)
+    for i in range(n_files):
+        part = [{**record, f'column_{i}': i, 'mixed': i if i % 2 else {'nested': []}}
+                for record in records[i * len(records) // n_files:(i + 1) * len(records) // n_files]]
+        path, lines = folder / f'{i}.{kind}', ''.join(json.dumps(record) + '\n\n' for record in part)
+        if kind == 'parquet':
+            table = pa.Table.from_pylist(part)
+            unreadable = pa.array([2 ** 50] * len(part), pa.timestamp('s'))  # as Python's datetime
+            pa.parquet.write_table(table.append_column('when', unreadable), path, row_group_size=50)
+        elif kind == 'jsonl.gz':
+            path.write_bytes(gzip.compress(lines.encode()))
+        else:
+            mark = '\ufeff' if i else ''  # a byte order mark is not text
+            path.write_text(mark + (lines if kind == 'jsonl' else json.dumps(part)), encoding='utf-8')
+
+
+RECORDS = [{'id': str(i), 'text': None if i in (7, 300) else line} for i, line in enumerate(LINES)]
+WITH_TEXT = [record['text'] for record in RECORDS if record['text']]
+
+
+@pytest.fixture(scope='module', params=['jsonl', 'jsonl.gz', 'json', 'parquet'])
+def files(request, tmp_path_factory):
+    """A folder of one format, with older copies in a hidden folder, and a licence."""
+    folder = tmp_path_factory.mktemp('files') / 'files'
+    write(folder, request.param, RECORDS)
+    shutil.copytree(folder, folder / '.cache')
+    (folder / 'LICENSE.txt').write_text('Do as you like.')
+    return folder, request.param
+
+
+def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_they_have(files):
+    folder, kind = files
+    by_file = [found for i in range(3) for found in texts(read(folder / f'{i}.{kind}'))]
+    assert by_file == texts(read(folder)) == texts(read(f'{folder}/*.{kind}')) == WITH_TEXT
+    left_out = [found for _, batch in read(folder) for found in batch].count(None)
+    assert left_out == 2  # records without a text
+    with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
+        read(folder, text_field='body')
+
+
+@pytest.mark.parametrize('shuffle', [0, 100])
+def test_reading_continues_from_every_batch_with_the_same_documents(files, shuffle, monkeypatch):
+    monkeypatch.setattr(sources, 'BATCH', 30)
+    whole = read(files[0], shuffle=shuffle)
+    assert sorted(texts(whole)) == sorted(WITH_TEXT)
+    for i, (state, _) in enumerate(whole):
+        assert read(files[0], json.loads(json.dumps(state)), shuffle=shuffle) == whole[i + 1:]
+
+
+def test_shuffling_mixes_files_and_documents(tmp_path):
+    write(tmp_path / 'files', 'jsonl', [{'id': i, 'text': line} for i, line in enumerate(LINES)], n_files=8)
+    order = [LINES.index(text) for text in texts(read(tmp_path / 'files', shuffle=250))]
+    assert sorted(order) == [*range(400)] and order[:250] != sorted(order[:250])
+    assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # a block is five files
+    assert sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
+    assert read(tmp_path / 'files', shuffle=250) == read(tmp_path / 'files', shuffle=250)
+
+
+@pytest.mark.parametrize('kind', ['saved', 'saved dict', 'csv'])
+def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'BATCH', 30)
+    found = datasets.Dataset.from_list([{'id': str(i), 'text': line, 'other': i} for i, line in enumerate(LINES)])
+    if kind == 'csv':
+        (tmp_path / 'source').mkdir()
+        found.to_csv(tmp_path / 'source/a.csv')
+    else:
+        found = found.with_format('numpy')  # is saved with it
+        (datasets.DatasetDict(train=found) if kind == 'saved dict' else found).save_to_disk(tmp_path / 'source')
+    whole = read(tmp_path / 'source')
+    assert texts(whole) == LINES
+    for i, (state, _) in enumerate(whole):
+        assert texts(read(tmp_path / 'source', json.loads(json.dumps(state)))) == texts(whole[i + 1:])
+    if kind != 'saved':
+        with pytest.raises(UserError, match='could not be opened'):
+            read(tmp_path / 'source', split='test')
+
+
+def test_a_checksum_knows_names_sizes_and_times(files, tmp_path):
+    folder = shutil.copytree(files[0], tmp_path / 'copy')
+    checksum = lambda: sources.open_source(str(folder), options())[1]
+    before = checksum()
+    assert checksum() == before == sources.open_source(str(folder), options(shuffle=9))[1]
+    (folder / f'0.{files[1]}').touch()
+    assert checksum() != before
+
+
+# ---- texts ----
+
 @pytest.mark.parametrize('text', ['\n'.join(LINES), ' '.join(LINES)])
 def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(text, tmp_path, capsys):
-    """With line ends and without one; a file, or a folder with one."""
+    """With line ends and without; a file, or a folder with one."""
     (tmp_path / 'texts').mkdir()
-    (tmp_path / 'texts/all.txt').write_text(text)
+    (tmp_path / 'texts/all.txt').write_text('\ufeff' + text, encoding='utf-8')
     folders = [data.open_data(str(tmp_path / name)).folder for name in ('texts', 'texts/all.txt')]
     assert capsys.readouterr().out.count('one text: its last 10% are the validation data') == 2
     folders += [prepared(tmp_path / name, tmp_path / out) for name, out in (('texts', 'a'), ('texts/all.txt', 'b'))]
@@ -53,204 +162,113 @@ def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(text, t
         assert train.endswith('\n') == ('\n' in text)
 
 
-def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_path):
+def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_path, built):
     (tmp_path / 'texts/more').mkdir(parents=True)
-    for i, line in enumerate(LINES[:30]):
+    for i, line in enumerate(LINES):
         (tmp_path / 'texts' / ('more' if i % 2 else '') / f'{i}.txt').write_text(f'{line}\n{i}')
     (tmp_path / 'texts/blank.txt').write_text('\n')
-    folder = data.open_data(str(tmp_path / 'texts')).folder
-    assert sorted(texts_of(folder, 'train') + texts_of(folder, 'val')) == sorted(
-        f'{line}\n{i}' for i, line in enumerate(LINES[:30]))
+    d = data.open_data(str(tmp_path / 'texts'))
+    assert sorted(texts_of(d.folder, 'train') + texts_of(d.folder, 'val')) == sorted(
+        f'{line}\n{i}' for i, line in enumerate(LINES))
+    assert d.splits['val']['documents'] >= 10 and d.splits['train']['documents'] > 300
     prepared(tmp_path / 'texts', tmp_path / 'out', '--val_share=0.05')
     for split in ('train', 'val'):
-        assert texts_of(tmp_path / 'out', split) == texts_of(folder, split)
+        assert texts_of(tmp_path / 'out', split) == texts_of(d.folder, split)
+    assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len([*built.iterdir()]) == 1
+    (tmp_path / 'texts/0.txt').write_text('Another text.')  # and so other data
+    assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len([*built.iterdir()]) == 2
 
 
-def test_split_lines_makes_each_line_a_document_wherever_reading_goes_on(tmp_path, monkeypatch):
+def test_split_lines_makes_each_line_a_document_wherever_reading_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, 'BATCH', 7)
     (tmp_path / 'all.txt').write_text('\n\n'.join(LINES))
-    s = prepare_fineweb.Settings(split_lines=True)
-    read, *_ = sources.open_source(str(tmp_path / 'all.txt'), s)
-    whole = list(sources.batches(read, s, sources.START))
-    assert [text for _, batch in whole for _, text in batch] == LINES
-    assert list(sources.batches(read, s, whole[20][0])) == whole[20:]
-    prepared(tmp_path / 'all.txt', tmp_path / 'out', '--split_lines')
-    assert len(texts_of(tmp_path / 'out', 'val')) == 10
+    whole = read(tmp_path / 'all.txt', split_lines=True)
+    assert texts(whole) == LINES
+    assert read(tmp_path / 'all.txt', whole[20][0], split_lines=True) == whole[21:]
 
 
-@pytest.mark.parametrize('n', [2, 40, 1000])
-def test_the_command_that_preparation_prints_can_run(n, tmp_path):
-    """However few documents there are; val_share grows where it must, and no more."""
-    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'id': i, 'text': LINES[i % 400]}) + '\n' for i in range(n)))
-    result = prepare(tmp_path / 'a.jsonl', tmp_path / 'out')
-    n_val = {2: 1, 40: 2, 1000: 10}[n]
-    assert result.returncode == 0 and f'which leaves {n_val}' in result.stdout, result.stderr
-    assert Data(tmp_path / 'out').splits['val']['documents'] == n_val
-    command = shlex.split(result.stdout.splitlines()[-1].partition(' is ready: ')[2])
-    assert command[:2] == ['python', 'train.py']
-    small = [arg for arg in TINY if not arg.startswith('--block_size')]
-    result = run(*command[1:], *small, f'--out_dir={tmp_path}/run', '--max_tokens=100')
-    assert result.returncode == 0, result.stderr
+def test_a_folder_of_texts_and_records_is_not_read_as_texts(files):
+    with pytest.raises(UserError, match='has records beside 1 .txt: make a data folder'):
+        data.open_data(str(files[0]))
+
+
+# ---- which documents are validation data ----
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(n=st.integers(2, 600), share=st.sampled_from([1e-9, 0.001, 0.02, 0.5]),
+       val_hash=st.sampled_from(['md5', 'sha256']))
+def test_val_share_is_raised_where_it_leaves_too_few_and_no_further(n, share, val_hash):
+    s = options(val_share=share, val_hash=val_hash)
+    keys = [str(i) for i in range(n)]
+    fitting = sources.fitting_share(lambda state: [(None, [(None, key, 'a text') for key in keys])], s)
+    n_val = sum(split_of(key, fitting, val_hash) == 'val' for key in keys)
+    enough = min(10, max(1, n // 20))
+    if fitting == share:
+        assert n_val >= enough
+    else:
+        assert n_val == enough and sum(hash_share(key, val_hash) < share for key in keys) < enough
 
 
 def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):
-    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'id': i, 'text': text}) + '\n'
-                                              for i, text in enumerate(LINES)))
-    prepared(tmp_path / 'a.jsonl', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03')
+    write(tmp_path / 'files', 'jsonl', RECORDS)
+    prepared(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03')
     splits = Data(tmp_path / 'out').splits
-    assert splits['val']['documents'] >= 1 and sum(split['tokens'] for split in splits.values()) < 1100
-    assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is what it had to mend
+    assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
+    assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is why it was raised
 
 
-@pytest.mark.parametrize('is_old', [False, True])
-def test_an_interrupted_preparation_goes_on_with_the_share_that_it_began_with(is_old, tmp_path, monkeypatch):
-    """Older code did not look for one that fits, and knew no split_lines."""
-    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'id': i, 'text': text}) + '\n'
-                                              for i, text in enumerate(LINES)))
-    args = [tmp_path / 'a.jsonl', tmp_path / 'out', '--shard_tokens=4000', f'--val_share={0.02 if is_old else 0.001}']
+# ---- sources that cannot be read ----
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_fineweb.ShardWriter, 'finish', interrupt)
-        if is_old:
-            patch.setattr(prepare_fineweb, 'fitting_share', lambda *_: 0.02)
-        assert prepare(*args).returncode == 130
-    progress = json.loads((tmp_path / 'out/progress.json').read_text())
-    assert progress['position']['documents'] > 100
-    if is_old:
-        del progress['crc32']
-        for later in ('fitting_share', 'split_lines', 'val_hash', 'shuffle'):
-            del progress['arguments'][later]
-        (tmp_path / 'out/progress.json').write_text(json.dumps(progress))
-    prepared(*args)
-    share = 0.02 if is_old else progress['arguments']['fitting_share']
-    for split in ('train', 'val'):
-        assert texts_of(tmp_path / 'out', split) == [
-            text for i, text in enumerate(LINES) if split_of(str(i), share) == split]
+RECORD = b'{"text": "a", "id": 1}\n'
+MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in range(5000)))
 
 
-@pytest.mark.parametrize('as_dict', [True, False])
-def test_a_dataset_that_was_saved_to_disk_is_a_source(as_dict, tmp_path):
-    saved = datasets.Dataset.from_list([{'id': str(i), 'text': text} for i, text in enumerate(LINES)])
-    (datasets.DatasetDict(train=saved) if as_dict else saved).save_to_disk(tmp_path / 'saved')
-    prepared(tmp_path / 'saved', tmp_path / 'out', '--val_share=0.1', '--shard_tokens=3000')
-    for split in ('train', 'val'):
-        want = [text for i, text in enumerate(LINES) if split_of(str(i), 0.1) == split]
-        assert texts_of(tmp_path / 'out', split) == want
-    if as_dict:
-        assert_sentence(prepare(tmp_path / 'saved', tmp_path / 'no', '--split=test'), "no split 'test'", 'train')
+@pytest.mark.parametrize('name, content, sentence', [
+    ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after row 0 (ArrowInvalid)'),
+    ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
+    ('a.jsonl', RECORD + b'{"text": "\xff"}', 'a.jsonl cannot be read after line 1 (UnicodeDecodeError)'),
+    ('a.jsonl', RECORD + b'[' * 100_000, 'a.jsonl cannot be read after line 1 (RecursionError)'),
+    ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
+    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text', expected text"),
+    ('a.jsonl', RECORD + b'{"text": "a", "id": 1.5}\n', "a.jsonl, line 2 has 1.5 in field 'id', expected an id"),
+    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id', expected an id"),
+    ('a.jsonl.gz', MANY[:len(MANY) // 2], 'a.jsonl.gz cannot be read after line'),
+    ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
+    ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
+    ('a.csv', b'1,2', 'a.csv matches'),
+    ('none*.jsonl', None, 'no file matches'),
+    ('none.parquet', None, 'no file matches'),
+])
+def test_a_source_that_cannot_be_read_is_a_sentence_that_names_file_and_line(tmp_path, name, content, sentence):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read(tmp_path / name)
+    assert sentence in str(error.value)
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path, built):
-    (tmp_path / 'a.jsonl').write_text('{"id": 1, "text": "a"}\n{"id": 2}\n')
-    (tmp_path / 'same.jsonl').write_text('{"id": 1, "text": "a"}\n' * 5)
-    (tmp_path / 'latin.txt').write_bytes('naïve'.encode('latin1'))
-    (tmp_path / 'blank.txt').write_text(' \n')
-    before = sorted(tmp_path.iterdir())
-    for name, part in (('a.jsonl', "no field 'text'"), ('same.jsonl', 'bytes of text in its split'),
-                       ('latin.txt', 'expected text in UTF-8'), ('blank.txt', 'has no records'), ('none', 'none')):
-        assert_sentence(prepare(tmp_path / name, tmp_path / 'out'), part)
-        assert sorted(tmp_path.iterdir()) == before, name
-    (tmp_path / 'out').mkdir()
-    assert_sentence(prepare(tmp_path / 'same.jsonl', tmp_path / 'out'), 'bytes of text in its split')
-    assert list((tmp_path / 'out').iterdir()) == []
-    for name in ('latin.txt', 'blank.txt'):
-        assert_sentence(train_tiny(tmp_path / name, tmp_path / 'run'), name.partition('.')[0])
-        assert [*built.glob('*')] == [] and not (tmp_path / 'run').exists()
-
-
-def test_a_source_that_is_not_there_is_told_before_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_fineweb, 'load_tokenizer', lambda *_: pytest.fail('the tokenizer came first'))
-    nowhere = tmp_path / 'nowhere.jsonl'
-    assert_sentence(run('prepare_fineweb.py', nowhere, f'--out_dir={tmp_path}/out'), f'no file matches {nowhere}')
+def test_text_in_parquet_that_is_not_utf8_is_a_sentence(tmp_path):
+    text = pa.StringArray.from_buffers(2, pa.py_buffer(b'\0\0\0\0\1\0\0\0\3\0\0\0'), pa.py_buffer(b'a\xffb'))
+    pa.parquet.write_table(pa.table({'text': text, 'id': ['1', '2']}), tmp_path / 'bad.parquet')
+    with pytest.raises(UserError, match=r'bad.parquet cannot be read after row 0 \(UnicodeDecodeError'):
+        read(tmp_path / 'bad.parquet')
 
 
 def test_a_folder_with_nothing_to_read_names_what_could_be(tmp_path):
     (tmp_path / 'docs').mkdir()
     (tmp_path / 'docs/page.md').write_text('# A page')
-    result = prepare(tmp_path / 'docs', tmp_path / 'out')
-    assert_sentence(result, 'docs has no files that can be read: expected some of .parquet', 'the name .txt')
-    assert 'DataFilesNotFoundError' not in result.stderr and not (tmp_path / 'out').exists()
+    assert_sentence(prepare(tmp_path / 'docs', tmp_path / 'out'), 'docs has no files that can be read: expected files')
+    assert not (tmp_path / 'out').exists()
 
 
-def test_a_folder_of_texts_and_records_is_not_read_as_texts(tmp_path):
-    (tmp_path / 'LICENSE.txt').write_text('do as you like')
-    (tmp_path / 'a.jsonl').write_text('{"id": 1, "text": "a"}\n')
-    assert sources.local_files(str(tmp_path)) == []
-    with pytest.raises(UserError, match='has records beside 1 .txt: make a data folder'):
-        data.open_data(str(tmp_path))
-    with pytest.raises(UserError, match='expected files of one kind'):
-        sources.local_files(f'{tmp_path}/*')
+def test_a_name_with_brackets_is_a_file_and_a_pattern_if_there_is_none(tmp_path):
+    for name in ('a[1].jsonl', 'a1.jsonl'):
+        (tmp_path / name).write_text(json.dumps({'text': name, 'id': 1}) + '\n')
+    assert texts(read(tmp_path / 'a[1].jsonl')) == ['a[1].jsonl']
+    (tmp_path / 'a[1].jsonl').unlink()
+    assert texts(read(tmp_path / 'a[1].jsonl')) == ['a1.jsonl']
 
 
-# ---- shuffling, and the recipe of FineWeb-Edu ----
-
-@pytest.fixture(params=['jsonl', 'parquet'])
-def many_files(request, tmp_path):
-    """A pattern of 5 files with 80 records each."""
-    (tmp_path / 'files').mkdir()
-    for i in range(5):
-        records = [{'id': str(n), 'text': text} for n, text in enumerate(LINES) if n // 80 == i]
-        path = tmp_path / f'files/{i}.{request.param}'
-        if request.param == 'jsonl':
-            path.write_text(''.join(json.dumps(record) + '\n' for record in records))
-        else:
-            datasets.Dataset.from_list(records).to_parquet(path)
-    return tmp_path / f'files/*.{request.param}'
-
-
-def test_shuffling_reorders_files_and_documents_and_loses_none(many_files):
-    s = prepare_fineweb.Settings(shuffle=100)
-    read, *_ = sources.open_source(str(many_files), s)
-    order = [LINES.index(text) for _, batch in sources.batches(read, s, sources.START) for _, text in batch]
-    assert sorted(order) == [*range(400)]
-    assert [i // 80 for i in order[:60]] != sorted(i // 80 for i in order[:60])  # a block spans two files, mixed
-    assert min(order[:100]) >= 80  # the first file is not the first any more
-    assert sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
-
-
-def test_shuffled_reading_goes_on_from_every_batch_with_the_same_documents(many_files, monkeypatch):
-    monkeypatch.setattr(sources, 'BATCH', 30)
-    s = prepare_fineweb.Settings(shuffle=100)
-    read, checksum, _ = sources.open_source(str(many_files), s)
-    assert checksum == sources.open_source(str(many_files), prepare_fineweb.Settings())[1]  # of the source alone
-    whole = list(sources.batches(read, s, sources.START))
-    for i, (position, batch) in enumerate(whole):
-        position = json.loads(json.dumps({**position, 'skip': 7, 'documents': position['documents'] + 7}))
-        rest = list(sources.batches(sources.open_source(str(many_files), s)[0], s, position))
-        assert [batch[7:], *(batch for _, batch in whole[i + 1:])] == [batch for _, batch in rest]
-
-
-def test_an_interrupted_shuffled_preparation_ends_with_the_same_bytes(many_files, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, 'BATCH', 30)
-    options = ['--shuffle=100', '--shard_tokens=1500', '--val_share=0.1', '--val_hash=md5']
-    whole = prepared(many_files, tmp_path / 'whole', *options)
-    saves = iter(range(100))
-
-    def save_and_die(*args, save=prepare_fineweb.save_progress):
-        save(*args)
-        if next(saves) == 2:
-            raise KeyboardInterrupt
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_fineweb, 'save_progress', save_and_die)
-        assert prepare(many_files, tmp_path / 'out', *options).returncode == 130
-    assert 0 < json.loads((tmp_path / 'out/progress.json').read_text())['position']['state']['yielded']
-    prepared(many_files, tmp_path / 'out', *options)
-    for path in whole.glob('[a-z]*'):
-        assert (tmp_path / 'out' / path.name).read_bytes() == path.read_bytes(), path.name
-    is_val = [int.from_bytes(hashlib.md5(f'42:{i}'.encode()).digest()[:8], 'little') < 0.1 * 2 ** 64
-              for i in range(400)]
-    assert sorted(texts_of(whole, 'val')) == sorted(text for i, text in enumerate(LINES) if is_val[i])
-
-
-def test_fineweb_edu_has_the_recipe_of_the_sps_paper_by_default_and_other_sources_have_not(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(prepare_fineweb, 'prepare', lambda name, s: chosen.append((
-        name, s.config, s.val_share, s.val_hash, s.shuffle)))
-    for args in ([], ['--config=sample-10BT', '--shuffle=0'], ['allenai/c4']):
-        prepare_fineweb.main(args)
-    assert chosen == [('HuggingFaceFW/fineweb-edu', 'sample-350BT', 0.0005, 'md5', 200_000),
-                      ('HuggingFaceFW/fineweb-edu', 'sample-10BT', 0.0005, 'md5', 0),
-                      ('allenai/c4', None, 0.001, 'sha256', 0)]
-    assert_sentence(run('prepare_fineweb.py', '--val_hash=crc'), "val_hash is 'crc': expected md5 or sha256")
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    (tmp_path / 'a.jsonl').write_text('{"text": "\\ud800x", "id": 1}\n')
+    assert texts(read(tmp_path / 'a.jsonl')) == ['?x']

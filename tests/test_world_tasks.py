@@ -182,7 +182,6 @@ PROMPT = '14 83 88 91 23 | | | | | | | |'
     ('83-14=69 83-14=69 69/3=23', (0, 1, 1, 1)),  # a number taken twice
     ('83-14=69 91-88=3 46/2=23', (0, 1, 1, 1)),  # numbers that are not there
     ('83-14=69 69*1=69 69/3=23', (0, 1, 1, 1)),
-    ('83-14=69 91-88=3 23+0=23', None),
     ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # leaves 1 over
     ('83-14=69 91 88 - =3 69/3=23', (0, 1, 0, 1)),
     ('83-14=69 91-88=3 69/3|23', (0, 1, 1, 0)),
@@ -190,21 +189,15 @@ PROMPT = '14 83 88 91 23 | | | | | | | |'
     ('83=14=69 91-88=3 69/3=23', (0, 0, 1, 1))])
 def test_countdown_marks_a_solution_and_each_equation(answer, marks):
     tokenizer, task = tokenizer_of('countdown'), open_data('countdown').task
-    if marks is None:  # 0 is no token
-        with pytest.raises(UserError, match="'0' is no symbol of countdown"):
-            tokenizer.encode(answer)
-    else:
-        assert task.marks(tokenizer.encode(PROMPT), tokenizer.encode(answer)) == marks
+    assert task.marks(tokenizer.encode(PROMPT), tokenizer.encode(answer)) == marks
 
 
-def test_an_answer_of_the_end_of_text_alone_is_wrong():
-    d = open_data('countdown')
-    assert d.task.marks(tokenizer_of('countdown').encode(PROMPT), [d.eos_id] * 15) == (0, 0, 0, 0)
-
-
-def test_bars_may_stand_together_where_the_symbol_is_one_bar():
-    tokenizer = tokenizer_of('countdown')
+def test_countdown_reads_bars_that_stand_together_and_marks_an_empty_answer():
+    tokenizer, d = tokenizer_of('countdown'), open_data('countdown')
     assert tokenizer.encode('14,83,88,91,23||||||||83-14=69') == tokenizer.encode(PROMPT + ' 83 - 14 = 69')
+    assert d.task.marks(tokenizer.encode(PROMPT), [d.eos_id] * 15) == (0, 0, 0, 0)
+    with pytest.raises(UserError, match="'0' is no symbol of countdown"):
+        tokenizer.encode('23+0=23')
 
 
 class Continues:
@@ -381,9 +374,8 @@ def test_a_next_token_is_legal_where_the_street_is_and_the_end_at_the_destinatio
                 assert set(found) == set(allowed.split('|')), (i, t)
 
 
-@pytest.mark.parametrize('text', ['', '{}', '[]', '{"edges": []}', '{"edges": [[1, "N"]]}', '{"edges": [1]}',
-                                  '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}',
-                                  '{"edges": [["a b", "N", 2]]}'])
+@pytest.mark.parametrize('text', ['', '[]', '{"edges": []}', '{"edges": [[1, "N"]]}', '{"edges": [["a b", "N", 2]]}',
+                                  '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}'])
 def test_a_file_that_is_no_city_is_a_sentence(text, tmp_path):
     path = tmp_path / 'city.json'
     path.write_text(text)
@@ -401,12 +393,18 @@ def test_bad_manhattan_options_are_sentences(tmp_path):
         open_data(f'manhattan:edges={tmp_path / "small.json"}')
 
 
-@pytest.mark.slow
-def test_manhattan_trains_is_judged_and_samples_a_way(tmp_path):
-    out = tmp_path / 'city'
+@pytest.fixture(scope='module')
+def trained_city(tmp_path_factory):
+    out = tmp_path_factory.mktemp('city') / 'city'
     result = run(*SMALL, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
-                 f'--max_tokens={8 * 8 * 32}', f'--out_dir={out}')
+                 f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0')
     assert result.returncode == 0 and 'next_token' in result.stdout, result.stderr
+    return out
+
+
+@pytest.mark.slow
+def test_a_run_on_manhattan_is_judged_and_samples_a_way(trained_city, tmp_path):
+    out = trained_city
     judged = run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
                  '--dtype=float32')
     assert judged.returncode == 0 and {'next_token', 'valid'} <= eval_results(out).keys(), judged.stderr
@@ -519,11 +517,8 @@ def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
 
 
 @pytest.mark.slow
-def test_the_map_of_a_run_is_measured_and_drawn(tmp_path):
-    out = tmp_path / 'city'
-    result = run(*SMALL, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
-                 f'--max_tokens={8 * 32}', f'--out_dir={out}', '--sample_tokens=0')
-    assert result.returncode == 0, result.stderr
+def test_the_map_of_a_run_is_measured_and_drawn(trained_city, tmp_path):
+    out = trained_city
     drawn = run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20', '--n_prefixes=3')
     assert drawn.returncode == 0 and 'effective rank' in drawn.stdout, drawn.stderr
     assert (tmp_path / 'map.png').exists() and (tmp_path / 'map.csv').read_text().startswith('run,detours,')

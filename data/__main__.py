@@ -1,0 +1,33 @@
+"""Print a row of a synthetic task: its tokens, and below them the targets that count.
+
+    python -m data pointer_chasing:hops=2,keys=3,values=10
+"""
+import sys
+
+from common.files import UserError, friendly_errors
+from data import open_data
+from data.tasks import builtin_data, task_class
+
+COLUMNS = 100
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    with friendly_errors():
+        if len(argv) != 1 or not task_class(argv[0]):
+            tasks = ', '.join(name for name in builtin_data() if task_class(name))
+            raise UserError(f'which task? python -m data TASK:option=value,... prints a row of one of {tasks}')
+        data = open_data(argv[0])
+        idx, targets = data.train_batch(0, 1, data.T, seed=0)
+        names = [*data.task.symbols, 'eos']
+        inputs, wanted = [names[i] for i in idx[0]], [names[i] if i >= 0 else '_' for i in targets[0]]
+        width = max(map(len, [*inputs, *wanted])) + 1
+        for start in range(0, data.T, COLUMNS // width):
+            for title, row in (('input', inputs), ('target', wanted)):
+                row = row[start:start + COLUMNS // width]
+                print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row).rstrip())
+        print(f'block_size = {data.T}; {data.n_ids} ids, eos included')
+
+
+if __name__ == '__main__':
+    main()

@@ -15,9 +15,17 @@ import statistics
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import ended
+from analysis.figures import (
+    curves_of,
+    draw_band,
+    ended,
+    line_styles,
+    new_figure,
+    output_path,
+    runs_to_read,
+    save_figure,
+    write_csv,
+)
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, read_run

@@ -26,8 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
-from analysis.loss_curves import runs_to_read
+from analysis.figures import line_styles, new_figure, number_log_axis, output_path, runs_to_read, save_figure, write_csv
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data

@@ -30,9 +30,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis.documents import long_documents
-from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, smoothed, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import ended
+from analysis.figures import (
+    curves_of,
+    ended,
+    line_styles,
+    new_figure,
+    number_log_axis,
+    output_path,
+    runs_to_read,
+    save_figure,
+    smoothed,
+    write_csv,
+)
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data

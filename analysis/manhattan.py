@@ -33,8 +33,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from analysis.figures import new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import runs_to_read
+from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
 from common.decoding import decodable, generate
 from common.files import UserError, friendly_errors
 from common.machine import pick_device

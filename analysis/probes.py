@@ -19,9 +19,17 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import ended, settings_of
+from analysis.figures import (
+    curves_of,
+    ended,
+    line_styles,
+    new_figure,
+    output_path,
+    runs_to_read,
+    save_figure,
+    settings_of,
+    write_csv,
+)
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, run_data

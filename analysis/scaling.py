@@ -15,10 +15,19 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import runs_to_read
-from analysis.outcomes import beside, final_loss, finished, n_parameters
-from analysis.report import evaluations
+from analysis.figures import (
+    beside,
+    evaluations,
+    final_loss,
+    finished,
+    line_styles,
+    n_parameters,
+    new_figure,
+    output_path,
+    runs_to_read,
+    save_figure,
+    write_csv,
+)
 from common.files import UserError, friendly_errors
 from eval import PAPERS
 

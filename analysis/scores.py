@@ -17,9 +17,18 @@ if __name__ == '__main__':
 import re
 from dataclasses import dataclass
 
-from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curve, curves_of, distinct, runs_to_read
-from analysis.outcomes import finished
+from analysis.figures import (
+    curve,
+    curves_of,
+    draw_band,
+    finished,
+    line_styles,
+    new_figure,
+    output_path,
+    runs_to_read,
+    save_figure,
+    write_csv,
+)
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from data.pointer_chasing import SOLVED
@@ -113,7 +122,7 @@ def score_colours(names: list[str]) -> dict[str, dict]:
 def by_data(runs: list[str]) -> dict[str, list[str]]:
     """{data: its runs}."""
     parts = {}
-    for run in distinct(runs):
+    for run in runs:
         parts.setdefault(read_run(run)['settings']['data'], []).append(run)
     return parts
 

@@ -20,9 +20,20 @@ import sys
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import final_losses, named
+from analysis.figures import (
+    curves_of,
+    equivalence_test,
+    final_losses,
+    interval,
+    line_styles,
+    lower_test,
+    named,
+    new_figure,
+    output_path,
+    runs_to_read,
+    save_figure,
+    write_csv,
+)
 from common.files import UserError, friendly_errors
 from common.settings import check_ranges
 
@@ -41,45 +52,6 @@ class Settings:
 
 
 # ---- the statistics ----
-
-def interval(losses: list[float]) -> tuple[float | None, float | None]:
-    """The 95% interval of the mean of a normal variable, from its values; (None, None) where they do not vary."""
-    if len(set(losses)) < 2:
-        return None, None
-    from scipy import stats
-    return stats.t.interval(0.95, len(losses) - 1, statistics.mean(losses), stats.sem(losses))
-
-
-def difference(a: list[float], b: list[float]) -> tuple[float, float | None, float | None]:
-    """mean(a) - mean(b) and its 95% interval, Welch's; (difference, None, None) if either has one value."""
-    gap = statistics.mean(a) - statistics.mean(b)
-    if min(len(a), len(b)) < 2:
-        return gap, None, None
-    from scipy.stats import ttest_ind
-    bounds = ttest_ind(a, b, equal_var=False).confidence_interval()
-    return gap, bounds.low, bounds.high
-
-
-def between(low: float | None, high: float | None, sign: str = '') -> str:
-    """An interval as text, empty if there is none. sign: '+' for a difference."""
-    return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
-
-
-def lower_test(a: list[float], b: list[float]) -> dict[str, float]:
-    """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
-    from scipy import stats
-    found = stats.ttest_ind(a, b, equal_var=False, alternative='less')
-    return {'gap': statistics.mean(a) - statistics.mean(b), 't': found.statistic, 'degrees': found.df,
-            'p': found.pvalue}
-
-
-def equivalence_test(a: list[float], b: list[float], margin: float) -> dict[str, float]:
-    """TOST of whether the means differ by less than the margin: as `lower_test`, of the side with the larger p."""
-    from statsmodels.stats.weightstats import ttost_ind
-    p, *sides = ttost_ind(a, b, -margin, margin, usevar='unequal')
-    t, _, degrees = max(sides, key=lambda side: side[1])
-    return {'gap': statistics.mean(a) - statistics.mean(b), 't': t, 'degrees': degrees, 'p': p}
-
 
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     """The rows of NAME_tests.csv, of the groups {label: losses}. What cannot be tested is told on stderr."""

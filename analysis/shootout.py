@@ -5,8 +5,8 @@
     python -m analysis.shootout --data=FOLDER --config=config/standard_s.py --n_layer=8 --n_embd=512 --head_size=64 \
         --block_size=1024 --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores, hours each (--list says how many); the last is for a GPU, where FOLDER may be shards of
-FineWeb-Edu. An interrupted one goes on by the same command: what is done is not done again.
+The first two are for two cores and take hours each; the last is for a GPU, where FOLDER may be shards of FineWeb-Edu.
+The same command resumes an interrupted one: finished runs are not trained again.
 
 The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
 parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
@@ -31,15 +31,18 @@ from pathlib import Path
 
 import torch
 
-from analysis import report
-from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
-from analysis.loss_curves import short_number
-from analysis.outcomes import core_hours, final_loss, n_parameters, settings_of, speed, training_flops
-from analysis.seeds import between, difference, interval
-from analysis.sweep import best_rates, one_dtype, train_seeds
+from analysis import compare, report
+from analysis.compare import best_rates, core_hours, one_dtype, speed, train_seeds
+from analysis.figures import (
+    line_styles,
+    new_figure,
+    number_log_axis,
+    save_figure,
+    write_csv,
+)
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, generate, roomy_cache
-from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
+from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
 from common.runs import blank_model, blank_run, count_parameters, load_run
@@ -51,7 +54,6 @@ from train import Settings as TrainSettings
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # of the parameters, over Standard's
 PREFILL = 1024  # tokens of a context that are read at a time
-FLOPS = 4e10  # a second, of a core in small models, for the estimate of --list
 ROUNDS = 5  # timings of decoding, after one to warm up
 
 
@@ -61,7 +63,6 @@ class Settings:
     config: str = 'config/quickstart.py'  # settings of all runs, but for those below and what is a model's own
     data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
     models: str = 'all'  # names of `methods` with commas between, standard among them
-    list: bool = False  # print the models and what they cost, and stop
     budget: float | str = '8e12'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
     n_layer: int = 4  # Standard's depth
     n_embd: int = 128  # its width
@@ -178,24 +179,6 @@ def shapes(s: Settings, data) -> dict[str, tuple[Method, dict, object]]:
     return {name: (method, values[name], blank(method.model, values[name], data)) for name, method in chosen.items()}
 
 
-def listing(s: Settings, data) -> str:
-    """What --list prints."""
-    lines, n_runs, n_flops = [], 0, 0.0
-    models = {name: (model, model.flops_per_token(s.block_size)) for name, (_, _, model) in shapes(s, data).items()}
-    n_tokens = whole_steps(s, s.budget / models['standard'][1])
-    for name, (model, per_token) in models.items():
-        # two more learning rates at least; Standard's three budgets are one, and wall time is taken to go with FLOPs
-        of_budgets = [(s.seeds + 2, n_tokens)]
-        if name != 'standard':
-            of_budgets.append((2 * s.seeds, whole_steps(s, s.budget / per_token)))
-        lines.append(f'{name}: {count_parameters(model):,} parameters, {per_token / 1e6:.3g} MFLOP a token; '
-                     + ', '.join(f'{runs} runs of {short_number(n)} tokens' for runs, n in of_budgets))
-        n_runs += sum(runs for runs, _ in of_budgets)
-        n_flops += sum(runs * n * per_token for runs, n in of_budgets)
-    return '\n'.join([*lines, f'at least {n_runs} runs of training: {n_flops:.2g} FLOPs, about '
-                      f'{n_flops / FLOPS / 3600:.1f} core-hours on a CPU'])
-
-
 def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
     """Trains all that is not done yet: {(name, budget): runs, one a seed}."""
     found = shapes(s, data)
@@ -208,8 +191,8 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
     def cell(name, tokens, rate, seed=1):
         return out / f'{name}_{tokens}_lr{rate:.3g}_seed{seed}'
     first = {name: method.rate for name, method in chosen.items()}
-    rates = best_rates({name: [*arguments(s, chosen[name], values[name], n_tokens), '--seed=1'] for name in chosen},
-                       first, lambda name, rate: cell(name, n_tokens, rate), s.jobs)
+    rates = best_rates({name: arguments(s, chosen[name], values[name], n_tokens) for name in chosen}, first,
+                       lambda name, rate, seed: cell(name, n_tokens, rate, seed), s.jobs)
     equal_tokens = train_seeds({name: arguments(s, chosen[name], values[name], n_tokens) for name in chosen}, rates,
                                lambda name, rate, seed: cell(name, n_tokens, rate, seed), s.seeds, s.jobs)
     speeds = {name: max(map(speed, folders)) for name, folders in equal_tokens.items()}
@@ -288,54 +271,19 @@ def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict
     return found
 
 
-def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, dict]:
-    """Return `measure_decoding`, which is kept at `path` for the same runs, contexts and machine."""
-    about = where_and_when()
-    asked = {'runs': {name: run.name for name, run in runs.items()}, 'contexts': s.contexts,
-             'decode_tokens': s.decode_tokens, 'device': about['device'], 'versions': about['versions']}
-    if path.exists():
-        kept = read_json(path, 'remove it, and decoding is measured again')
-        if kept.get('asked') == asked:
-            return kept['found']
-    found = measure_decoding(runs, data, s)
-    write_json(path, checked_json({'asked': asked, 'found': found}))
-    return found
-
-
 # ---- what is written ----
 
 def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decoded: dict[str, dict]) -> list[dict]:
-    """A row of each model and budget: labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
+    """Return a row for each budget and model: those of `compare.table` with the figures of decoding.
 
-    FLOPs and parameters are of the first seed; a time is by the highest of the seeds' median speeds.
+    labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
     """
-    losses = {key: [final_loss(run) for run in folders] for key, folders in runs.items()}
     rows = []
-    for (name, budget), values in losses.items():
-        run, standard = runs[name, budget][0], losses['standard', budget]
-        settings = settings_of(run)
-        low, high = interval(values)
-        fastest = max(map(speed, runs[name, budget]))
-        row = {'name': name, 'model': labels[name], 'equal': budget, 'parameters': n_parameters(run),
-               'at_inference': n_at_inference(run), 'lr': settings.learning_rate, 'tokens': settings.max_tokens,
-               'flops': training_flops(run), 'seconds': settings.max_tokens / fastest, 'seeds': len(values),
-               'loss': statistics.mean(values), 'low': low, 'high': high, 'minus_standard': None, 'its_low': None,
-               'its_high': None, 'losses': ' '.join(map(repr, values))}
-        if name != 'standard':
-            row['minus_standard'], row['its_low'], row['its_high'] = difference(values, standard)
-        rows.append(row | decoded[name])
+    for budget in BUDGETS:
+        compared = compare.table({labels[name]: runs[name, budget] for name in labels})
+        rows += [{'name': name, 'equal': budget} | row | {'at_inference': n_at_inference(runs[name, budget][0])}
+                 | decoded[name] for name, row in zip(labels, compared)]
     return rows
-
-
-def loss_table(rows: list[dict], budget: str) -> str:
-    """The rows of a budget, in markdown."""
-    return markdown_table([{
-        'model': r['model'], 'parameters': f'{r["parameters"]:,}', 'at inference': f'{r["at_inference"]:,}',
-        'lr': f'{r["lr"]:.2g}', 'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}',
-        'minutes': f'{r["seconds"] / 60:.1f}', 'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']),
-        'minus Standard': '' if r['minus_standard'] is None else f'{r["minus_standard"]:+.4f}',
-        '95% of that': between(r['its_low'], r['its_high'], '+'),
-    } for r in rows if r['equal'] == budget])
 
 
 def decoding_table(rows: list[dict], lengths: list[int]) -> str:
@@ -343,6 +291,7 @@ def decoding_table(rows: list[dict], lengths: list[int]) -> str:
     columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
         ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in lengths}
     return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
+                            'parameters at inference': f'{r["at_inference"]:,}',
                             'drafting': '' if r['speed_up'] is None else f'{r["speed_up"]:.2f}',
                             'accepted': '' if r['accepted'] is None else f'{r["accepted"]:.2f}'}
                            for r in rows if r['equal'] == 'tokens'])
@@ -360,7 +309,7 @@ def markdown(rows: list[dict], s: Settings, hours: float) -> str:
              f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
              'three budgets.']
     for budget in BUDGETS:
-        lines += ['', f'## Equal {budget}', '', loss_table(rows, budget)]
+        lines += ['', f'## Equal {budget}', '', compare.loss_table([r for r in rows if r['equal'] == budget])]
     lines += ['', '## Decoding', '',
               'One text at a time, after so many random tokens of context. The models were trained on windows of '
               f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
@@ -424,21 +373,17 @@ def main(argv: list[str] | None = None) -> None:
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.shootout --data=FOLDER --out_dir=NEW')
         out, data = Path(s.out_dir), open_data(s.data)
-        if s.list:
-            print(listing(s, data))
-            return
         labels = {name: method.label for name, method in methods(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)
-        decoded = decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s, out / 'decoding.json')
+        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s)
         rows = table(labels, runs, decoded)
         write_csv(out / 'shootout.csv', rows)
         plot(rows, max(s.lengths), out / 'shootout.png')
         text = markdown(rows, s, core_hours(out))
         write_file(out / 'RESULTS.md', text.encode())
         print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')
-        report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), '--sample_tokens=0',
-                     f'--out={out}/report.html'])
+        report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), f'--out={out}/report.html'])
 
 
 if __name__ == '__main__':

@@ -23,10 +23,21 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import output_path, write_csv
-from analysis.loss_curves import curve, curves_of, model_name, runs_to_read, short_number
-from analysis.outcomes import ended, final_loss, n_parameters
-from analysis.report import evaluations, logged, median
+from analysis.figures import (
+    curve,
+    curves_of,
+    ended,
+    evaluations,
+    final_loss,
+    logged,
+    median,
+    model_name,
+    n_parameters,
+    output_path,
+    runs_to_read,
+    short_number,
+    write_csv,
+)
 from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, friendly_errors, read_json, write_file
 from common.runs import make_config, read_log, read_run, saved_config

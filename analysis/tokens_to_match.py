@@ -19,9 +19,19 @@ if __name__ == '__main__':
 
 from dataclasses import dataclass
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import TOKENS, curve, loss_limits, runs_to_read, set_loss_axis, short_number, unit_for
-from analysis.outcomes import beside, settings_of
+from analysis.figures import (
+    beside,
+    curve,
+    line_styles,
+    new_figure,
+    output_path,
+    runs_to_read,
+    save_figure,
+    settings_of,
+    short_number,
+    write_csv,
+)
+from analysis.loss_curves import TOKENS, loss_limits, set_loss_axis, unit_for
 from common.files import UserError, friendly_errors
 from common.run_settings import last_before_decay
 

@@ -12,9 +12,16 @@ if __name__ == '__main__':
 import statistics
 from dataclasses import dataclass
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import final_losses
+from analysis.figures import (
+    curves_of,
+    final_losses,
+    line_styles,
+    new_figure,
+    output_path,
+    runs_to_read,
+    save_figure,
+    write_csv,
+)
 from common.files import friendly_errors
 from common.runs import read_run, saved_config
 

@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from test_analysis import write_run
 
 import train
-from analysis import loss_curves, outcomes, scaling, seeds, tables, tokens_to_match
+from analysis import figures, scaling, tables, tokens_to_match
 from common.files import UserError
 from common.settings import read_config_file
 
@@ -44,34 +44,34 @@ def write_results(folder, results, **settings):
 
 def test_a_final_loss_is_the_last_one_of_a_whole_run(tmp_path, capsys):
     whole = write_run(tmp_path / 'whole', [4.0, 3.0, 2.5], settings={'max_tokens': 200})
-    assert outcomes.final_loss(whole) == 2.5
+    assert figures.final_loss(whole) == 2.5
     cut = write_run(tmp_path / 'cut', [4.0, 3.0], seed=1, settings={'max_tokens': 200})
     with pytest.raises(UserError, match='cut was last evaluated at 100 of its 200 tokens'):
-        outcomes.final_loss(cut)
+        figures.final_loss(cut)
     again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
-    assert outcomes.final_losses([whole, cut, again]) == [2.5]
+    assert figures.final_losses([whole, cut, again]) == [2.5]
     told = capsys.readouterr().err
     assert 'left out' in told and 'cut was last evaluated' in told and 'not even in the seed (0)' in told
     with pytest.raises(UserError, match='cut was last evaluated'):
-        outcomes.final_losses([cut])
+        figures.final_losses([cut])
 
 
 def test_runs_are_of_one_size_within_a_tenth(tmp_path):
     # parameters of these shapes at vocabulary 50304: 1.62M, 1.64M, 3.3M
     runs = [write_run(tmp_path / name, [4.0], **SMALL | values)
             for name, values in (('large', {'n_embd': 64}), ('small', {}), ('deeper', {'n_layer': 2}))]
-    sizes = outcomes.by_size([*runs, tmp_path / 'none'])
+    sizes = figures.by_size([*runs, tmp_path / 'none'])
     assert list(sizes.values()) == [[runs[1], runs[2]], [runs[0]]]
-    assert list(sizes) == [loss_curves.short_number(outcomes.n_parameters(run)) for run in (runs[1], runs[0])]
+    assert list(sizes) == [figures.short_number(figures.n_parameters(run)) for run in (runs[1], runs[0])]
 
 
 def test_a_name_means_one_label():
     labels = ['standard', 'sps, window=64', 'sps, window=0', 'gpn, lr=1']
-    assert outcomes.named(labels, 'standard') == 'standard' and outcomes.named(labels, 'gpn') == 'gpn, lr=1'
-    assert outcomes.named(labels, 'window=0, sps') == 'sps, window=0'
+    assert figures.named(labels, 'standard') == 'standard' and figures.named(labels, 'gpn') == 'gpn, lr=1'
+    assert figures.named(labels, 'window=0, sps') == 'sps, window=0'
     for name in ('sps', 'nextlat', ''):
         with pytest.raises(UserError, match='is to name one of standard; sps, window=64'):
-            outcomes.named(labels, name)
+            figures.named(labels, name)
 
 
 # ---- seeds ----
@@ -98,10 +98,10 @@ def welch(a, b, shift=0.0):
 @pytest.mark.parametrize('a, b', [('sps', 'standard'), ('delayed_state', 'two_x_memory'), ('standard', 'sps')])
 def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     a, b = LOSSES[a], (*LOSSES[b], 3.09)  # of another length
-    found, (t, degrees) = seeds.lower_test(a, b), welch(a, b)
+    found, (t, degrees) = figures.lower_test(a, b), welch(a, b)
     assert abs(found['t'] - t) < 1e-9 and abs(found['degrees'] - degrees) < 1e-9
     assert abs(found['p'] - t_below(t, degrees)) < 1e-9 and abs(found['gap'] - (sum(a) / 3 - sum(b) / 4)) < 1e-12
-    found = seeds.equivalence_test(a, b, 0.01)
+    found = figures.equivalence_test(a, b, 0.01)
     above, below = (welch(a, b, shift)[0] for shift in (-0.01, 0.01))  # above -0.01, below 0.01
     p = {above: 1 - t_below(above, degrees), below: t_below(below, degrees)}
     worse = max(p, key=p.get)
@@ -111,8 +111,8 @@ def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     assert round(times, 3) == 4.303
     mean = sum(a) / 3
     half = times * math.sqrt(sum((x - mean) ** 2 for x in a) / 2 / 3)
-    assert max(abs(x - y) for x, y in zip(seeds.interval(a), (mean - half, mean + half))) < 1e-9
-    assert seeds.interval([2.0, 2.0]) == (None, None)
+    assert max(abs(x - y) for x, y in zip(figures.interval(a), (mean - half, mean + half))) < 1e-9
+    assert figures.interval([2.0, 2.0]) == (None, None)
 
 
 def test_seeds_are_tested_where_there_are_several(tmp_path):
@@ -127,8 +127,8 @@ def test_seeds_are_tested_where_there_are_several(tmp_path):
     tests = rows_of(tmp_path / 'figure_tests.csv')
     assert [(row['a'], row['b']) for row in tests] == [
         ('sps', 'standard'), ('sps', 'two_x_memory'), ('sps', 'delayed_state'), ('delayed_state', 'two_x_memory')]
-    assert float(tests[0]['p']) == seeds.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
-    assert float(tests[3]['p']) == seeds.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
+    assert float(tests[0]['p']) == figures.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
+    assert float(tests[3]['p']) == figures.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
     assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
     found = run('-m', 'analysis.seeds', *runs[:3], f'--out={tmp_path}/one')  # without the defaults' groups
     assert 'standard: 3.1133' in found.stdout and 'no test' in found.stdout
@@ -167,7 +167,7 @@ def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
     # the other way round: SPS is first at or below 3.2 at 1,300
     assert (second['loss_of'], second['by'], float(second['tokens'])) == ('standard', 'sps', 1300)
     assert float(second['tokens_ratio']) == pytest.approx(1300 / 1800, abs=1e-12)
-    of_sps, of_standard = (loss_curves.flops_per_token(folder) for folder in (sps, short))
+    of_sps, of_standard = (figures.flops_per_token(folder) for folder in (sps, short))
     assert float(second['flops_ratio']) == pytest.approx(1300 / 1800 * of_sps / of_standard, rel=1e-12)
     assert '2.889 times the tokens' in found.stdout and (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
     # without the long run Standard never gets there
@@ -351,7 +351,7 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     assert ours['task accuracy, %'] == '' and float(ours['piqa acc_norm, %']) == 62.5 and ours['sciq acc_norm, %'] == ''
     assert (ours['end-to-end throughput'], ours['peak memory']) == ('0.94', '1.01')
     assert float(ours['GPU-hours']) == 16 and float(ours['training GiB']) == 70.5
-    flops = loss_curves.flops_per_token(whole)
+    flops = figures.flops_per_token(whole)
     assert float(ours['training FLOPs']) == pytest.approx(20_000_145_408 * flops)
     lines = (tmp_path / 'table.md').read_text().splitlines()
     assert lines[0].startswith('| run | seeds | parameters | tokens | validation loss | corpus NLL |')

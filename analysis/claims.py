@@ -4,11 +4,14 @@
     python -m analysis.claims --out_dir=out/claims                train what they need and judge them
     python -m analysis.claims --only=sps,gpn_memory               those of a paper, or by name
 
-A claim is a row of CLAIMS: what a paper says and its own number, the two runs it compares, a statistic and a test. A
-run is a row of RUNS and is trained once for all claims that name it: its learning rate is bracketed at the first seed,
-then it trains with every seed. Runs of tasks that are learned late have a number of tokens and a learning rate of their
-own, which --max_tokens does not shorten and nothing brackets. The same command resumes an interrupted one. Claims that
-are not in --only keep the numbers that claims.csv in out_dir has, so the table can be filled in parts.
+A claim is a row of claims.csv beside this file: what a paper says and its own number, the two runs it compares, a
+statistic and a test. A run is a row of claims_runs.csv and is trained once for all claims that name it: its learning
+rate is bracketed at the first seed, then it trains with every seed. Runs of tasks that are learned late have a number
+of tokens and a learning rate of their own, which --max_tokens does not shorten and nothing brackets. Margins of loss
+are nats per byte: those of the papers, per sub-word, over 4 (tiktoken's README: about 4 bytes a token).
+
+The same command resumes an interrupted one. Claims that are not in --only keep the numbers that claims.csv in out_dir
+has, so the table can be filled in parts.
 
 The verdicts, at a level of 5%:
 
@@ -27,18 +30,17 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import csv
 import statistics
 from dataclasses import dataclass
 from functools import cache
-from math import inf, log, nan
+from math import inf, nan
 from pathlib import Path
 
 import torch
 
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes
 from analysis.compare import best_rates, train_seeds
-from analysis.figures import difference, final_loss, interval, logged, lower_test, settings_of, write_csv
+from analysis.figures import difference, final_loss, interval, logged, lower_test, read_csv, settings_of, write_csv
 from analysis.scores import score_names
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
@@ -48,6 +50,7 @@ from common.settings import check_ranges, load_settings
 from common.speculative import speculative_generate
 from data import open_data
 
+HERE = Path(__file__).parent
 ALPHA = 0.05  # level of the tests
 SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
@@ -60,8 +63,8 @@ class Settings:
     out_dir: str = 'out/claims'  # folder of the runs and tables
     only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, separated by commas
     list: bool = False  # print the claims and stop
-    max_tokens: int = 1_000_000  # training tokens of a run; RUNS says which take more, or their own number
-    seeds: int = 3  # runs of each row of RUNS
+    max_tokens: int = 1_000_000  # training tokens of a run; claims_runs.csv says which take more or their own number
+    seeds: int = 3  # runs of each row of claims_runs.csv
     jobs: int = 2  # runs at a time, one thread each
 
     def __post_init__(self):
@@ -75,55 +78,11 @@ class Run:
     arguments: str  # of train.py
     rate: float  # learning rate to start at
     times: float = 1  # its training tokens, over max_tokens
-    tokens: int | None = None  # its training tokens whatever max_tokens is, all at `rate`; None: as `times` says
+    tokens: int = 0  # its training tokens whatever max_tokens is, all at `rate`; 0: as `times` says
 
 
-SHAPE = '--n_layer=4 --n_head=3 --n_embd=96'
-SPS = f'config/quickstart.py {SHAPE}'
-NEXTLAT = f'config/quickstart_nextlat.py {SHAPE}'
-STAR = 'config/nextlat/path_star_small.py --warmup_tokens=600_000 --eval_interval=100'
-STAR_TOKENS = 2500 * 128 * 31  # steps, rows, tokens of a row
-A5 = 'config/nextlat/a5_small.py'
-A5_TOKENS = 20_000_000
-CONTEXT_READY = 'config/context_ready_small.py --n_embd=128'
-POINTER = 'config/context_ready/pointer_chasing_small.py'
-POINTER_TOKENS = 1500 * 64 * 114
-
-RUNS = {
-    'standard': Run(f'{SPS} --model=standard', 1.35e-3),
-    'standard_twice': Run(f'{SPS} --model=standard', 1.35e-3, 2),
-    'sps': Run(SPS, 1.35e-3),
-    'sps_w0': Run(f'{SPS} --window=0', 1.35e-3),
-    'two_x_memory': Run(f'{SPS} --method=two_x_memory --window=None', 1.35e-3),
-    'delayed_state': Run(f'{SPS} --method=delayed_state', 1.35e-3),
-    'reverse_sps': Run(f'{SPS} --method=reverse_sps', 1.35e-3),
-    'reverse_sps_w0': Run(f'{SPS} --method=reverse_sps --window=0', 1.35e-3),
-
-    'cr_d2': Run(CONTEXT_READY, 1e-3),
-    'cr_d2_tied': Run(f'{CONTEXT_READY} --variant=tied', 1e-3),
-    'cr_d1': Run(f'{CONTEXT_READY} --n_layer=1', 1e-3),
-    'roformer_n2': Run(f'{CONTEXT_READY} --K=1', 1e-3),
-    'roformer_n2_hffn': Run(f'{CONTEXT_READY} --K=1 --variant=extra_ffn', 1e-3),
-    'roformer_n3': Run(f'{CONTEXT_READY} --n_layer=3 --K=1', 1e-3),
-    'pointer_d1': Run(POINTER, 1e-3, tokens=POINTER_TOKENS),
-    'pointer_n1': Run(f'{POINTER} --bptt=False --K=1 --prefill=parallel', 1e-3, tokens=POINTER_TOKENS),
-
-    'ntp': Run(f'{NEXTLAT} --n_dynamics=192 --objective=ntp', 1.3e-3),
-    'nextlat': Run(f'{NEXTLAT} --n_dynamics=192', 1.3e-3),
-    'mtp': Run(f'{NEXTLAT} --model=mtp', 1.3e-3),
-    'star_ntp': Run(f'{STAR} --objective=ntp', 4e-3, tokens=STAR_TOKENS),
-    'star_nextlat': Run(STAR, 4e-3, tokens=STAR_TOKENS),
-    'a5_ntp': Run(f'{A5} --objective=ntp', 1e-3, tokens=A5_TOKENS),
-    'a5_nextlat': Run(A5, 1e-3, tokens=A5_TOKENS),
-    'manhattan_ntp': Run('config/nextlat/manhattan_small.py --objective=ntp', 2e-3, 3),
-    'manhattan_nextlat': Run('config/nextlat/manhattan_small.py', 2e-3, 3),
-
-    # with PyTorch's initial weights, as the config has them, it learns more slowly at this size (docs/gpn.md)
-    'transformer': Run('config/gpn/gpn_quick_transformer.py --init=normal --init_std=0.06', 2e-3),
-    'gdn': Run('config/gdn_quick.py', 3e-3),
-    'gpn_m': Run('config/gpn_quick.py', 3e-3),
-    'gpn': Run('config/gpn_quick.py --n_head=0 --n_embd=304', 3e-3),
-}
+RUNS = {row['name']: Run(row['arguments'], float(row['rate']), float(row['times'] or 1), int(row['tokens'] or 0))
+        for row in read_csv(HERE / 'claims_runs.csv')}
 
 
 def arguments(s: Settings, run: Run) -> list[str]:
@@ -136,9 +95,6 @@ def arguments(s: Settings, run: Run) -> list[str]:
 
 
 # ---- the claims ----
-
-BYTES_OF_SUB_WORD = 4  # margins are nats per sub-word, losses here per byte (tiktoken's README: about 4 bytes a token)
-
 
 @dataclass
 class Claim:
@@ -155,84 +111,12 @@ class Claim:
     margin: float = 0.0  # equal: the largest difference; else t: the allowed lead of `other`; sign: the least lead
 
 
-CLAIMS = [
-    Claim('sps_standard', 'sps', '5, table 2', 'SPS has a lower loss than Standard after the same tokens',
-          '-0.042 (XS) to -0.068 nats (XL)', 'sps', 'lower', 'standard'),
-    Claim('sps_standard_twice', 'sps', '1, figure 1',
-          'Twice the tokens, about its compute, do not bring Standard to the loss of SPS (here after the decay)',
-          'Standard needs 2.6 times the tokens (XL)', 'sps', 'lower', 'standard_twice'),
-    Claim('sps_two_x_memory', 'sps', '5, table 2', 'SPS has a lower loss than 2x Memory, so it is not capacity',
-          'loss 2.810, 2.829 (S)', 'sps', 'lower', 'two_x_memory'),
-    Claim('sps_delayed_state', 'sps', '5, table 2',
-          'SPS has a lower loss than Delayed State, so it is not the extra step',
-          'loss 2.810, 2.829 (S)', 'sps', 'lower', 'delayed_state'),
-    Claim('delayed_state_standard', 'sps', '5, table 2', 'Delayed State has a lower loss than Standard',
-          'loss 2.410, 2.458 (XL)', 'delayed_state', 'lower', 'standard'),
-    Claim('sps_reverse', 'sps', '5, figure 4', 'SPS has a lower loss than Reverse SPS at w = 0',
-          'in a figure', 'sps_w0', 'lower', 'reverse_sps_w0'),
-    Claim('reverse_window', 'sps', '5, figure 4', 'Reverse SPS loses by a small window: w = 0 is worse than w = 64',
-          'in a figure', 'reverse_sps_w0', 'higher', 'reverse_sps'),
-    Claim('sps_gradient_x', 'sps', '5, figure 5a',
-          'The input stream of SPS gets more gradient of later losses than Standard',
-          'at every offset, in a figure', 'sps', 'higher', 'standard', 'later gradient at x'),
-    Claim('sps_gradient_rho', 'sps', '5, figure 5a',
-          'The prediction stream of SPS gets less of that gradient than Standard',
-          'at every offset, in a figure', 'sps', 'lower', 'standard', 'later gradient where it predicts'),
+def read_claim(row: dict[str, str]) -> Claim:
+    other = row['other'] if row['other'] in RUNS else float(row['other'])
+    return Claim(**row | {'other': other, 'margin': float(row['margin'] or 0)})
 
-    Claim('cr_same_width', 'context_ready', '5.4, table 3', 'D = 2 has a lower loss than N = 2 of the same width',
-          'perplexity 143.57, 158.83 (C = 256)', 'cr_d2', 'lower', 'roformer_n2'),
-    Claim('cr_same_flops', 'context_ready', 'appendix C.2', 'D = 2 has a lower loss than N = 2 of its FLOPs (hFFN)',
-          'perplexity 23.98, 25.78 (D = 3)', 'cr_d2', 'lower', 'roformer_n2_hffn'),
-    Claim('cr_one_layer_more', 'context_ready', '5.3, table 2', 'D layers have a lower loss than N = D + 1 layers',
-          'perplexity 32.28, 32.82 (D = 12)', 'cr_d2', 'lower', 'roformer_n3'),
-    Claim('cr_three_unrolls', 'context_ready', '5.8, table 6', 'K = 3 closes 98% of the gap from K = 1 to K = 5',
-          '98%', 'cr_d1', 'higher', 0.98, 'gap that K = 3 closes'),
-    Claim('cr_contraction', 'context_ready', '5.5 and 5.8', 'With k_min = 2 corrections contract: L is below 1',
-          'L = 0.55', 'cr_d2', 'lower', 1.0, 'contraction L, windows pooled'),
-    Claim('cr_tied', 'context_ready', '5.8', "With the block's weights the correction is worse than none",
-          'performance collapses', 'cr_d2_tied', 'higher', 'roformer_n2'),
-    Claim('cr_pointer', 'context_ready', '5.6, table 5', 'D = 1 trained by BPTT solves more levels than N = 1',
-          '11 of 11, 1 of 11', 'pointer_d1', 'higher', 'pointer_n1', 'levels solved', 'sign'),
 
-    Claim('nextlat_ntp', 'nextlat', '4, planning',
-          'NextLat has the next-token loss of GPT, within 0.01 nats per sub-word (our margin)',
-          'in a figure; perplexity 10.83, 10.52 on FineWeb-Edu', 'nextlat', 'equal', 'ntp',
-          margin=0.01 / BYTES_OF_SUB_WORD),
-    Claim('nextlat_mtp', 'nextlat', '4, language modeling', 'NextLat has a lower next-token loss than MTP',
-          'perplexity 10.83, 10.90', 'nextlat', 'lower', 'mtp'),
-    Claim('nextlat_probes', 'nextlat', '4, planning',
-          "The states of NextLat predict the token 20 ahead better than GPT's", 'in a figure',
-          'nextlat', 'lower', 'ntp', 'nats of a probe 20 ahead'),
-    Claim('nextlat_accepted_mtp', 'nextlat', '4, table of drafts',
-          'More drafted tokens are accepted with NextLat than with MTP', '3.52, 0.91 (d = 1, Wikipedia)',
-          'nextlat', 'higher', 'mtp', 'tokens accepted a draft'),
-    Claim('nextlat_star', 'nextlat', '4, planning',
-          'NextLat finds more whole paths of path-star graphs than GPT (both with Muon)', 'about 100% of all graphs',
-          'star_nextlat', 'higher', 'star_ntp', 'whole paths', 'sign', 0.02),
-    Claim('nextlat_a5', 'nextlat', '5, recurrent networks',
-          'p_psi alone follows words three times as long as in training, GPT does not', 'in a figure',
-          'a5_nextlat', 'higher', 'a5_ntp', 'right states beyond the trained length', 'sign', 0.02),
-    Claim('nextlat_rank', 'nextlat', '4, world modeling',
-          'After walks the states of NextLat have a lower effective rank', '52.7, 160.1',
-          'manhattan_nextlat', 'lower', 'manhattan_ntp', 'effective rank'),
-
-    Claim('gpn_transformer', 'gpn', '6, table 1', 'A deep Transformer has a lower loss than one layer of GPN+M',
-          'perplexity 16.05, 18.06', 'transformer', 'lower', 'gpn_m'),
-    Claim('gpn_near_transformer', 'gpn', '6, table 1',
-          "GPN+M's perplexity is at most 13% above the Transformer's", '18.06, 16.05',
-          'gpn_m', 'lower', 'transformer', margin=log(1.13) / BYTES_OF_SUB_WORD),
-    Claim('gpn_near_gdn', 'gpn', '6, table 1', "GPN+M's perplexity is at most 18% above Gated DeltaNet's",
-          '18.06, 15.34', 'gpn_m', 'lower', 'gdn', margin=log(1.18) / BYTES_OF_SUB_WORD),
-    Claim('gpn_memory', 'gpn', '6, table 1', 'GPN+M has a lower loss than GPN without memory',
-          'perplexity 18.06, 23.51', 'gpn_m', 'lower', 'gpn'),
-    Claim('gpn_mean_batches', 'gpn', '7.1', 'Mean directions of eight batches have a cosine of over 0.95', '0.988',
-          'gpn_m', 'higher', 0.95, 'cosine of mean states between batches'),
-    Claim('gpn_unigram', 'gpn', '7.2', 'The mean state decodes to the unigram: the rank correlation is positive',
-          '0.46', 'gpn_m', 'higher', 0.0, 'rank correlation with the unigram'),
-    Claim('gpn_content', 'gpn', '7.3, figure 5a',
-          'More than 0.05 of the content of a state is left tens of tokens later: 16 sub-words, 64 bytes',
-          '0.31 after 1 token, about 0 after 256', 'gpn_m', 'higher', 0.05, 'centred cosine 64 later'),
-]
+CLAIMS = [read_claim(row) for row in read_csv(HERE / 'claims.csv')]
 
 
 def chosen(only: str) -> list[Claim]:
@@ -389,8 +273,7 @@ def kept_rows(path: Path) -> dict[str, dict]:
     """Return {name: row} of a claims.csv, verdicts computed again from its numbers; without claims that changed."""
     if not path.exists():
         return {}
-    with open(path, newline='') as file:
-        found = {row['name']: row for row in csv.DictReader(file)}
+    found = {row['name']: row for row in read_csv(path)}
     rows = {}
     for c in CLAIMS:
         if c.name in found:

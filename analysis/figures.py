@@ -375,6 +375,11 @@ def output_path(out: str | None, runs: list[str], name: str) -> Path:
     return path
 
 
+def read_csv(path) -> list[dict[str, str]]:
+    with open(path, newline='') as file:
+        return list(csv.DictReader(file))
+
+
 def write_csv(path, rows: list[dict]) -> None:
     """Writes rows, dicts with the same keys."""
     text = io.StringIO(newline='')

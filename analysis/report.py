@@ -10,7 +10,6 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import csv
 import html
 import math
 import os
@@ -31,6 +30,7 @@ from analysis.figures import (
     not_comparable,
     of_each,
     output_path,
+    read_csv,
     runs_to_read,
     short_number,
 )
@@ -81,8 +81,7 @@ def decoding(path: Path) -> str:
     """Return the fastest draft length of eval.py's speculative.csv as text; '' without that file."""
     if not path.exists():
         return ''
-    with open(path, newline='') as file:
-        best = max(csv.DictReader(file), key=lambda row: float(row['speedup']))
+    best = max(read_csv(path), key=lambda row: float(row['speedup']))
     return f'{float(best["tokens_per_s"]):,.0f} ({float(best["speedup"]):.2f} times, length {best["draft_len"]})'
 
 

@@ -281,7 +281,7 @@ def paper_run(folder, method='sps', **values):
 
 
 def test_the_paper_s_rows_agree_with_themselves():
-    rows = tables.read_paper('sps')
+    rows = figures.read_csv(tables.PAPERS / 'sps.csv')
     assert len(rows) == 20
     for row in rows:
         for mean, ending in tables.MEANS.items():
@@ -292,7 +292,7 @@ def test_the_paper_s_rows_agree_with_themselves():
                 assert abs(sum(parts) / len(parts) - float(row[mean])) < (0.06 if '%' in mean else 0.0011), row['name']
     names = {row['name']: row for row in rows}
     assert names['SPS XL']['validation loss'] == '2.390' and names['Standard S']['validation loss'] == ''
-    rows = tables.read_paper('nextlat')
+    rows = figures.read_csv(tables.PAPERS / 'nextlat.csv')
     for row in rows:
         accuracies = [float(value) for name, value in row.items() if name.endswith(', %') and name not in tables.MEANS]
         error = statistics.mean(accuracies) - float(row['task accuracy, %'])
@@ -313,12 +313,12 @@ def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
     of_model = {key: values[key] for key in values.keys() - own} | {'n_ids': settings['assumed_ids'], 'eos_id': None}
     folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings, **of_model)
-    row = tables.row_of_paper(folder, tables.read_paper(paper))
+    row = tables.row_of_paper(folder, figures.read_csv(tables.PAPERS / f'{paper}.csv'))
     assert row['name'] == name
     if paper == 'nextlat':
         for i, own in enumerate(({'optimizer': 'muon'}, {'learning_rate': 1e-3}, {'batch_size': 8})):
             other = write_run(tmp_path / f'{i}', [3.0], settings['model'], settings=settings | own, **of_model)
-            assert tables.row_of_paper(other, tables.read_paper(paper)) is None
+            assert tables.row_of_paper(other, figures.read_csv(tables.PAPERS / f'{paper}.csv')) is None
     sizes = tables.state_size(folder)
     for column in tables.STATE.keys() & row.keys() if row.get('memory cells') else ():
         number, unit = re.fullmatch(r'([\d.]+)([KM]?)', row[column]).groups()
@@ -331,7 +331,7 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     other = [paper_run(tmp_path / name, **values) for name, values in (
         ('longer', {'settings': {'max_tokens': 20_000_100_000}}), ('token', {'predict_input': 'token'}),
         ('window', {'window': 0}))]
-    rows = tables.read_paper('sps')
+    rows = figures.read_csv(tables.PAPERS / 'sps.csv')
     assert tables.row_of_paper(whole, rows)['name'] == 'SPS S'
     assert [tables.row_of_paper(folder, rows) for folder in other] == [None] * 3
     assert [tables.bench_name(folder) for folder in other] == [(12, 12, 768, 'sps'), None,
@@ -372,7 +372,5 @@ def test_a_table_takes_runs_of_any_model(tmp_path):
     assert 'end-to-end throughput' not in by_run['gpn']  # nobody has it
     assert run('-m', 'analysis.tables', *runs, '--paper=gpn', f'--out={tmp_path}/table').returncode == 0
     assert float(rows_of(tmp_path / 'table.csv')[0]['validation perplexity']) == pytest.approx(math.exp(3))
-    (tmp_path / 'old.json').write_text(json.dumps({'rows': [{'what': 'peak memory', 'sps': 1.0}]}))
-    assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/old.json'), 'its rows have no scale')
     assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/no.json'), 'there is no file')
     assert_sentence(run('-m', 'analysis.tables', *runs, '--paper=bst'), "paper is 'bst': expected")

@@ -21,10 +21,9 @@ from analysis.figures import (
     ended,
     line_styles,
     new_figure,
-    output_path,
     runs_to_read,
     save_figure,
-    write_csv,
+    write_figure,
 )
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -77,8 +76,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
     for length in {row['trained'] for rows in lines.values() for row in rows}:
         axes.axvline(length, color='grey', linestyle=':')
     axes.set(xlabel='elements read', ylabel='share of words whose state is right', ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend()
     save_figure(figure, path)
 
 
@@ -90,15 +88,13 @@ def main(argv: list[str] | None = None) -> None:
         for label, rows in measured.items():
             for row in rows:
                 lines.setdefault(label + row['who'], []).append(row)
-        out = output_path(s.out, runs, 'a5')
-        write_csv(f'{out}.csv', [{'label': label} | row for label, rows in lines.items() for row in rows])
-        plot(lines, f'{out}.png')
         for label, rows in lines.items():
             trained = rows[0]['trained']
             shown = sorted({min(trained, s.length), min(2 * trained, s.length), min(3 * trained, s.length), s.length})
             print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
                                            f'{row["position"]}' for row in rows if row['position'] in shown))
-        print(f'written to {out}.png and {out}.csv')
+        rows = [{'label': label} | row for label, rows in lines.items() for row in rows]
+        write_figure(s.out, runs, 'a5', rows, lambda path: plot(lines, path))
 
 
 if __name__ == '__main__':

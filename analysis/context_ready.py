@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.figures import line_styles, new_figure, number_log_axis, output_path, runs_to_read, save_figure, write_csv
+from analysis.figures import line_styles, new_figure, number_log_axis, runs_to_read, save_figure, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data
@@ -139,8 +139,7 @@ def plot(rows, path):
              xticklabels=DEPTHS)
     axes.xaxis.minorticks_off()
     number_log_axis(axes.yaxis, *axes.get_ylim())
-    axes.grid(alpha=0.3)
-    figure.legend(loc='outside right upper', frameon=False, title='dotted: sequential')
+    figure.legend(loc='outside right upper', title='dotted: sequential')
     save_figure(figure, path)
 
 
@@ -148,12 +147,9 @@ def main(argv=None):
     with friendly_errors():
         s, runs = runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv)
         rows = [analyse(run, s) for run in runs]
-        out = output_path(s.out, runs, 'context_ready')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'context_ready', rows, lambda path: plot(rows, path))
 
 
 if __name__ == '__main__':

@@ -394,6 +394,7 @@ def new_figure(*args, **kwargs) -> tuple:
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
+    plt.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'legend.frameon': False})
     return plt.subplots(*args, layout='constrained', **kwargs)
 
 
@@ -425,6 +426,14 @@ def save_figure(figure, path) -> None:
     figure.savefig(image, dpi=150, format='png')
     plt.close(figure)
     write_file(path, image.getvalue())
+
+
+def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], plot: Callable) -> None:
+    """Write rows to NAME.csv and what plot(path) draws to NAME.png, see `output_path`; print where."""
+    path = output_path(out, runs, name)
+    write_csv(f'{path}.csv', rows)
+    plot(f'{path}.png')
+    print(f'written to {path}.png and {path}.csv')
 
 
 def is_number(value) -> bool:

@@ -23,7 +23,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import new_figure, number_log_axis, output_path, save_figure, write_csv
+from analysis.figures import new_figure, number_log_axis, save_figure, write_figure
 from attn_kernels import document_starts
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -332,7 +332,6 @@ def plot(rows, path):
         ax.set(xlabel=x_label, ylabel=y_label, xscale=scale)
         if scale == 'log':
             number_log_axis(ax.xaxis, *ax.get_xlim())
-        ax.grid(alpha=0.3)
     save_figure(figure, path)
 
 
@@ -360,9 +359,6 @@ def main(argv=None):
         asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
         rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'),
                        s.pool_tokens, asked_distance)
-        out = output_path(s.out, runs, 'gpn_state')
-        write_csv(f'{out}.csv', [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows])
-        plot(rows, f'{out}.png')
         shown = {}
         for part, name, x, value in rows:
             text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
@@ -370,7 +366,8 @@ def main(argv=None):
         for (part, name), values in shown.items():
             if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
                 print(f'{part}, {name}: {"  ".join(values)}')
-        print(f'written to {out}.png and {out}.csv')
+        table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
+        write_figure(s.out, runs, 'gpn_state', table, lambda path: plot(rows, path))
 
 
 if __name__ == '__main__':

@@ -36,11 +36,10 @@ from analysis.figures import (
     line_styles,
     new_figure,
     number_log_axis,
-    output_path,
     runs_to_read,
     save_figure,
     smoothed,
-    write_csv,
+    write_figure,
 )
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
@@ -302,8 +301,7 @@ def plot(rows: list[dict], path) -> None:
     axes.set(xlabel='k, steps from a position to the loss', yscale='log',
              ylabel="gradient, relative to that of the position's own loss")
     number_log_axis(axes.yaxis, *axes.get_ylim())
-    axes.grid(alpha=0.3)
-    figure.legend(loc='outside right upper', frameon=False)
+    figure.legend(loc='outside right upper')
     save_figure(figure, path)
 
 
@@ -313,14 +311,11 @@ def main(argv=None):
         s = fitted(s, runs)
         measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-        out = output_path(s.out, runs, 'gradient_flow')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
         for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
             line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
             print(f'{label}, {stream}: ' + ', '.join(f'k = {k} {line[k - 1]:.3g}' for k in shown))
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'gradient_flow', rows, lambda path: plot(rows, path))
 
 
 if __name__ == '__main__':

@@ -23,10 +23,9 @@ from analysis.figures import (
     line_styles,
     new_figure,
     number_log_axis,
-    output_path,
     runs_to_read,
     save_figure,
-    write_csv,
+    write_figure,
 )
 from common.files import friendly_errors
 from common.run_settings import MAY_CHANGE
@@ -125,7 +124,7 @@ def plot(curves: dict[str, list[dict]], path) -> None:
             draw_band(axes, x, points, label=label, marker=marker, markersize=3, **style)
         set_loss_axis(axes, lowest, highest)
         axes.set(xlabel=f'{name} of training', xlim=(0, None))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns)
     save_figure(figure, path)
 
 
@@ -138,16 +137,12 @@ def set_loss_axis(axes, lowest: float, highest: float) -> None:
     else:
         axes.set(ylim=(lowest - margin, highest + margin))
     axes.set(ylabel='validation loss, nats per token')
-    axes.grid(alpha=0.3)
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('loss_curves RUN RUN ... --out=NAME', Settings, argv)
         curves = curves_of(runs, curve)
-        out = output_path(s.out, runs, 'loss_curves')
-        write_csv(f'{out}.csv', [{'label': label} | p for label, points in curves.items() for p in points])
-        plot(curves, f'{out}.png')
         first = next(iter(curves.values()))
         for label, points in curves.items():
             end = points[-1]
@@ -155,7 +150,8 @@ def main(argv: list[str] | None = None) -> None:
                   f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
             if points is not first:
                 print(f'  below the first line {", ".join(crossings(points, first))}')
-        print(f'written to {out}.png and {out}.csv')
+        rows = [{'label': label} | p for label, points in curves.items() for p in points]
+        write_figure(s.out, runs, 'loss_curves', rows, lambda path: plot(curves, path))
 
 
 if __name__ == '__main__':

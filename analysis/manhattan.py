@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
+from analysis.figures import new_figure, runs_to_read, save_figure, write_figure
 from common.decoding import decodable, generate
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -333,10 +333,7 @@ def main(argv: list[str] | None = None) -> None:
                   f'effective rank {row["rank"]:.1f}; {row["existing"]} streets, {row["invented"]} invented, '
                   f'{row["not_taken"]} not taken by {row["walks"]} walks, of which {row["walks_without_a_place"]} have '
                   'no place')
-        out = output_path(s.out, runs, 'manhattan')
-        write_csv(f'{out}.csv', rows)
-        plot(maps, f'{out}.png')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'manhattan', rows, lambda path: plot(maps, path))
 
 
 if __name__ == '__main__':

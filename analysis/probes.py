@@ -24,11 +24,10 @@ from analysis.figures import (
     ended,
     line_styles,
     new_figure,
-    output_path,
     runs_to_read,
     save_figure,
     settings_of,
-    write_csv,
+    write_figure,
 )
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
@@ -154,22 +153,18 @@ def plot(rows: list[dict], path) -> None:
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
     axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {labels[0]}')
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend()
     save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv)
-        out = output_path(s.out, runs, 'probes')
         rows = table(curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)]))
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         for row in rows:
             if row['offset'] in (1, s.offsets):
                 print(f'{row["label"]}, {row["offset"]} ahead: {row["nll"]:.4f} nats, {row["difference"]:+.4f}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'probes', rows, lambda path: plot(rows, path))
 
 
 if __name__ == '__main__':

@@ -28,11 +28,10 @@ from analysis.figures import (
     ended,
     line_styles,
     new_figure,
-    output_path,
     runs_to_read,
     save_figure,
     smoothed,
-    write_csv,
+    write_figure,
 )
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
@@ -142,8 +141,7 @@ def plot(rows: list[dict], path) -> None:
     margin = 0.1 * (max(lines) - min(lines))
     axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylim=(min(lines) - margin, max(lines) + margin),
              ylabel=f'extra nats per token with omega = {rows[0]["omega"]}')
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend()
     save_figure(figure, path)
 
 
@@ -153,9 +151,6 @@ def main(argv=None):
         s = fitted(s, runs)
         measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-        out = output_path(s.out, runs, 'restricted_state')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         means, lasts = {}, {}
         for label in dict.fromkeys(row['label'] for row in rows):
             line = [row for row in rows if row['label'] == label]
@@ -166,7 +161,7 @@ def main(argv=None):
             first, *others = nats
             for label in filter(nats.get, others):  # one that loses nothing has no ratio
                 print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'restricted_state', rows, lambda path: plot(rows, path))
 
 
 if __name__ == '__main__':

@@ -23,10 +23,9 @@ from analysis.figures import (
     line_styles,
     n_parameters,
     new_figure,
-    output_path,
     runs_to_read,
     save_figure,
-    write_csv,
+    write_figure,
 )
 from common.files import UserError, friendly_errors
 from eval import PAPERS
@@ -95,8 +94,7 @@ def plot(rows: list[dict], baseline: str, path) -> None:
         axes.set_xticks(range(len(sizes)), sizes)
         axes.set(xlabel='parameters', ylabel=what, xlim=(-0.3, len(sizes) - 0.7))
         axes.set_title(f'difference to {baseline}', fontsize='medium')
-        axes.grid(alpha=0.3)
-    figure.legend(*all_axes[0, -1].get_legend_handles_labels(), loc='outside right upper', frameon=False)
+    figure.legend(*all_axes[0, -1].get_legend_handles_labels(), loc='outside right upper')
     save_figure(figure, path)
 
 
@@ -106,15 +104,12 @@ def main(argv: list[str] | None = None) -> None:
         sizes = beside(s.baseline, runs, lambda folders: outcome(folders, s.paper))
         rows = [{'size': size} | row for size, (outcomes, baseline) in sizes.items()
                 for row in gains(outcomes, baseline)]
-        out = output_path(s.out, runs, 'scaling')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, s.baseline, f'{out}.png')
         for row in rows:
             print(f'{row["size"]} {row["label"]}: validation loss {row["loss_gain"]:+.4f}'
                   + ('' if row['accuracy_gain'] is None else f', accuracy {row["accuracy_gain"]:+.2f} points'))
         if any(row['accuracy_gain'] is None for row in rows):
             print(f'accuracy is missing where eval.jsonl lacks a task: python eval.py RUN --paper={s.paper}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'scaling', rows, lambda path: plot(rows, s.baseline, path))
 
 
 if __name__ == '__main__':

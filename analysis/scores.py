@@ -24,10 +24,9 @@ from analysis.figures import (
     finished,
     line_styles,
     new_figure,
-    output_path,
     runs_to_read,
     save_figure,
-    write_csv,
+    write_figure,
 )
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
@@ -83,11 +82,10 @@ def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
         axes.set(xlabel='steps', ylabel='score' if several else title)
         axes.set_title(title if several else '', fontsize='medium')
         axes.tick_params(labelleft=True, labelbottom=True)  # on shared axes too
-        axes.grid(alpha=0.3)
     all_axes[0, 0].set(xlim=(0, None), ylim=(0, None))
     for axes in all_axes.flat[len(panels):]:
         axes.set_axis_off()
-    figure.legend(lines.values(), lines, loc='outside right upper', frameon=False)
+    figure.legend(lines.values(), lines, loc='outside right upper')
     save_figure(figure, path)
 
 
@@ -107,8 +105,7 @@ def plot_bars(rows: list[dict], path) -> None:
     axes.set_xticks(range(len(groups)), ['\n'.join(re.split('[:,]', data) + [score] * several)
                                          for data, score in groups])
     axes.set(ylabel='score' if several else scores[0])
-    axes.grid(alpha=0.3, axis='y')
-    figure.legend(loc='outside right upper', frameon=False)
+    figure.legend(loc='outside right upper')
     save_figure(figure, path)
 
 
@@ -152,10 +149,7 @@ def main(argv: list[str] | None = None) -> None:
             rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p
                      for label, scores in curves.items() for name, points in scores.items() for p in points]
             print_ends(curves, data)
-        out = output_path(s.out, runs, 'scores')
-        write_csv(f'{out}.csv', rows)
-        plot_bars(rows, f'{out}.png') if s.bars else plot(curves, f'{out}.png')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'scores', rows, lambda path: plot_bars(rows, path) if s.bars else plot(curves, path))
 
 
 if __name__ == '__main__':

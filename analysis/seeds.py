@@ -95,7 +95,6 @@ def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
     axes.set_xticks(range(len(groups)), [row['label'].replace(', ', '\n') for row in groups])
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylabel='final validation loss, nats per token')
     axes.set_title('mean with 95% interval, and each seed', fontsize='medium')
-    axes.grid(alpha=0.3, axis='y')
     save_figure(figure, path)
 
 

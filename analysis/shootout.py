@@ -53,6 +53,7 @@ from train import Settings as TrainSettings
 
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # of the parameters, over Standard's
+CONTEXTS = 1024, 16384  # tokens before those that decoding is timed on
 PREFILL = 1024  # tokens of a context that are read at a time
 ROUNDS = 5  # timings of decoding, after one to warm up
 
@@ -63,7 +64,7 @@ class Settings:
     config: str = 'config/quickstart.py'  # settings of all runs, but for those below and what is a model's own
     data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
     models: str = 'all'  # names of `methods` with commas between, standard among them
-    budget: float | str = '8e12'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
+    budget: float = 8e12  # training FLOPs of Standard
     n_layer: int = 4  # Standard's depth
     n_embd: int = 128  # its width
     head_size: int = 32  # its attention heads'
@@ -73,22 +74,10 @@ class Settings:
     eval_tokens: int = 500_000  # of a validation loss
     seeds: int = 3  # runs of each model and budget, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
-    contexts: str = '1024,16384'  # tokens before those that decoding is timed on
     decode_tokens: int = 64  # that are decoded in each of the rounds
 
     def __post_init__(self):
-        try:
-            self.budget = float(self.budget)
-            self.lengths = [int(length) for length in self.contexts.split(',')]
-        except ValueError:
-            raise UserError(f'budget is {self.budget!r} and contexts is {self.contexts!r}: expected FLOPs, as 2e14, '
-                            'and numbers of tokens with commas between, as 1024,16384')
-        at_least_1 = (1, inf)
-        check_ranges(self, budget=at_least_1, n_layer=(2, 1000), n_embd=at_least_1, head_size=at_least_1,
-                     fork_layers=(1, self.n_layer), block_size=(4, inf), batch_size=at_least_1,
-                     eval_tokens=at_least_1, seeds=at_least_1, jobs=at_least_1, decode_tokens=at_least_1)
-        if min(self.lengths) < 2:
-            raise UserError(f'contexts is {self.contexts!r}: expected at least 2 tokens each')
+        check_ranges(self, budget=(1, inf), n_layer=(2, 1000), fork_layers=(1, self.n_layer), seeds=(1, inf))
 
 
 # ---- the models, at equal parameters ----
@@ -263,7 +252,7 @@ def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict
     found = {name: speculation(model, data, s) for name, model in models.items()}
     for model in models.values():
         model.config.eos_id = None  # one text without end: a document that ends would empty the context
-    for length in s.lengths:
+    for length in CONTEXTS:
         speeds = decoding_speeds(models, length, s)
         for name, model in models.items():
             found[name] |= {f'tokens_per_s_{length}': speeds[name],
@@ -286,10 +275,10 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
     return rows
 
 
-def decoding_table(rows: list[dict], lengths: list[int]) -> str:
+def decoding_table(rows: list[dict]) -> str:
     """Speed and state after so many tokens of each model, in markdown."""
     columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
-        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in lengths}
+        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in CONTEXTS}
     return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
                             'parameters at inference': f'{r["at_inference"]:,}',
                             'drafting': '' if r['speed_up'] is None else f'{r["speed_up"]:.2f}',
@@ -315,13 +304,8 @@ def markdown(rows: list[dict], s: Settings, hours: float) -> str:
               f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
               'the cache that decoding allocates for so many tokens, in the dtype of the weights. Drafting: times as '
               'fast as plain greedy decoding of validation text, and drafted tokens accepted a round.', '',
-              decoding_table(rows, s.lengths),
-              '', '![loss over training FLOPs, decoding time and state](shootout.png)', '', '## What this cannot say',
-              '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the first '
-              "seed's best one, at equal tokens; batch, weight decay and schedule are the same for all, initial "
-              "weights as each model file's paper or the config has them. Wall time is that of this code on this "
-              'machine, with the highest speed of the seeds. shootout.csv has the loss of every seed, '
-              '[report.html](report.html) the curves of all.', '']
+              decoding_table(rows),
+              '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
     return '\n'.join(lines)
 
 
@@ -335,8 +319,9 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def plot(rows: list[dict], length: int, path) -> None:
-    """Loss over training FLOPs at all budgets; at equal FLOPs, over decoding time and state after `length` tokens."""
+def plot(rows: list[dict], path) -> None:
+    """Draw loss over training FLOPs at all budgets; at equal FLOPs, over decoding time and state (longest context)."""
+    length = max(CONTEXTS)
     at_equal_flops = [r for r in rows if r['equal'] == 'training FLOPs']
     panels = [(rows, 'training TFLOPs', lambda r: r['flops'] / 1e12),
               (at_equal_flops, f'ms per decoded token, after {length:,} tokens',
@@ -355,7 +340,6 @@ def plot(rows: list[dict], length: int, path) -> None:
         axes.set_xscale('log')
         number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=what)
-        axes.grid(alpha=0.3)
     lowest, highest = (f(r['loss'] for r in rows) for f in (min, max))
     margin = 0.1 * (highest - lowest)
     # an interval of three seeds, one of which failed, is wider than all the rest: what is outside is cut off
@@ -363,7 +347,7 @@ def plot(rows: list[dict], length: int, path) -> None:
     all_axes[0].set_title('equal tokens, FLOPs and time', fontsize='medium')
     for axes in all_axes[1:]:
         axes.set_title('at equal training FLOPs', fontsize='medium')
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right upper', frameon=False)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right upper')
     save_figure(figure, path)
 
 
@@ -379,7 +363,7 @@ def main(argv: list[str] | None = None) -> None:
         decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s)
         rows = table(labels, runs, decoded)
         write_csv(out / 'shootout.csv', rows)
-        plot(rows, max(s.lengths), out / 'shootout.png')
+        plot(rows, out / 'shootout.png')
         text = markdown(rows, s, core_hours(out))
         write_file(out / 'RESULTS.md', text.encode())
         print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')

@@ -24,12 +24,11 @@ from analysis.figures import (
     curve,
     line_styles,
     new_figure,
-    output_path,
     runs_to_read,
     save_figure,
     settings_of,
     short_number,
-    write_csv,
+    write_figure,
 )
 from analysis.loss_curves import TOKENS, loss_limits, set_loss_axis, unit_for
 from common.files import UserError, friendly_errors
@@ -118,7 +117,7 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
         set_loss_axis(axes, *loss_limits([c.points for c in curves.values()]))
         axes.set(xlabel=f'{name} of training, at the constant rate', xlim=(0, None))
         axes.set_title(f'{size} parameters', fontsize='medium')
-    figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)), frameon=False)
+    figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)))
     save_figure(figure, path)
 
 
@@ -128,13 +127,11 @@ def main(argv: list[str] | None = None) -> None:
         sizes = beside(s.baseline, runs, constant_rate, LENGTH)
         rows = [{'size': size} | match(target, by, curves) for size, (curves, baseline) in sizes.items()
                 for other in curves if other != baseline for target, by in ((other, baseline), (baseline, other))]
-        out = output_path(s.out, runs, 'tokens_to_match')
-        write_csv(f'{out}.csv', rows)
-        plot({size: curves for size, (curves, _) in sizes.items()}, rows, f'{out}.png')
         for row in rows:
             print(f'{row["size"]}: {row["loss_of"]} has {row["loss"]:.4f} before its decay, which begins at '
                   f'{short_number(row["budget"])} tokens; {row["by"]} {outcome(row)}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'tokens_to_match', rows,
+                     lambda path: plot({size: curves for size, (curves, _) in sizes.items()}, rows, path))
 
 
 if __name__ == '__main__':

@@ -86,7 +86,7 @@ def test_the_table_is_that_of_its_runs(tmp_path):
     for part in ('1.50 core-hours', '## Equal wall time', '| SPS | ', '1.9000', '1.6516 to 2.1484', '-0.2333',
                  'tokens/s, 16,384', '65,536', 'commit', 'over 3 seeds'):
         assert part in text, part
-    shootout.plot(rows, 16384, tmp_path / 'shootout.png')
+    shootout.plot(rows, tmp_path / 'shootout.png')
     assert (tmp_path / 'shootout.png').stat().st_size > 20_000
 
 
@@ -115,16 +115,17 @@ def test_the_front_has_what_no_other_beats_in_both():
 
 
 def test_a_wrong_setting_is_a_sentence(tiny_data, tmp_path):
-    for arg, part in (('--models=sps', 'expected standard and any of sps'), ('--contexts=1', 'at least 2 tokens'),
-                      ('--budget=much', 'expected FLOPs'), ('--fork_layers=9', 'fork_layers is 9')):
+    for arg, part in (('--models=sps', 'expected standard and any of sps'), ('--budget=much', 'budget'),
+                      ('--fork_layers=9', 'fork_layers is 9')):
         assert_sentence(run('-m', 'analysis.shootout', f'--data={tiny_data}', f'--out_dir={tmp_path}', arg), part)
 
 
 @pytest.mark.long
-def test_two_models_from_training_to_the_page(tiny_data, tmp_path):
+def test_two_models_from_training_to_the_page(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(shootout, 'CONTEXTS', (64, 128))
     out = tmp_path / 'out'
     command = ['-m', 'analysis.shootout', f'--data={tiny_data}', '--models=standard,nextlat', '--n_layer=4',
-               '--n_embd=64', '--head_size=16', '--block_size=32', '--budget=1e9', '--seeds=1', '--contexts=64,128',
+               '--n_embd=64', '--head_size=16', '--block_size=32', '--budget=1e9', '--seeds=1',
                '--decode_tokens=4', '--eval_tokens=500', f'--out_dir={out}']
     assert run(*command).returncode == 0
     rows = list(csv.DictReader((out / 'shootout.csv').open()))

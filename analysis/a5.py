@@ -15,16 +15,7 @@ import statistics
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import (
-    curves_of,
-    draw_band,
-    ended,
-    line_styles,
-    new_figure,
-    runs_to_read,
-    save_figure,
-    write_figure,
-)
+from analysis.figures import curves_of, draw_band, ended, line_styles, new_figure, runs_to_read, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, read_run
@@ -68,7 +59,7 @@ def measure(folders: list[str], s: Settings) -> list[dict]:
             for t in range(1, s.length + 1) for values in [[scores[f'{score}_{t}'] for scores in found]]]
 
 
-def plot(lines: dict[str, list[dict]], path) -> None:
+def plot(lines: dict[str, list[dict]]):
     """lines {label: rows of `measure`, one a position}."""
     figure, axes = new_figure(figsize=(7, 4.5))
     for (label, rows), style in zip(lines.items(), line_styles(len(lines))):
@@ -77,7 +68,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
         axes.axvline(length, color='grey', linestyle=':')
     axes.set(xlabel='elements read', ylabel='share of words whose state is right', ylim=(0, 1.02))
     axes.legend()
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -94,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
                                            f'{row["position"]}' for row in rows if row['position'] in shown))
         rows = [{'label': label} | row for label, rows in lines.items() for row in rows]
-        write_figure(s.out, runs, 'a5', rows, lambda path: plot(lines, path))
+        write_figure(s.out, runs, 'a5', rows, plot(lines))
 
 
 if __name__ == '__main__':

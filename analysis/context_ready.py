@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.figures import line_styles, new_figure, number_log_axis, runs_to_read, save_figure, write_figure
+from analysis.figures import line_styles, new_figure, number_log_axis, runs_to_read, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data
@@ -128,7 +128,7 @@ def costs(model):
             'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
-def plot(rows, path):
+def plot(rows):
     figure, axes = new_figure(figsize=(8, 4.5))
     for row, style in zip(rows, line_styles(len(rows))):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
@@ -140,7 +140,7 @@ def plot(rows, path):
     axes.xaxis.minorticks_off()
     number_log_axis(axes.yaxis, *axes.get_ylim())
     figure.legend(loc='outside right upper', title='dotted: sequential')
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv=None):
@@ -149,7 +149,7 @@ def main(argv=None):
         rows = [analyse(run, s) for run in runs]
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))
-        write_figure(s.out, runs, 'context_ready', rows, lambda path: plot(rows, path))
+        write_figure(s.out, runs, 'context_ready', rows, plot(rows))
 
 
 if __name__ == '__main__':

@@ -428,11 +428,11 @@ def save_figure(figure, path) -> None:
     write_file(path, image.getvalue())
 
 
-def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], plot: Callable) -> None:
-    """Write rows to NAME.csv and what plot(path) draws to NAME.png, see `output_path`; print where."""
+def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], figure) -> None:
+    """Write rows to NAME.csv and the figure to NAME.png, see `output_path`; print where."""
     path = output_path(out, runs, name)
     write_csv(f'{path}.csv', rows)
-    plot(f'{path}.png')
+    save_figure(figure, f'{path}.png')
     print(f'written to {path}.png and {path}.csv')
 
 

@@ -23,7 +23,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import new_figure, number_log_axis, save_figure, write_figure
+from analysis.figures import new_figure, number_log_axis, write_figure
 from attn_kernels import document_starts
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -310,7 +310,7 @@ PANELS = {  # part of the rows: (label of x, label of y, scale of x)
     'nll': ('tokens from pair to query', 'nats', 'log')}
 
 
-def plot(rows, path):
+def plot(rows):
     """Draw one panel per part that PANELS has."""
     curves = {}  # {part: {name: [(x, value)]}}
     for part, name, x, value in rows:
@@ -332,7 +332,7 @@ def plot(rows, path):
         ax.set(xlabel=x_label, ylabel=y_label, xscale=scale)
         if scale == 'log':
             number_log_axis(ax.xaxis, *ax.get_xlim())
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv=None):
@@ -367,7 +367,7 @@ def main(argv=None):
             if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
                 print(f'{part}, {name}: {"  ".join(values)}')
         table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
-        write_figure(s.out, runs, 'gpn_state', table, lambda path: plot(rows, path))
+        write_figure(s.out, runs, 'gpn_state', table, plot(rows))
 
 
 if __name__ == '__main__':

@@ -37,7 +37,6 @@ from analysis.figures import (
     new_figure,
     number_log_axis,
     runs_to_read,
-    save_figure,
     smoothed,
     write_figure,
 )
@@ -286,7 +285,7 @@ def log_trend(ratios: list[float]) -> list:
     return [10 ** y for y in trend] + [''] * (len(ratios) - end)
 
 
-def plot(rows: list[dict], path) -> None:
+def plot(rows: list[dict]):
     figure, axes = new_figure(figsize=(7, 4.5))
     labels = list(dict.fromkeys(row['label'] for row in rows))
     for label, style in zip(labels, line_styles(len(labels))):
@@ -302,7 +301,7 @@ def plot(rows: list[dict], path) -> None:
              ylabel="gradient, relative to that of the position's own loss")
     number_log_axis(axes.yaxis, *axes.get_ylim())
     figure.legend(loc='outside right upper')
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv=None):
@@ -315,7 +314,7 @@ def main(argv=None):
         for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
             line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
             print(f'{label}, {stream}: ' + ', '.join(f'k = {k} {line[k - 1]:.3g}' for k in shown))
-        write_figure(s.out, runs, 'gradient_flow', rows, lambda path: plot(rows, path))
+        write_figure(s.out, runs, 'gradient_flow', rows, plot(rows))
 
 
 if __name__ == '__main__':

@@ -24,7 +24,6 @@ from analysis.figures import (
     new_figure,
     number_log_axis,
     runs_to_read,
-    save_figure,
     write_figure,
 )
 from common.files import friendly_errors
@@ -110,7 +109,7 @@ def axes_of(curves: list[list[dict]]) -> dict[str, tuple[float, str]]:
     return {axis: unit_for(largest(axis), sizes) for axis, sizes in units.items()}
 
 
-def plot(curves: dict[str, list[dict]], path) -> None:
+def plot(curves: dict[str, list[dict]]):
     styles = line_styles(len(curves))
     columns = max(1, min(3, len(curves), 130 // (max(map(len, curves)) + 8)))
     rows = -(-len(curves) // columns)
@@ -125,7 +124,7 @@ def plot(curves: dict[str, list[dict]], path) -> None:
         set_loss_axis(axes, lowest, highest)
         axes.set(xlabel=f'{name} of training', xlim=(0, None))
     figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=columns)
-    save_figure(figure, path)
+    return figure
 
 
 def set_loss_axis(axes, lowest: float, highest: float) -> None:
@@ -151,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
             if points is not first:
                 print(f'  below the first line {", ".join(crossings(points, first))}')
         rows = [{'label': label} | p for label, points in curves.items() for p in points]
-        write_figure(s.out, runs, 'loss_curves', rows, lambda path: plot(curves, path))
+        write_figure(s.out, runs, 'loss_curves', rows, plot(curves))
 
 
 if __name__ == '__main__':

@@ -19,16 +19,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import (
-    curves_of,
-    ended,
-    line_styles,
-    new_figure,
-    runs_to_read,
-    save_figure,
-    settings_of,
-    write_figure,
-)
+from analysis.figures import curves_of, ended, line_styles, new_figure, runs_to_read, settings_of, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, run_data
@@ -143,7 +134,7 @@ def table(measured: dict[str, list[list[float]]]) -> list[dict]:
              'runs': len(measured[label])} for label, of_label in means.items() for i, mean in enumerate(of_label)]
 
 
-def plot(rows: list[dict], path) -> None:
+def plot(rows: list[dict]):
     figure, axes = new_figure(figsize=(7, 4.5))
     labels = list(dict.fromkeys(row['label'] for row in rows))
     for label, style in zip(labels, line_styles(len(labels))):
@@ -154,7 +145,7 @@ def plot(rows: list[dict], path) -> None:
     axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {labels[0]}')
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -164,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows:
             if row['offset'] in (1, s.offsets):
                 print(f'{row["label"]}, {row["offset"]} ahead: {row["nll"]:.4f} nats, {row["difference"]:+.4f}')
-        write_figure(s.out, runs, 'probes', rows, lambda path: plot(rows, path))
+        write_figure(s.out, runs, 'probes', rows, plot(rows))
 
 
 if __name__ == '__main__':

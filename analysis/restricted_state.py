@@ -23,16 +23,7 @@ import numpy as np
 import torch
 
 from analysis.documents import long_documents
-from analysis.figures import (
-    curves_of,
-    ended,
-    line_styles,
-    new_figure,
-    runs_to_read,
-    save_figure,
-    smoothed,
-    write_figure,
-)
+from analysis.figures import curves_of, ended, line_styles, new_figure, runs_to_read, smoothed, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
@@ -128,7 +119,7 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
             for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
 
 
-def plot(rows: list[dict], path) -> None:
+def plot(rows: list[dict]):
     figure, axes = new_figure(figsize=(7, 4.5))
     labels = list(dict.fromkeys(row['label'] for row in rows))
     for label, style in zip(labels, line_styles(len(labels))):
@@ -142,7 +133,7 @@ def plot(rows: list[dict], path) -> None:
     axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylim=(min(lines) - margin, max(lines) + margin),
              ylabel=f'extra nats per token with omega = {rows[0]["omega"]}')
     axes.legend()
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv=None):
@@ -161,7 +152,7 @@ def main(argv=None):
             first, *others = nats
             for label in filter(nats.get, others):  # one that loses nothing has no ratio
                 print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
-        write_figure(s.out, runs, 'restricted_state', rows, lambda path: plot(rows, path))
+        write_figure(s.out, runs, 'restricted_state', rows, plot(rows))
 
 
 if __name__ == '__main__':

@@ -24,7 +24,6 @@ from analysis.figures import (
     n_parameters,
     new_figure,
     runs_to_read,
-    save_figure,
     write_figure,
 )
 from common.files import UserError, friendly_errors
@@ -78,7 +77,7 @@ def gains(outcomes: dict[str, dict], baseline: str) -> list[dict]:
     return rows
 
 
-def plot(rows: list[dict], baseline: str, path) -> None:
+def plot(rows: list[dict], baseline: str):
     """A line for each method over the sizes: accuracy where it is known, and loss."""
     panels = {'accuracy_gain': 'mean accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
     if all(row['accuracy_gain'] is None for row in rows):
@@ -95,7 +94,7 @@ def plot(rows: list[dict], baseline: str, path) -> None:
         axes.set(xlabel='parameters', ylabel=what, xlim=(-0.3, len(sizes) - 0.7))
         axes.set_title(f'difference to {baseline}', fontsize='medium')
     figure.legend(*all_axes[0, -1].get_legend_handles_labels(), loc='outside right upper')
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -109,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
                   + ('' if row['accuracy_gain'] is None else f', accuracy {row["accuracy_gain"]:+.2f} points'))
         if any(row['accuracy_gain'] is None for row in rows):
             print(f'accuracy is missing where eval.jsonl lacks a task: python eval.py RUN --paper={s.paper}')
-        write_figure(s.out, runs, 'scaling', rows, lambda path: plot(rows, s.baseline, path))
+        write_figure(s.out, runs, 'scaling', rows, plot(rows, s.baseline))
 
 
 if __name__ == '__main__':

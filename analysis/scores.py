@@ -17,17 +17,7 @@ if __name__ == '__main__':
 import re
 from dataclasses import dataclass
 
-from analysis.figures import (
-    curve,
-    curves_of,
-    draw_band,
-    finished,
-    line_styles,
-    new_figure,
-    runs_to_read,
-    save_figure,
-    write_figure,
-)
+from analysis.figures import curve, curves_of, draw_band, finished, line_styles, new_figure, runs_to_read, write_figure
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from data.pointer_chasing import SOLVED
@@ -61,7 +51,7 @@ def solved_from(points: list[dict]) -> int | None:
     return step
 
 
-def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
+def plot(curves: dict[str, dict[str, list[dict]]]):
     """curves {label: {score: points}}: a panel for each label if there are several scores, else one for all."""
     names = list(dict.fromkeys(name for scores in curves.values() for name in scores))
     several = len(names) > 1
@@ -86,10 +76,10 @@ def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
     for axes in all_axes.flat[len(panels):]:
         axes.set_axis_off()
     figure.legend(lines.values(), lines, loc='outside right upper')
-    save_figure(figure, path)
+    return figure
 
 
-def plot_bars(rows: list[dict], path) -> None:
+def plot_bars(rows: list[dict]):
     """The last of the rows of each data, label and score: a group of bars for each data and score."""
     ends = {(row['data'], row['score'], row['label']): row for row in rows}
     groups, labels, scores = (list(dict.fromkeys(key[part] for key in ends)) for part in (slice(2), 2, 1))
@@ -106,7 +96,7 @@ def plot_bars(rows: list[dict], path) -> None:
                                          for data, score in groups])
     axes.set(ylabel='score' if several else scores[0])
     figure.legend(loc='outside right upper')
-    save_figure(figure, path)
+    return figure
 
 
 def score_colours(names: list[str]) -> dict[str, dict]:
@@ -149,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
             rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p
                      for label, scores in curves.items() for name, points in scores.items() for p in points]
             print_ends(curves, data)
-        write_figure(s.out, runs, 'scores', rows, lambda path: plot_bars(rows, path) if s.bars else plot(curves, path))
+        write_figure(s.out, runs, 'scores', rows, plot_bars(rows) if s.bars else plot(curves))
 
 
 if __name__ == '__main__':

@@ -31,8 +31,8 @@ from analysis.figures import (
     new_figure,
     output_path,
     runs_to_read,
-    save_figure,
     write_csv,
+    write_figure,
 )
 from common.files import UserError, friendly_errors
 from common.settings import check_ranges
@@ -56,10 +56,8 @@ class Settings:
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     """The rows of NAME_tests.csv, of the groups {label: losses}. What cannot be tested is told on stderr."""
     for label, values in losses.items():
-        if len(values) < 2:
-            print(f'{label}: one seed has no variance, so it is in no test: train it with other seeds', file=sys.stderr)
-        elif len(set(values)) < 2:
-            print(f'{label}: all seeds have the loss {values[0]}, so it is in no test', file=sys.stderr)
+        if len(set(values)) < 2:
+            print(f'{label}: its seeds have no variance, so it is in no test: train it with others', file=sys.stderr)
     tested = {label: values for label, values in losses.items() if len(set(values)) > 1}
     better, rows = group_of(losses, s.better, Settings.better), []
     if better in tested:
@@ -84,7 +82,7 @@ def group_of(labels, name: str, default: str) -> str | None:
 
 # ---- the picture ----
 
-def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
+def plot(groups: list[dict], losses: dict[str, list[float]]):
     """Each group's losses as small points, their mean and its interval."""
     figure, axes = new_figure(figsize=(1.5 + 1.4 * len(groups), 4.5))
     for i, (row, style) in enumerate(zip(groups, line_styles(len(groups)))):
@@ -95,7 +93,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
     axes.set_xticks(range(len(groups)), [row['label'].replace(', ', '\n') for row in groups])
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylabel='final validation loss, nats per token')
     axes.set_title('mean with 95% interval, and each seed', fontsize='medium')
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -108,9 +106,6 @@ def main(argv: list[str] | None = None) -> None:
             low, high = interval(values)
             groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
                            'high': high, 'losses': ' '.join(map(repr, values))})
-        out = output_path(s.out, runs, 'seeds')
-        write_csv(f'{out}.csv', groups)
-        plot(groups, losses, f'{out}.png')
         for row in groups:
             bounds = '' if row['low'] is None else f', 95% interval {row["low"]:.4f} to {row["high"]:.4f}'
             print(f'{row["label"]}: {row["mean"]:.4f}{bounds} (seeds: {row["seeds"]})')
@@ -119,11 +114,9 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows:
             print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
                   f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')
-        written = [f'{out}.png', f'{out}.csv']
+        write_figure(s.out, runs, 'seeds', groups, plot(groups, losses))
         if rows:
-            write_csv(f'{out}_tests.csv', rows)
-            written.append(f'{out}_tests.csv')
-        print(f'written to {", ".join(written)}')
+            write_csv(f'{output_path(s.out, runs, "seeds")}_tests.csv', rows)
 
 
 if __name__ == '__main__':

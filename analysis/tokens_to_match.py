@@ -25,7 +25,6 @@ from analysis.figures import (
     line_styles,
     new_figure,
     runs_to_read,
-    save_figure,
     settings_of,
     short_number,
     write_figure,
@@ -96,7 +95,7 @@ def outcome(row: dict) -> str:
     return text
 
 
-def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
+def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     """A panel for each size: the curves, and an arrow from each loss to where it is reached."""
     figure, panels = new_figure(1, len(sizes), figsize=(2 + 5 * len(sizes), 5), squeeze=False)
     labels = dict.fromkeys(label for curves in sizes.values() for label in curves)
@@ -118,7 +117,7 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
         axes.set(xlabel=f'{name} of training, at the constant rate', xlim=(0, None))
         axes.set_title(f'{size} parameters', fontsize='medium')
     figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)))
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -131,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f'{row["size"]}: {row["loss_of"]} has {row["loss"]:.4f} before its decay, which begins at '
                   f'{short_number(row["budget"])} tokens; {row["by"]} {outcome(row)}')
         write_figure(s.out, runs, 'tokens_to_match', rows,
-                     lambda path: plot({size: curves for size, (curves, _) in sizes.items()}, rows, path))
+                     plot({size: curves for size, (curves, _) in sizes.items()}, rows))
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ if __name__ == '__main__':
 import statistics
 from dataclasses import dataclass
 
-from analysis.figures import curves_of, final_losses, line_styles, new_figure, runs_to_read, save_figure, write_figure
+from analysis.figures import curves_of, final_losses, line_styles, new_figure, runs_to_read, write_figure
 from common.files import friendly_errors
 from common.runs import read_run, saved_config
 
@@ -44,7 +44,7 @@ def window_name(window: int | None) -> str:
     return 'all' if window is None else str(window)
 
 
-def plot(lines: dict[str, list[dict]], path) -> None:
+def plot(lines: dict[str, list[dict]]):
     """lines {label: points}. Windows stand side by side in equal steps, as they are often powers of a number and 0."""
     swept = [points for points in lines.values() if len(points) > 1] or list(lines.values())
     windows = sorted({p['window'] for points in swept for p in points}, key=window_order)
@@ -63,7 +63,7 @@ def plot(lines: dict[str, list[dict]], path) -> None:
     axes.set_xticks(range(len(windows)), map(window_name, windows))
     axes.set(xlabel='window w, tokens', ylabel='final validation loss, nats per token')
     figure.legend(drawn, lines, loc='outside right upper')
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(f'  best at w = {window_name(best["window"])}, by {worst["mean"] - best["mean"]:.4f}')
         rows = [{'label': label} | p | {'window': window_name(p['window'])}
                 for label, points in lines.items() for p in points]
-        write_figure(s.out, runs, 'window_sweep', rows, lambda path: plot(lines, path))
+        write_figure(s.out, runs, 'window_sweep', rows, plot(lines))
 
 
 if __name__ == '__main__':

@@ -121,7 +121,7 @@ def test_seeds_are_tested_where_there_are_several(tmp_path):
     alone = family_run(tmp_path / 'alone', 'reverse_sps', [9.0, 3.0])
     found = run('-m', 'analysis.seeds', *runs, alone, f'--out={tmp_path}/figure')
     assert found.returncode == 0, found.stderr
-    assert 'reverse_sps: one seed has no variance, so it is in no test' in found.stderr
+    assert 'reverse_sps: its seeds have no variance, so it is in no test' in found.stderr
     groups = {row['label']: row for row in rows_of(tmp_path / 'figure.csv')}
     assert groups['sps']['seeds'] == '3' and groups['reverse_sps']['low'] == ''
     tests = rows_of(tmp_path / 'figure_tests.csv')

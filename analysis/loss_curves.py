@@ -16,6 +16,8 @@ if __name__ == '__main__':
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from analysis.figures import (
     curve,
     curves_of,
@@ -27,15 +29,11 @@ from analysis.figures import (
     write_figure,
 )
 from common.files import friendly_errors
-from common.run_settings import MAY_CHANGE
 
-# settings that do not change what a curve is; the last three follow from the data and `documents`
-NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
 TOKENS = (1, 'tokens'), (1e3, 'thousand tokens'), (1e6, 'million tokens'), (1e9, 'billion tokens')
 MINUTES = (1, 'minutes'), (60, 'hours'), (60 * 24, 'days')
 GPU_HOURS = (1, 'GPU-hours'), (1e3, 'thousand GPU-hours')
 FLOPS = tuple((10.0 ** power, f'1e{power} FLOPs') for power in range(0, 31, 3))
-SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 
 
 @dataclass
@@ -43,31 +41,17 @@ class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: loss_curves beside the runs
 
 
-# ---- what the runs are ----
-
-# ---- their curves ----
-
-def loss_at(points: list[dict], axis: str, x: float) -> float | None:
-    """The mean loss of a curve at a value of an axis as 'tokens', linear between its points, None outside."""
-    for point in points:
-        if point[axis] == x:
-            return point['mean']
-    for a, b in zip(points, points[1:]):
-        if a[axis] < x < b[axis]:
-            return a['mean'] + (b['mean'] - a['mean']) * (x - a[axis]) / (b[axis] - a[axis])
-    return None
-
+# ---- where curves cross ----
 
 def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
-    """Where `points` go below the curve `first` and stay there, or None."""
+    """Return where `points` go below the curve `first` and stay there, or None."""
     where = None
+    x, y = [p[axis] for p in first], [p['mean'] for p in first]
     for p in points:
-        other = loss_at(first, axis, p[axis])
-        if other is None:
-            continue
+        other = np.interp(p[axis], x, y, left=np.nan, right=np.nan)  # beyond its ends nothing is compared
         if p['mean'] >= other:
             where = None
-        elif where is None:
+        elif p['mean'] < other and where is None:
             where = p[axis]
     return where
 

@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass
 class Curve:
-    """Evaluations at the constant learning rate, points as of `loss_curves.curve`."""
+    """Evaluations at the constant learning rate, points as of `figures.curve`."""
     points: list[dict]
     budget: int  # tokens at which the shortest run's decay begins
     last: dict  # the shortest run's last point

@@ -176,15 +176,6 @@ def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
     assert rows_of(tmp_path / 'short_only.csv')[0]['tokens_ratio'] == ''
 
 
-def test_the_last_evaluation_before_a_decay_may_come_before_it(tmp_path):
-    # each 700 tokens: the last at the constant rate is at 1,400 of 1,800, and the ratio is over 1,800
-    runs = [length_run(tmp_path / method, method, losses, 2000, every=700)
-            for method, losses in (('standard', [9.0, 4.0, 3.0]), ('sps', [9.0, 3.5, 2.5]))]
-    curves = {'standard': tokens_to_match.constant_rate(runs[:1]), 'sps': tokens_to_match.constant_rate(runs[1:])}
-    row = tokens_to_match.match('standard', 'sps', curves)
-    assert (row['evaluated_at'], row['tokens'], row['tokens_ratio']) == (1400, 1400, 1400 / 1800)
-
-
 def test_runs_without_a_constant_rate_are_a_sentence(tmp_path):
     cosine = length_run(tmp_path / 'cosine', 'standard', [3.0, 2.0], 2000, schedule='cosine')
     with pytest.raises(UserError, match='no constant learning rate'):

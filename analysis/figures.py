@@ -24,9 +24,9 @@ SAME_SIZE = 1.1  # models have one size up to this many times the parameters of 
 # ---- one run ----
 
 def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> tuple:
-    """(settings, run folders) of the command line of a file of analysis/; where it names no runs, a UserError.
+    """Return (settings, run folders) of a command line; UserError if it names no runs.
 
-    usage: the file's name and its arguments, for that sentence.
+    usage: the module's name and its arguments, for the error message.
     """
     s, runs, _ = load_settings(Settings, argv)
     if not runs:
@@ -35,22 +35,22 @@ def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> tuple:
 
 
 def model_name(record: dict) -> str:
-    """What labels call the model of a run's config.json: its method if it has one."""
+    """Return the name of a run's model for labels: its method if it has one. record: its config.json."""
     return str(record['model_config'].get('method', record['model']))
 
 
 def settings_of(run: str) -> TrainSettings:
-    """A run's settings of training."""
+    """Return a run's training settings."""
     return make_settings(TrainSettings, read_run(run)['settings'], f'in {run}/config.json')
 
 
 def n_parameters(run: str) -> int:
-    """The parameters of a run's model, each counted once."""
+    """Return the number of parameters of a run's model, tied ones counted once."""
     return count_parameters(blank_run(run))
 
 
 def final_loss(run: str) -> float:
-    """The last validation loss of a run, in nats per token. UserError if its training is not at its end."""
+    """Return the last validation loss of a run, in nats per token; UserError if its training is not finished."""
     evaluated = [record for record in read_log(run) if is_number(record.get('val'))]
     if not evaluated:
         raise UserError(f'{run}: no validation loss was logged')
@@ -62,7 +62,7 @@ def final_loss(run: str) -> float:
 
 
 def flops_per_token(run: str) -> float | None:
-    """Matmul FLOPs of training a token, or None: the run's log can be drawn without its model file."""
+    """Return the matmul FLOPs of a training token, None if the model file has changed or cannot tell."""
     record = read_run(run)
     try:
         return blank_run(run).flops_per_token(record['settings']['block_size'])
@@ -109,7 +109,7 @@ def median(log: list[dict], key: str) -> float | None:
 # ---- groups of runs and their labels ----
 
 def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, dict]:
-    """{run: {'model': its model or method, setting: value}} of the settings in which runs differ, but for `besides`.
+    """Return {run: {'model': its model or method, setting: value}} of the settings that differ, without `besides`.
 
     A setting of the model is compared with the other runs of that model, one of training with all runs.
     """
@@ -154,10 +154,9 @@ def short_number(value: float) -> str:
 
 
 def group(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, list[str]]:
-    """{label: [run folder, one a seed]}; runs that differ in the settings `besides` are in one group too.
+    """Return {label: [run folder, one per seed]}; runs that differ in the settings `besides` share a group.
 
-    A label has the model or method, where they differ, then as few of the settings that differ as tell the groups
-    apart.
+    A label has the model or method, where they differ, then as few differing settings as distinguish the groups.
     """
     groups = {}
     for run, settings in differences(runs, besides).items():
@@ -170,7 +169,7 @@ def group(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, list[st
 
 
 def tell_apart(configs: Sequence[dict[str, str]]) -> list[str]:
-    """A label for each {'model': its name, setting: text}, of as few of these as tell them apart."""
+    """Return a label for each {'model': its name, setting: text}, from as few of these as distinguish them."""
     parts = [()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
     # what only some have is of their model, and says more than how they were trained
@@ -182,7 +181,7 @@ def tell_apart(configs: Sequence[dict[str, str]]) -> list[str]:
 
 
 def not_comparable(runs: list[str]) -> str | None:
-    """A sentence where losses of these runs say nothing about each other, else None."""
+    """Return a warning if the losses of these runs cannot be compared, else None."""
     data = [read_run(run)['data'] for run in runs]
     for key, what in (('n_ids', 'vocabularies'), ('sha256', 'data')):
         if len({part[key] for part in data}) > 1:
@@ -191,7 +190,7 @@ def not_comparable(runs: list[str]) -> str | None:
 
 
 def of_each(items: Iterable, function: Callable) -> dict:
-    """{item: function(item)}. Items for which that raises a UserError or OSError are left out, and named on stderr.
+    """Return {item: function(item)}, without items for which it raises UserError or OSError; these go to stderr.
 
     Raises the first of the errors if no item is left.
     """
@@ -209,9 +208,9 @@ def of_each(items: Iterable, function: Callable) -> dict:
 
 
 def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict:
-    """{label: curve_of(the label's runs)}, the labels those of `group`. Prints what differs and is not in a label.
+    """Return {label: curve_of(its runs)} with the labels of `group`. Prints differing settings that no label has.
 
-    Runs that cannot be drawn are left out, and named on stderr. Raises a UserError if none is left.
+    Runs that cannot be drawn are left out and named on stderr. Raises UserError if none is left.
     """
     distinct = {os.path.realpath(run): run for run in runs}.values()
     readable = list(of_each(distinct, read_run))
@@ -228,7 +227,7 @@ def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset
 
 
 def finished(runs: list[str]) -> list[str]:
-    """The runs whose training is at its end, one for each seed; of runs that differ in nothing but the seed."""
+    """Return the finished ones of runs that differ only in the seed, one per seed."""
     seeds = {}
 
     def check(run):
@@ -241,19 +240,19 @@ def finished(runs: list[str]) -> list[str]:
 
 
 def ended(runs: list[str]) -> list[str]:
-    """The runs that are `finished`; all of them where none has a log, as imported ones."""
+    """Return the `finished` runs, or all of them if none has a log, such as imported ones."""
     return finished(runs) if any(map(read_log, runs)) else runs
 
 
 def final_losses(runs: list[str]) -> list[float]:
-    """The final loss of each of the runs that are `finished`."""
+    """Return the final loss of each of the `finished` runs."""
     return [final_loss(run) for run in finished(runs)]
 
 
 def by_size(runs: list[str]) -> dict[str, list[str]]:
-    """{'131.1M': the runs of about so many parameters}, from small to large.
+    """Return {'131.1M': runs with about as many parameters}, from small to large, named after the smallest model.
 
-    A size is the parameters of its smallest model. Runs whose size cannot be told are left out, and named on stderr.
+    Runs whose size is unknown are left out and named on stderr.
     """
     parameters, sizes = of_each(runs, n_parameters), {}
     for run in sorted(parameters, key=parameters.get):
@@ -264,20 +263,20 @@ def by_size(runs: list[str]) -> dict[str, list[str]]:
 
 
 def named(labels, name: str) -> str:
-    """The one label that has all that `name` has: 'sps' or 'sps, window=64' are names of 'sps, window=64'."""
+    """Return the one label that has all parts of `name`: 'sps' means 'sps, window=64'. Raises UserError otherwise."""
     if name in labels:
         return name
     found = [label for label in labels if set(name.split(', ')) <= set(label.split(', '))]
     if len(found) == 1:
         return found[0]
     problem = f'{len(found)} are' if found else 'none is'
-    raise UserError(f'{name!r} is to name one of {"; ".join(labels)}: {problem} called so. Give a whole label')
+    raise UserError(f'{name!r} should name one of {"; ".join(labels)}, but {problem} called that: give a whole label')
 
 
 def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict[str, tuple]:
-    """{size: ({label: curve_of(the label's runs)}, label of the baseline)}, as `curves_of` at each size.
+    """Return {size: ({label: curve_of(its runs)}, label of the baseline)}, as `curves_of` at each size.
 
-    A size without the baseline, or with nothing besides, is left out and named on stderr.
+    A size without the baseline, or with nothing else, is left out and named on stderr.
     """
     sizes = by_size(runs)
 
@@ -294,10 +293,10 @@ def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str]
 
 
 def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:
-    """Points of a logged value at the steps where every run has it.
+    """Return the points of a logged value at the steps where every run has it.
 
     A point is {'step', 'tokens', 'minutes', 'gpu_hours', 'flops', 'mean', 'lowest', 'highest', 'seeds'}. gpu_hours is
-    None unless all the runs were on GPUs, flops (of one run) None where the model file cannot tell them.
+    None unless all runs were on GPUs, flops (of one run) is None if unknown.
     """
     logs = [{record['tokens']: record for record in read_log(run) if is_number(record.get(key))} for run in runs]
     gpus, flops = [n_gpus(run) for run in runs], flops_per_token(runs[0])

@@ -61,9 +61,8 @@ class Settings:
 
 
 def read(run: str) -> dict:
-    """Return the log and the evaluations of a run; UserError if it has neither."""
-    read_run(run)
-    found = {'log': read_log(run), 'results': evaluations(Path(run) / 'eval.jsonl')}
+    """Return the size, the log and the evaluations of a run; UserError if it has neither of the last two."""
+    found = {'parameters': n_parameters(run), 'log': read_log(run), 'results': evaluations(Path(run) / 'eval.jsonl')}
     if not found['log'] and not found['results']:
         raise UserError(f'{run}: nothing logged or evaluated')
     return found
@@ -89,7 +88,7 @@ def run_row(run: str, about: dict, label: str, folder: Path) -> dict[str, str]:
     """Return a row of the table of runs. folder: where the page will be, for links."""
     log, link = about['log'], html.escape(os.path.relpath(run, folder), quote=True)
     row = {'run': f'<a href="{link}/">{html.escape(Path(run).name)}</a>', 'model': model_name(read_run(run)),
-           'what differs': html.escape(label), 'parameters': short_number(n_parameters(run))}
+           'what differs': html.escape(label), 'parameters': short_number(about['parameters'])}
     if log:
         row |= {'tokens': short_number(log[-1]['tokens']), 'minutes': f'{log[-1]["seconds"] / 60:.1f}'}
     texts = {'val': ('validation loss', '{:.4f}', lambda log, key: (logged(log, key) or [None])[-1]),

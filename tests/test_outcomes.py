@@ -70,7 +70,7 @@ def test_a_name_means_one_label():
     assert figures.named(labels, 'standard') == 'standard' and figures.named(labels, 'gpn') == 'gpn, lr=1'
     assert figures.named(labels, 'window=0, sps') == 'sps, window=0'
     for name in ('sps', 'nextlat', ''):
-        with pytest.raises(UserError, match='is to name one of standard; sps, window=64'):
+        with pytest.raises(UserError, match='should name one of standard; sps, window=64'):
             figures.named(labels, name)
 
 
@@ -133,7 +133,7 @@ def test_seeds_are_tested_where_there_are_several(tmp_path):
     found = run('-m', 'analysis.seeds', *runs[:3], f'--out={tmp_path}/one')  # without the defaults' groups
     assert 'standard: 3.1133' in found.stdout and 'no test' in found.stdout
     assert not (tmp_path / 'one_tests.csv').exists()
-    assert_sentence(run('-m', 'analysis.seeds', *runs, '--better=gpn'), "'gpn' is to name one of standard; sps")
+    assert_sentence(run('-m', 'analysis.seeds', *runs, '--better=gpn'), "'gpn' should name one of standard; sps")
     assert_sentence(run('-m', 'analysis.seeds', *runs, '--alike=sps'), 'expected two labels')
 
 
@@ -188,7 +188,7 @@ def test_runs_without_a_constant_rate_are_a_sentence(tmp_path):
     only = [length_run(tmp_path / name, 'standard', [3.0, 2.0], 1000, learning_rate=rate)
             for name, rate in (('slow', 0.1), ('fast', 0.2))]
     assert_sentence(run('-m', 'analysis.tokens_to_match', *only[:1]), 'all runs are standard')
-    assert_sentence(run('-m', 'analysis.tokens_to_match', *only), "'standard' is to name one of")
+    assert_sentence(run('-m', 'analysis.tokens_to_match', *only), "'standard' should name one of")
 
 
 # ---- window sweep ----
@@ -237,7 +237,7 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert "left out: 6.6" in found.stderr and 'none is called so' in found.stderr  # of `lonely`
+    assert "left out: 6.6" in found.stderr and 'none is called that' in found.stderr  # of `lonely`
     assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
 
 

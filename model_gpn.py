@@ -160,7 +160,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    write_type = Write  # subclasses may replace it: analysis/gpn_edits.py
+    write_type = Write  # subclasses may replace it: analysis/edits.py
 
     def __init__(self, config):
         super().__init__()

@@ -1,6 +1,6 @@
-"""One file per figure or table of a paper: reads run folders, writes a picture and the numbers behind it.
+"""One file per figure or table of a paper: reads run folders, writes a figure and the numbers behind it.
 
-    python -m analysis.report out/*                        all about the runs, on one page to open in a browser
+    python -m analysis.report out/*                        runs on one page to open in a browser
     python -m analysis.loss_curves out/std_* out/sps_*     SPS paper, figure 2: loss over tokens, time and FLOPs
     python -m analysis.tokens_to_match out/std_* out/sps_* its figures 1 and 2: tokens until one has another's loss
     python -m analysis.scaling out/std_* out/sps_*         its figure 3: gains by size
@@ -18,12 +18,9 @@
     python -m analysis.speculative out/fw_* --data=A,B     its speculative decoding: draft lengths, a table over texts
     python -m analysis.gpn_state out/gpn                   GPN paper, section 7: what state and memory hold
     python -m analysis.compare NAME:... NAME:...           any models, each at its best rate: trains its own runs
-    python -m analysis.forks                               where SPS may fork: trains its own runs
     python -m analysis.shootout                            all architectures at equal budgets: trains its own runs
-    python -m analysis.baseline                            Standard beside nanoGPT's shape: trains its own runs
     python -m analysis.claims                              claims of all papers in miniature: trains its own runs
 
-They write beside the runs, here to out/, or to where --out says.
-figures.py, outcomes.py and documents.py are what they share: how figures look, how runs ended and what they are
-compared with, and the long documents of their data.
+They write beside the runs, here to out/, or to --out. figures.py has what they share: reading runs, statistics over
+seeds, plots. documents.py reads the long documents of a run's data, edits.py has edited models to compare with.
 """

@@ -15,9 +15,7 @@ import statistics
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import ended
+from analysis.figures import curves_of, draw_band, ended, line_styles, new_figure, runs_to_read, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, read_run
@@ -61,7 +59,7 @@ def measure(folders: list[str], s: Settings) -> list[dict]:
             for t in range(1, s.length + 1) for values in [[scores[f'{score}_{t}'] for scores in found]]]
 
 
-def plot(lines: dict[str, list[dict]], path) -> None:
+def plot(lines: dict[str, list[dict]]):
     """lines {label: rows of `measure`, one a position}."""
     figure, axes = new_figure(figsize=(7, 4.5))
     for (label, rows), style in zip(lines.items(), line_styles(len(lines))):
@@ -69,9 +67,8 @@ def plot(lines: dict[str, list[dict]], path) -> None:
     for length in {row['trained'] for rows in lines.values() for row in rows}:
         axes.axvline(length, color='grey', linestyle=':')
     axes.set(xlabel='elements read', ylabel='share of words whose state is right', ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    save_figure(figure, path)
+    axes.legend()
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,15 +79,13 @@ def main(argv: list[str] | None = None) -> None:
         for label, rows in measured.items():
             for row in rows:
                 lines.setdefault(label + row['who'], []).append(row)
-        out = output_path(s.out, runs, 'a5')
-        write_csv(f'{out}.csv', [{'label': label} | row for label, rows in lines.items() for row in rows])
-        plot(lines, f'{out}.png')
         for label, rows in lines.items():
             trained = rows[0]['trained']
             shown = sorted({min(trained, s.length), min(2 * trained, s.length), min(3 * trained, s.length), s.length})
             print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
                                            f'{row["position"]}' for row in rows if row['position'] in shown))
-        print(f'written to {out}.png and {out}.csv')
+        rows = [{'label': label} | row for label, rows in lines.items() for row in rows]
+        write_figure(s.out, runs, 'a5', rows, plot(lines))
 
 
 if __name__ == '__main__':

@@ -1,44 +1,65 @@
-"""Models side by side: the same tokens, each at its own best learning rate, over seeds.
+"""Models side by side: trained at bracketed learning rates and with several seeds.
 
     python -m analysis.compare --out_dir=out/gpn_or_gdn "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
 
-An argument is NAME: and what would follow `python train.py`. The learning rate of each is bracketed around its own at
-the first seed, then it trains with every seed. Runs that are done are not trained again, one that was interrupted goes
-on. All train on the same data for the same tokens: --data and --max_tokens, where given, hold for all. All have one
-dtype: where it is auto, float32, on a GPU bfloat16, as auto may differ between models of different sizes.
+Each argument is NAME: followed by arguments of train.py. The learning rate of each is bracketed around its own at the
+first seed, then it trains with every seed. Finished runs are not trained again and interrupted ones are resumed. All
+models must have the same data, windows and dtype; where dtype is auto, all train in float32, on a GPU in bfloat16.
+Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens sets one number for all.
 
-Writes compare.csv and compare.md in out_dir: final validation loss with its 95% interval (Student's t), perplexity, and
-the difference to the first with Welch's interval. The state is what decoding keeps after a window of tokens, in fp32,
-and what taking back one of them needs.
+Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir: final validation loss with its
+95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with two 95%
+intervals, Welch's and one paired by seed. The state is the cache of decoding after a window of tokens in fp32,
+including what taking back one token needs.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
+import functools
 import re
 import shlex
 import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from analysis.figures import write_csv
-from analysis.outcomes import cache_bytes, final_loss, n_parameters, settings_of, speed
-from analysis.seeds import between, difference, interval
-from analysis.sweep import one_dtype, train_at_best_rates
+from analysis.figures import (
+    between,
+    difference,
+    final_loss,
+    flops_per_token,
+    interval,
+    median,
+    n_parameters,
+    paired,
+    settings_of,
+    write_csv,
+)
 from bench import markdown_table, one_line, where_and_when
-from common.files import UserError, friendly_errors, write_file
-from common.runs import model_file
+from common.checkpoint import checkpoints
+from common.files import ROOT, UserError, friendly_errors, write_file
+from common.machine import pick_device, pick_dtype
+from common.run_settings import read_settings
+from common.runs import blank_run, model_file, read_log, read_run
 from common.settings import check_ranges, load_settings
 from common.validation import perplexity
+from data import open_data
 from train import Settings as TrainSettings
+
+STEP = 1.5  # ratio of neighbouring learning rates
+DIVERGED = 'diverged.txt'  # the error message of a run that diverged, in its folder
+SAME = 'data', 'documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that all models share
 
 
 @dataclass
 class Settings:
-    out_dir: str = 'out/compare'  # of the runs and of what is written
-    data: str | None = None  # folder of prepare_fineweb.py or built-in data; None: as each says, the same for all
-    max_tokens: int | None = None  # training tokens; None: as each says, the same for all
+    out_dir: str = 'out/compare'  # folder of the runs and tables
+    data: str | None = None  # data of all models; None: as each says, the same for all
+    max_tokens: int | None = None  # training tokens of all models; None: as each says
     seeds: int = 3  # runs of each, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
 
@@ -46,62 +67,169 @@ class Settings:
         check_ranges(self, max_tokens=(1, inf), seeds=(1, inf), jobs=(1, inf))
 
 
+# ---- training many runs ----
+
+def loss_of(folder: Path) -> float | None:
+    """Return the final loss of a run, inf if it diverged, None if it is not finished."""
+    try:
+        return final_loss(folder)
+    except (UserError, OSError):
+        return inf if (folder / DIVERGED).exists() else None
+
+
+@functools.cache
+def checksum(data: str) -> str:
+    return open_data(data).sha256
+
+
+def check_same(folder: Path, args: list[str]) -> None:
+    """Raise UserError if the run in the folder has other settings or other data than args."""
+    asked, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
+    if checksum(asked.data) != read_run(folder)['data']['sha256']:
+        raise UserError(f'{folder} was trained on other data than {asked.data}: give another --out_dir')
+
+
+def one_dtype(device: str = 'auto') -> str:
+    """Return the dtype that small models train in, for all models: `--dtype=auto` depends on the model's size."""
+    return str(pick_dtype('auto', pick_device(device), False)).removeprefix('torch.')
+
+
+def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False) -> None:
+    """Train {run folder: arguments of train.py}, `jobs` at a time with one thread each.
+
+    Skips finished runs and resumes interrupted ones. Raises UserError for a run that fails, for one that diverges
+    unless `may_diverge`, and before any training if a folder holds a run with other settings.
+    """
+    todo = {folder: args for folder, args in cells.items() if loss_of(folder) is None}
+    for folder, args in cells.items():
+        if folder not in todo or checkpoints(folder):
+            check_same(folder, args)
+
+    def train(folder):
+        resume = '--resume' if checkpoints(folder) else '--overwrite'
+        command = [sys.executable, 'train.py', *todo[folder], f'--out_dir={folder.absolute()}', '--threads=1', resume]
+        return folder, subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for i, future in enumerate(as_completed([pool.submit(train, folder) for folder in todo]), 1):
+            folder, result = future.result()
+            if 'the gradients were not finite' in result.stderr:
+                write_file(folder / DIVERGED, result.stderr.encode())
+            if loss_of(folder) is None:
+                raise UserError(f'{folder} did not finish: {result.stderr.strip()[-1000:]}')
+            print(f'{i}/{len(todo)}  {folder.name}: {loss_of(folder):.4f}', flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C no further run starts
+    for folder in cells if not may_diverge else []:
+        if loss_of(folder) == inf:
+            raise UserError(f'{folder} diverged, at the best learning rate of the first seed: '
+                            + (folder / DIVERGED).read_text().strip())
+
+
+def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of, jobs: int) -> dict[str, float]:
+    """Return {method: its best learning rate at seed 1}, after training at worse ones on both sides.
+
+    methods: {name: arguments of train.py}; first: {name: where to start}; folder_of(name, rate, seed): the run's
+    folder. Tries three rates, STEP apart, and more until the best is not the last on either side. Writes rates.csv
+    beside the runs. Raises UserError for a method that diverges at all three.
+    """
+    def folder(name, i):
+        return folder_of(name, first[name] * STEP ** i, 1)
+
+    losses = {name: {} for name in methods}  # by exponent of STEP
+    wanted = {name: [-1, 0, 1] for name in methods}
+    while any(wanted.values()):
+        cells = {folder(name, i): [*methods[name], f'--learning_rate={first[name] * STEP ** i:.3g}', '--seed=1']
+                 for name, exponents in wanted.items() for i in exponents}
+        train_all(cells, jobs, may_diverge=True)
+        for name, exponents in wanted.items():
+            losses[name] |= {i: loss_of(folder(name, i)) for i in exponents}
+            best = min(losses[name], key=losses[name].get)
+            if losses[name][best] == inf:
+                raise UserError(f'{name} diverges at learning rates of {first[name] / STEP:.3g} to '
+                                f'{first[name] * STEP:.3g}: start lower')
+            wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
+    write_csv(folder(next(iter(methods)), 0).parent / 'rates.csv',
+              [{'model': name, 'lr': float(f'{first[name] * STEP ** i:.3g}'), 'loss': loss}
+               for name, of_name in losses.items() for i, loss in sorted(of_name.items())])
+    return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}
+
+
+def train_seeds(methods: dict, rates: dict, folder_of, seeds: int, jobs: int) -> dict[object, list[Path]]:
+    """Return {method: its runs, one per seed}, trained at its learning rate. Arguments as for `best_rates`."""
+    runs = {name: [folder_of(name, rates[name], seed) for seed in range(1, seeds + 1)] for name in methods}
+    train_all({run: [*methods[name], f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
+               for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, jobs)
+    return runs
+
+
+# ---- what runs cost ----
+
+def training_flops(run: Path) -> float:
+    return flops_per_token(run) * settings_of(run).max_tokens
+
+
+def speed(run: Path) -> float:
+    """Return the median training tokens/s of a run's log."""
+    return median(read_log(run), 'tokens_per_s')
+
+
+def core_hours(folder: Path) -> float:
+    """Return the training hours (of a core or a GPU) of all runs in a folder, other learning rates included."""
+    logs = [read_log(config.parent) for config in folder.glob('*/config.json')]
+    return sum(log[-1]['seconds'] for log in logs if log) / 3600
+
+
+def cache_bytes(run: Path, n_tokens: int) -> int | None:
+    """Return the bytes of the decoding cache after n_tokens, in fp32; None for a model without a cache."""
+    model = blank_run(run)
+    return model.new_cache(1, n_tokens).nbytes if getattr(model, 'new_cache', None) else None
+
+
+# ---- the command line and the table ----
+
 @dataclass
 class Side:
-    args: list[str]  # of train.py, but for learning rate, seed and folder
-    rate: float  # learning rate to look at first
-    same: dict  # what all sides must have in common: data, tokens of training and of the loss, windows, dtype
+    args: list[str]  # of train.py, without learning rate, seed and folder
+    settings: TrainSettings  # that these arguments give
     folder: str  # how the names of its runs begin
 
 
 def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
-    """{name: side} of 'NAME: what follows train.py' each; UserError for what cannot be compared."""
+    """Return {name: side} of arguments 'NAME: CONFIG --setting=value ...'; UserError if they cannot be compared."""
     sides = {}
     for argument in arguments:
         name, colon, command = argument.partition(': ')
-        if not colon or name in sides:
-            raise UserError(f"{argument!r} has {'the name of another' if colon else 'no name'}: expected 'NAME: CONFIG "
-                            "--setting=value ...'")
+        folder = re.sub(r'\W+', '_', name)
+        if not colon or folder in [side.folder for side in sides.values()]:
+            raise UserError(f"{argument!r} has {'the name of another model' if colon else 'no name'}: expected "
+                            "'NAME: CONFIG --setting=value ...'")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
         settings, _, given = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
         taken = [key for key in ('seed', 'out_dir') if key in given]
         if taken:
-            raise UserError(f'{name}: {taken[0]} is given for each run here: leave it out')
+            raise UserError(f'{name}: {taken[0]} is set for each run by analysis.compare: leave it out')
         if settings.dtype == 'auto':
             settings.dtype = one_dtype(settings.device)
             args.append(f'--dtype={settings.dtype}')
-        folder = re.sub(r'\W+', '_', name)
-        if folder in (side.folder for side in sides.values()):
-            raise UserError(f'{name!r} names its runs {folder}, as another does: give it another name')
-        same = {key: getattr(settings, key) for key in (
-            'data', 'documents', 'max_tokens', 'block_size', 'eval_tokens', 'eval_seed', 'dtype')}
-        sides[name] = Side(args, settings.learning_rate, same, folder)
+        sides[name] = Side(args, settings, folder)
     if len(sides) < 2:
-        raise UserError('what is to be compared? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
+        raise UserError('which models? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
     (first, reference), *others = sides.items()
     for name, side in others:
-        for key, value in reference.same.items():
-            if side.same[key] != value:
-                raise UserError(f'{first} has {key} = {value}, {name} has {side.same[key]}: expected one for all')
+        for key in SAME:
+            ours, theirs = getattr(reference.settings, key), getattr(side.settings, key)
+            if ours != theirs:
+                raise UserError(f'{first} has {key} = {ours}, {name} has {theirs}: expected one for all')
     return sides
 
 
-def train_sides(s: Settings, sides: dict[str, Side]) -> dict[str, list[Path]]:
-    """Trains all that is not done yet: {name: runs, one a seed}."""
-    out = Path(s.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-
-    def folder(name, rate, seed):
-        return out / f'{sides[name].folder}_lr{rate:.3g}_seed{seed}'
-    return train_at_best_rates({name: side.args for name, side in sides.items()},
-                               {name: side.rate for name, side in sides.items()}, folder, s.seeds, s.jobs)
-
-
 def table(runs: dict[str, list[Path]]) -> list[dict]:
-    """A row of each of {name: its runs, one a seed}; size, state and speed are of the first seed.
+    """Return a row for each of {name: its runs, one per seed}, compared with the first name.
 
-    The first name is what the others are compared with.
+    Size, state, FLOPs and speed are those of the first seed.
     """
     losses = {name: [final_loss(run) for run in folders] for name, folders in runs.items()}
     reference, *_ = losses.values()
@@ -110,36 +238,49 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
         run, loss, (low, high) = runs[name][0], statistics.mean(values), interval(values)
         settings = settings_of(run)
         row = {'model': name, 'parameters': n_parameters(run), 'state_bytes': cache_bytes(run, settings.block_size),
-               'lr': settings.learning_rate, 'tokens': settings.max_tokens, 'tokens_per_s': speed(run),
-               'seeds': len(values), 'loss': loss, 'low': low, 'high': high, 'perplexity': perplexity(loss),
-               'minus_first': None, 'its_low': None, 'its_high': None, 'losses': ' '.join(map(repr, values))}
+               'lr': settings.learning_rate, 'tokens': settings.max_tokens, 'flops': training_flops(run),
+               'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
+               'perplexity': perplexity(loss),
+               **dict.fromkeys(['minus_first', 'its_low', 'its_high', 'paired_low', 'paired_high']),
+               'losses': ' '.join(map(repr, values))}
         if values is not reference:
             row['minus_first'], row['its_low'], row['its_high'] = difference(values, reference)
+            row['paired_low'], row['paired_high'] = paired(values, reference)
         rows.append(row)
     return rows
 
 
-def markdown(rows: list[dict], about: str) -> str:
-    """The table as Markdown, after a line that says where and when, and `about` it."""
-    shown = [{'model': r['model'], 'parameters': f'{r["parameters"]:,}',
-              'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
-              'tokens': f'{r["tokens"]:,}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'seeds': r['seeds'],
-              'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}',
-              f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
-              '95% of that': between(r['its_low'], r['its_high'], '+')} for r in rows]
-    return f'{one_line(where_and_when())}. {about}\n\n{markdown_table(shown)}\n'
+def loss_table(rows: list[dict]) -> str:
+    """Return the rows of `table` as a Markdown table."""
+    return markdown_table([{
+        'model': r['model'], 'parameters': f'{r["parameters"]:,}',
+        'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
+        'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}',
+        'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']),
+        'perplexity': f'{r["perplexity"]:.3f}',
+        f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
+        '95%, unpaired': between(r['its_low'], r['its_high'], '+'),
+        '95%, paired': between(r['paired_low'], r['paired_high'], '+')} for r in rows])
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, arguments, _ = load_settings(Settings, argv)
-        sides = read_sides(s, arguments)
-        rows = table(train_sides(s, sides))
+        sides, out = read_sides(s, arguments), Path(s.out_dir)
+        out.mkdir(parents=True, exist_ok=True)
+
+        def folder_of(name, rate, seed):
+            return out / f'{sides[name].folder}_lr{rate:.3g}_seed{seed}'
+        methods = {name: side.args for name, side in sides.items()}
+        rates = best_rates(methods, {name: side.settings.learning_rate for name, side in sides.items()}, folder_of,
+                           s.jobs)
+        rows = table(train_seeds(methods, rates, folder_of, s.seeds, s.jobs))
         side, *_ = sides.values()
-        text = markdown(rows, f'Data {side.same["data"]}, {s.jobs} runs at a time, one thread each.')
-        write_csv(Path(s.out_dir) / 'compare.csv', rows)
-        write_file(Path(s.out_dir) / 'compare.md', text.encode())
-        print(f'{text}\nwritten to {s.out_dir}/compare.md and .csv')
+        text = (f'{one_line(where_and_when())}. Data {side.settings.data}, {s.jobs} runs at a time, one thread each.'
+                f'\n\n{loss_table(rows)}\n')
+        write_csv(out / 'compare.csv', rows)
+        write_file(out / 'compare.md', text.encode())
+        print(f'{text}\nwritten to {out}/compare.md and .csv')
 
 
 if __name__ == '__main__':

@@ -26,8 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, write_csv
-from analysis.loss_curves import runs_to_read
+from analysis.figures import line_styles, new_figure, number_log_axis, runs_to_read, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, run_data
@@ -129,7 +128,7 @@ def costs(model):
             'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
-def plot(rows, path):
+def plot(rows):
     figure, axes = new_figure(figsize=(8, 4.5))
     for row, style in zip(rows, line_styles(len(rows))):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
@@ -140,21 +139,17 @@ def plot(rows, path):
              xticklabels=DEPTHS)
     axes.xaxis.minorticks_off()
     number_log_axis(axes.yaxis, *axes.get_ylim())
-    axes.grid(alpha=0.3)
-    figure.legend(loc='outside right upper', frameon=False, title='dotted: sequential')
-    save_figure(figure, path)
+    figure.legend(loc='outside right upper', title='dotted: sequential')
+    return figure
 
 
 def main(argv=None):
     with friendly_errors():
         s, runs = runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv)
         rows = [analyse(run, s) for run in runs]
-        out = output_path(s.out, runs, 'context_ready')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'context_ready', rows, plot(rows))
 
 
 if __name__ == '__main__':

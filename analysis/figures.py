@@ -1,28 +1,382 @@
-"""What the figures share: where they are written, how they look."""
+"""Shared by the figures and tables: reading runs, grouping and labelling them, statistics over seeds, plots."""
 import csv
 import io
+import json
 import os
-from math import inf
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence, Set
+from math import isfinite
 from pathlib import Path
 
-from common.files import ROOT, write_file
+from common.files import UserError, write_file
+from common.run_settings import MAY_CHANGE
+from common.runs import blank_run, count_parameters, read_log, read_run
+from common.settings import load_settings, make_settings
+from train import Settings as TrainSettings
 
+# settings that do not change what a curve is; the last three follow from the data and `documents`
+NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
+SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
+SAME_SIZE = 1.1  # models have one size up to this many times the parameters of the smallest
+
+
+# ---- one run ----
+
+def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> tuple:
+    """Return (settings, run folders) of a command line; UserError if it names no runs.
+
+    usage: the module's name and its arguments, for the error message.
+    """
+    s, runs, _ = load_settings(Settings, argv)
+    if not runs:
+        raise UserError(f'which runs? python -m analysis.{usage}')
+    return s, runs
+
+
+def model_name(record: dict) -> str:
+    """Return the name of a run's model for labels: its method if it has one. record: its config.json."""
+    return str(record['model_config'].get('method', record['model']))
+
+
+def settings_of(run: str) -> TrainSettings:
+    """Return a run's training settings."""
+    return make_settings(TrainSettings, read_run(run)['settings'], f'in {run}/config.json')
+
+
+def n_parameters(run: str) -> int:
+    """Return the number of parameters of a run's model, tied ones counted once."""
+    return count_parameters(blank_run(run))
+
+
+def final_loss(run: str) -> float:
+    """Return the last validation loss of a run, in nats per token; UserError if its training is not finished."""
+    evaluated = [record for record in read_log(run) if is_number(record.get('val'))]
+    if not evaluated:
+        raise UserError(f'{run}: no validation loss was logged')
+    tokens, planned = evaluated[-1]['tokens'], settings_of(run).max_tokens
+    if tokens < planned:
+        raise UserError(f'{run} was last evaluated at {tokens:,} of its {planned:,} tokens: train it to its end, with '
+                        f'python train.py --out_dir={run} --resume')
+    return evaluated[-1]['val']
+
+
+def flops_per_token(run: str) -> float | None:
+    """Return the matmul FLOPs of a training token, None if the model file has changed or cannot tell."""
+    record = read_run(run)
+    try:
+        return blank_run(run).flops_per_token(record['settings']['block_size'])
+    except Exception:  # a model file that was edited since, or that has no flops_per_token
+        return None
+
+
+def n_gpus(run: str) -> int:
+    """Return the number of GPUs that a run started with; 0 on a CPU."""
+    versions = read_run(run)['versions']
+    return versions.get('processes', 1) if str(versions.get('device')).startswith('cuda') else 0
+
+
+def evaluations(path: Path) -> dict[str, float]:
+    """Return {'task metric': value} of eval.jsonl, the latest where there are several.
+
+    Options that change the result follow the metric, and the step where training had not ended.
+    """
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        record = json.loads(line)
+        settings = record.get('settings', {})
+        asked = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
+        options = [f'{key}={settings[key]}' for key in asked if settings.get(key) is not None]
+        if record.get('of_steps') and record['step'] < record['of_steps']:
+            options.append(f'step={record["step"]}')
+        for task, metrics in record['results'].items():
+            if task != 'speculative':  # a table of its own, speculative.csv
+                found |= {' '.join([task, metric, *options]): value for metric, value in metrics.items()
+                          if is_number(value)}
+    return found
+
+
+def logged(log: list[dict], key: str) -> list[float]:
+    return [record[key] for record in log if is_number(record.get(key))]
+
+
+def median(log: list[dict], key: str) -> float | None:
+    """Return the median of a logged value, None if it was not logged."""
+    values = logged(log, key)
+    return statistics.median(values) if values else None
+
+
+# ---- groups of runs and their labels ----
+
+def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, dict]:
+    """Return {run: {'model': its model or method, setting: value}} of the settings that differ, without `besides`.
+
+    A setting of the model is compared with the other runs of that model, one of training with all runs.
+    """
+    names, model, training = {}, {}, {}
+    for run in runs:
+        record = read_run(run)
+        names[run] = model_name(record)
+        for own, settings in ((model, record['model_config']), (training, record['settings'])):
+            own[run] = {key: value for key, value in settings.items() if key not in NO_DIFFERENCE | besides}
+    found = {}
+    for run in runs:
+        alike = [model[other] for other in runs if names[other] == names[run]]
+        own = {key: value for settings, others in ((model[run], alike), (training[run], training.values()))
+               for key, value in settings.items() if any(other.get(key, value) != value for other in others)}
+        found[run] = {'model': names[run], **own}
+    return found
+
+
+def short_texts(settings: dict) -> dict[str, str]:
+    """Return the settings of `differences` as texts for a label."""
+    return {key: short(key, value) for key, value in settings.items()}
+
+
+def short(name: str, value) -> str:
+    """Return a setting for a label: 'lr=0.0013', 'tokens=2.5M', 'bptt', 'no window', 'data=fineweb_edu'."""
+    if name == 'model':
+        return value
+    name = SHORT.get(name, name)
+    if value is None or isinstance(value, bool):
+        return name if value else f'no {name}'
+    if isinstance(value, (int, float)):
+        return f'{name}={short_number(value)}'
+    return f'{name}={Path(value).name[:32]}'
+
+
+def short_number(value: float) -> str:
+    """2500000 -> '2.5M', 12345 -> '12345', 0.000177828 -> '0.0001778'."""
+    for unit, letter in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
+        if abs(value) >= unit:
+            return f'{value / unit:.4g}{letter}'
+    return f'{value:.4g}' if isinstance(value, float) else str(value)
+
+
+def group(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, list[str]]:
+    """Return {label: [run folder, one per seed]}; runs that differ in the settings `besides` share a group.
+
+    A label has the model or method, where they differ, then as few differing settings as distinguish the groups.
+    """
+    groups = {}
+    for run, settings in differences(runs, besides).items():
+        groups.setdefault(repr(settings), (short_texts(settings), []))[1].append(run)
+    configs, folders = zip(*groups.values())
+    labels = tell_apart(configs)
+    if len(set(labels)) < len(labels):  # values that are alike when they are short
+        labels = [f'{label}, {Path(runs_of_label[0]).name}' for label, runs_of_label in zip(labels, folders)]
+    return dict(zip(labels, folders))
+
+
+def tell_apart(configs: Sequence[dict[str, str]]) -> list[str]:
+    """Return a label for each {'model': its name, setting: text}, from as few of these as distinguish them."""
+    parts = [()] * len(configs)
+    keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
+    # what only some have is of their model, and says more than how they were trained
+    for key in ('model', *sorted(keys, key=lambda key: sum(key in config for config in configs))):
+        longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
+        if len(set(longer)) > len(set(parts)):
+            parts = longer
+    return [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
+
+
+def not_comparable(runs: list[str]) -> str | None:
+    """Return a warning if the losses of these runs cannot be compared, else None."""
+    data = [read_run(run)['data'] for run in runs]
+    for key, what in (('n_ids', 'vocabularies'), ('sha256', 'data')):
+        if len({part[key] for part in data}) > 1:
+            return f'these runs have different {what}: their losses in nats per token cannot be compared'
+    return None
+
+
+def of_each(items: Iterable, function: Callable) -> dict:
+    """Return {item: function(item)}, without items for which it raises UserError or OSError; these go to stderr.
+
+    Raises the first of the errors if no item is left.
+    """
+    found, errors = {}, []
+    for item in items:
+        try:
+            found[item] = function(item)
+        except (UserError, OSError) as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    for error in errors:
+        print(f'left out: {error}', file=sys.stderr)
+    return found
+
+
+def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict:
+    """Return {label: curve_of(its runs)} with the labels of `group`. Prints differing settings that no label has.
+
+    Runs that cannot be drawn are left out and named on stderr. Raises UserError if none is left.
+    """
+    distinct = {os.path.realpath(run): run for run in runs}.values()
+    readable = list(of_each(distinct, read_run))
+    groups, settings = group(readable, besides), differences(readable, besides)
+    curves = of_each(groups, lambda label: curve_of(groups[label]))
+    for label in curves:
+        texts = short_texts(settings[groups[label][0]])
+        unsaid = [text for key, text in texts.items() if key != 'model' and text not in label.split(', ')]
+        if unsaid:
+            print(f'{label}: also {", ".join(unsaid)}')
+    if warning := not_comparable([run for label in curves for run in groups[label]]):
+        print(warning, file=sys.stderr)
+    return curves
+
+
+def finished(runs: list[str]) -> list[str]:
+    """Return the finished ones of runs that differ only in the seed, one per seed."""
+    seeds = {}
+
+    def check(run):
+        final_loss(run)
+        seed = settings_of(run).seed
+        if seed in seeds:
+            raise UserError(f'{run} differs from {seeds[seed]} in nothing, not even in the seed ({seed})')
+        seeds[seed] = run
+    return list(of_each(runs, check))
+
+
+def ended(runs: list[str]) -> list[str]:
+    """Return the `finished` runs, or all of them if none has a log, such as imported ones."""
+    return finished(runs) if any(map(read_log, runs)) else runs
+
+
+def final_losses(runs: list[str]) -> list[float]:
+    """Return the final loss of each of the `finished` runs."""
+    return [final_loss(run) for run in finished(runs)]
+
+
+def by_size(runs: list[str]) -> dict[str, list[str]]:
+    """Return {'131.1M': runs with about as many parameters}, from small to large, named after the smallest model.
+
+    Runs whose size is unknown are left out and named on stderr.
+    """
+    parameters, sizes = of_each(runs, n_parameters), {}
+    for run in sorted(parameters, key=parameters.get):
+        if not sizes or parameters[run] > SAME_SIZE * max(sizes):
+            sizes[parameters[run]] = []
+        sizes[max(sizes)].append(run)
+    return {short_number(n): [run for run in runs if run in members] for n, members in sizes.items()}
+
+
+def named(labels, name: str) -> str:
+    """Return the one label that has all parts of `name`: 'sps' means 'sps, window=64'. Raises UserError otherwise."""
+    if name in labels:
+        return name
+    found = [label for label in labels if set(name.split(', ')) <= set(label.split(', '))]
+    if len(found) == 1:
+        return found[0]
+    problem = f'{len(found)} are' if found else 'none is'
+    raise UserError(f'{name!r} should name one of {"; ".join(labels)}, but {problem} called that: give a whole label')
+
+
+def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict[str, tuple]:
+    """Return {size: ({label: curve_of(its runs)}, label of the baseline)}, as `curves_of` at each size.
+
+    A size without the baseline, or with nothing else, is left out and named on stderr.
+    """
+    sizes = by_size(runs)
+
+    def compared(size):
+        try:
+            curves = curves_of(sizes[size], curve_of, besides)
+            label = named(curves, baseline)
+            if len(curves) < 2:
+                raise UserError(f'all runs are {baseline}: give runs of another method too')
+        except UserError as error:
+            raise UserError(f'{size} parameters: {error}')
+        return curves, label
+    return of_each(sizes, compared)
+
+
+def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:
+    """Return the points of a logged value at the steps where every run has it.
+
+    A point is {'step', 'tokens', 'minutes', 'gpu_hours', 'flops', 'mean', 'lowest', 'highest', 'seeds'}. gpu_hours is
+    None unless all runs were on GPUs, flops (of one run) is None if unknown.
+    """
+    logs = [{record['tokens']: record for record in read_log(run) if is_number(record.get(key))} for run in runs]
+    gpus, flops = [n_gpus(run) for run in runs], flops_per_token(runs[0])
+    points = []
+    for tokens in sorted(set.intersection(*map(set, logs))):
+        values = [log[tokens][key] for log in logs]
+        seconds = [log[tokens]['seconds'] for log in logs]
+        gpu_hours = statistics.mean(n * s / 3600 for n, s in zip(gpus, seconds)) if all(gpus) else None
+        points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': statistics.mean(seconds) / 60,
+                       'gpu_hours': gpu_hours, 'flops': flops and flops * tokens,
+                       'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values),
+                       'seeds': len(logs)})
+    if not points:
+        raise UserError(f'{" ".join(map(str, runs))}: no {what} that all of these runs logged at the same step')
+    return points
+
+
+# ---- statistics over seeds ----
+
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the 95% interval of the mean (Student's t); (None, None) where the values do not vary."""
+    if len(set(values)) < 2:
+        return None, None
+    from scipy import stats
+    return stats.t.interval(0.95, len(values) - 1, statistics.mean(values), stats.sem(values))
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return mean(a) - mean(b) and its 95% interval (Welch), None for the bounds if either has one value."""
+    gap = statistics.mean(a) - statistics.mean(b)
+    if min(len(a), len(b)) < 2:
+        return gap, None, None
+    from scipy.stats import ttest_ind
+    bounds = ttest_ind(a, b, equal_var=False).confidence_interval()
+    return gap, bounds.low, bounds.high
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the 95% interval of mean(a - b), paired by seed (Student's t)."""
+    return interval([x - y for x, y in zip(a, b, strict=True)])
+
+
+def lower_test(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
+    """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
+    from scipy import stats
+    found = stats.ttest_ind(a, b, equal_var=False, alternative='less')
+    return {'gap': statistics.mean(a) - statistics.mean(b), 't': found.statistic, 'degrees': found.df,
+            'p': found.pvalue}
+
+
+def equivalence_test(a: Sequence[float], b: Sequence[float], margin: float) -> dict[str, float]:
+    """TOST of whether the means differ by less than the margin, as `lower_test`: the side with the larger p."""
+    from statsmodels.stats.weightstats import ttost_ind
+    _, *sides = ttost_ind(a, b, -margin, margin, usevar='unequal')
+    t, p, degrees = max(sides, key=lambda side: side[1])
+    return {'gap': statistics.mean(a) - statistics.mean(b), 't': t, 'degrees': degrees, 'p': p}
+
+
+def between(low: float | None, high: float | None, sign: str = '') -> str:
+    """An interval as text, empty if there is none. sign: '+' for a difference."""
+    return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
+
+
+# ---- files and plots ----
 
 def output_path(out: str | None, runs: list[str], name: str) -> Path:
-    """Where to write what is drawn from the runs, without ending: `out`, or else `name` in the folder of the first run.
-
-    A run in the repository's root takes it into its own folder, so that the root stays clean. Folders are made.
-    """
+    """Return where to write figures, without extension: `out`, or `name` beside the first run. Creates folders."""
     if out is None:
-        run = Path(os.path.abspath(runs[0]))
-        folder = run if run.parent == ROOT else run.parent
-        path = (folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder) / name
+        path = Path(os.path.abspath(runs[0])).parent / name
     elif out.endswith(os.sep) or Path(out).is_dir():
         path = Path(out) / name
     else:
         path = Path(out.removesuffix('.png').removesuffix('.csv').removesuffix('.html'))
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def read_csv(path) -> list[dict[str, str]]:
+    with open(path, newline='') as file:
+        return list(csv.DictReader(file))
 
 
 def write_csv(path, rows: list[dict]) -> None:
@@ -39,6 +393,7 @@ def new_figure(*args, **kwargs) -> tuple:
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
+    plt.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'legend.frameon': False})
     return plt.subplots(*args, layout='constrained', **kwargs)
 
 
@@ -72,9 +427,17 @@ def save_figure(figure, path) -> None:
     write_file(path, image.getvalue())
 
 
+def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], figure) -> None:
+    """Write rows to NAME.csv and the figure to NAME.png, see `output_path`; print where."""
+    path = output_path(out, runs, name)
+    write_csv(f'{path}.csv', rows)
+    save_figure(figure, f'{path}.png')
+    print(f'written to {path}.png and {path}.csv')
+
+
 def is_number(value) -> bool:
-    """Whether a logged value can be drawn: logs may be damaged, or be of older code."""
-    return isinstance(value, (int, float)) and abs(value) < inf
+    """Return whether a logged value can be drawn."""
+    return isinstance(value, (int, float)) and isfinite(value)
 
 
 def smoothed(values, length: int):

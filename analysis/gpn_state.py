@@ -18,12 +18,12 @@ if __name__ == '__main__':
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import e, inf
+from math import inf
 
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import new_figure, number_log_axis, output_path, save_figure, write_csv
+from analysis.figures import new_figure, number_log_axis, write_figure
 from attn_kernels import document_starts
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -209,6 +209,44 @@ def counted_targets(model, idx, targets):
     return targets >= 0 if eos_id is None else (targets >= 0) & (idx != eos_id)
 
 
+def geometry_rows(states):
+    """Rows of the geometry of all states (B, T, C)."""
+    numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
+    rows = [('geometry', name, '', v) for name, v in numbers.items()]
+    rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
+    rows += [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
+    counts, edges = torch.histogram(correlation.cpu(), 100, range=(-1, 1))
+    return rows + [('correlation', 'share of pairs', round(float(x), 2), float(v))
+                   for x, v in zip((edges[1:] + edges[:-1]) / 2, counts / len(correlation))]
+
+
+def direction_rows(model, means, unigram, show):
+    """Rows of the mean direction of states. means: of each batch (N, C); unigram and show as in `measure`."""
+    from scipy.stats import spearmanr
+    n_ids, mean = model.config.n_ids, means.mean(0)
+
+    def top_tokens(logits):
+        return [show(i) for i in logits[:n_ids].topk(min(10, n_ids)).indices.tolist()]
+    decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared with it
+    logits, embedding = model.head(decoded), model.embed.weight[:n_ids].mean(0)
+    tokens = top_tokens(logits)
+    directions = F.normalize(means, dim=-1)
+    pairs = (directions @ directions.T)[~torch.eye(len(means), dtype=torch.bool, device=mean.device)]
+    numbers = {'rank correlation with the unigram':
+               float(spearmanr(logits[:n_ids].cpu(), unigram[:n_ids].cpu()).statistic),
+               'tokens shared with the mean embedding': len(set(tokens) & set(top_tokens(model.head(embedding)))),
+               'cosine with the mean embedding': float(F.cosine_similarity(decoded, embedding, 0))}
+    if len(pairs):
+        numbers |= {'cosine between batches': float(pairs.mean()),
+                    'cosine between batches deviation': float(pairs.std(correction=0))}
+    rows = [('mean direction', 'tokens', i, token) for i, token in enumerate(tokens)]
+    if model.config.decoder_bias:
+        of_bias = top_tokens(model.head(model.decode.bias))
+        rows += [('decoder bias', 'tokens', i, token) for i, token in enumerate(of_bias)]
+        numbers['tokens shared with the decoder bias'] = len(set(tokens) & set(of_bias))
+    return rows + [('mean direction', name, '', v) for name, v in numbers.items()]
+
+
 @torch.no_grad()
 def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, asked_distance=None):
     """All measures: rows (part, name, x, value).
@@ -218,42 +256,14 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
     """
     walked = [walk(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*walked))
-    n_ids, rows = model.config.n_ids, []
-    numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
-    rows += [('geometry', name, '', v) for name, v in numbers.items()]
-    rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
-    rows += [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
-    counts, edges = torch.histogram(correlation.cpu(), 100, range=(-1, 1))
-    rows += [('correlation', 'share of pairs', round(float(x), 2), float(v))
-             for x, v in zip((edges[1:] + edges[:-1]) / 2, counts / len(correlation))]
-
-    from scipy.stats import spearmanr
     mean = states.mean((0, 1))
-    decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared with it
-    mean_logits, embedding = model.head(decoded)[:n_ids], model.embed.weight[:n_ids].mean(0)
-    tops = [[show(i) for i in scores.topk(min(10, n_ids)).indices.tolist()]
-            for scores in (mean_logits, model.head(embedding)[:n_ids])]
-    directions = F.normalize(torch.stack([s.mean((0, 1)) for s, _ in walked]), dim=-1)
-    pairs = (directions @ directions.T)[~torch.eye(len(directions), dtype=torch.bool, device=mean.device)]
-    rows += [('mean direction', 'tokens', i, token) for i, token in enumerate(tops[0])]
-    rank_correlation = spearmanr(mean_logits.cpu(), unigram[:n_ids].cpu()).statistic
-    numbers = {'rank correlation with the unigram': float(rank_correlation),
-               'tokens shared with the mean embedding': len(set(tops[0]) & set(tops[1])),
-               'cosine with the mean embedding': float(F.cosine_similarity(decoded, embedding, 0))}
-    if len(pairs):
-        numbers |= {'cosine between batches': float(pairs.mean()),
-                    'cosine between batches deviation': float(pairs.std(correction=0))}
-    if model.config.decoder_bias:
-        tokens = [show(i) for i in model.head(model.decode.bias)[:n_ids].topk(min(10, n_ids)).indices.tolist()]
-        rows += [('decoder bias', 'tokens', i, token) for i, token in enumerate(tokens)]
-        numbers['tokens shared with the decoder bias'] = len(set(tops[0]) & set(tokens))
-    rows += [('mean direction', name, '', v) for name, v in numbers.items()]
+    rows = geometry_rows(states)
+    rows += direction_rows(model, torch.stack([s.mean((0, 1)) for s, _ in walked]), unigram, show)
     before = torch.cat([tokens_before(idx, model.config.eos_id) for idx, _ in batches])
     T = int(before.max()) + 1  # tokens of the longest document, which is the window where eos ends none
     near = F.cosine_similarity(running_means(states, before), mean, dim=-1)
     rows += [('running mean', 'cosine with the mean', t, float(near[before == t - 1].mean()))
              for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
-
     lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if 0 < k < T})
     for name, values in zip(('raw', 'centred'), cosines(states, before, lags)):
         rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
@@ -271,7 +281,12 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
                 rows.append(('pool', f'{pool} heads, split at {how}', '', str(heads)))
                 if heads:
                     tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
+    return rows + ablation_rows(model, batches, tests, asked_distance)
 
+
+def ablation_rows(model, batches, tests, asked_distance):
+    """Rows of perplexity and the states' length under each of tests {name: edits of `walk`}, and by distance."""
+    rows = []
     if asked_distance is not None:
         distances = torch.cat([asked_distance(idx)[counted_targets(model, idx, targets)] for idx, targets in batches])
     for name, edits in tests.items():
@@ -283,63 +298,41 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
     return rows
 
 
-PANELS = {  # part of the rows: title, label of x, label of y, scale of x
-    'deviation': ('Deviation of each dimension', 'dimension, sorted', 'standard deviation', 'linear'),
-    'correlation': ('Correlation of each two dimensions', 'correlation', 'share of pairs', 'linear'),
-    'variance': ('Cumulative variance', 'principal components', 'share of the variance', 'linear'),
-    'running mean': ('How soon the mean direction is there', 'tokens', 'cosine with the mean of all', 'log'),
-    'cosine': ('How long the state remembers', 'lag k in tokens', 'cosine of states k apart', 'log'),
-    'retention': ('How long memory heads remember', 'lag k in tokens', 'share that is left', 'log'),
-    'perplexity': ('With a part taken away', '', 'validation perplexity', 'linear'),
-    'accuracy': ('Accuracy by distance', 'tokens from pair to query', 'accuracy', 'log'),
-    'nll': ('Loss by distance', 'tokens from pair to query', 'nats', 'log')}
+PANELS = {  # part of the rows: (label of x, label of y, scale of x)
+    'deviation': ('dimension, sorted', 'standard deviation', 'linear'),
+    'correlation': ('correlation of two dimensions', 'share of pairs', 'linear'),
+    'variance': ('principal components', 'share of the variance', 'linear'),
+    'running mean': ('tokens', 'cosine with the mean of all', 'log'),
+    'cosine': ('lag k in tokens', 'cosine of states k apart', 'log'),
+    'retention': ('lag k in tokens', 'share that is left in a memory head', 'log'),
+    'perplexity': ('validation perplexity', '', 'log'),
+    'accuracy': ('tokens from pair to query', 'accuracy', 'log'),
+    'nll': ('tokens from pair to query', 'nats', 'log')}
 
 
-def plot(rows, path, pool_tokens=Settings.pool_tokens):
-    """Draw one panel per part that PANELS has. Heads with a lifetime below pool_tokens are drawn as fast ones."""
+def plot(rows):
+    """Draw one panel per part that PANELS has."""
     curves = {}  # {part: {name: [(x, value)]}}
     for part, name, x, value in rows:
-        points = curves.setdefault(part, {}).setdefault(name, [])
-        points.append((len(curves[part]) if part == 'perplexity' else x, value))
+        curves.setdefault(part, {}).setdefault(name, []).append((x, value))
     panels = [part for part in PANELS if part in curves]
-    columns = 3 if len(panels) % 3 == 0 else 4
-    lines = -(-len(panels) // columns)
-    figure, axes = new_figure(lines, columns, figsize=(5 * columns, 4 * lines + 1), squeeze=False)
-
-    fast = dict(color='tab:red', label=f'fast: below {pool_tokens:g} tokens')
-    slow = dict(color='tab:blue', label='slow')
-    lives = {name: life for name, [(_, life)] in curves.get('lifetime', {}).items()}
-    of_heads = {name: fast if life < pool_tokens else slow for name, life in lives.items()}
-    of_tests = {name: dict(label=name, marker='o', color=f'C{i}') for i, name in enumerate(curves['perplexity'])}
-    of_states = {name: dict(label=name) for name in curves['cosine']}
-    styles = {'perplexity': of_tests, 'accuracy': of_tests, 'nll': of_tests, 'retention': of_heads, 'cosine': of_states}
-    for ax, part in zip(axes.flat, panels):
-        title, x_label, y_label, scale = PANELS[part]
-        ax.set(title=title, xlabel=x_label, ylabel=y_label, xscale=scale)
-        ax.grid(alpha=0.3)
-        for name, points in curves[part].items():
-            ax.plot(*zip(*points), **styles.get(part, {}).get(name, {}))
-        if part in ('cosine', 'retention'):
-            ax.legend(handles=list({line.get_label(): line for line in ax.lines}.values()))
-        if part == 'retention':  # a dot at each head's lifetime
-            ax.axhline(1 / e, color='gray', linewidth=0.8)
-            for name, life in lives.items():
-                if life < inf:
-                    ax.plot(life, 1 / e, 'o', color=of_heads[name]['color'])
-        if part == 'perplexity':
-            ax.set(xticks=[], yscale='log')
-            number_log_axis(ax.yaxis, *ax.get_ylim())
-        elif part in ('accuracy', 'nll'):
-            distances = [x for x, _ in points]
-            ax.set_xticks(distances, distances)
-            ax.minorticks_off()
-        elif scale == 'log':
-            number_log_axis(ax.xaxis, *ax.get_xlim())
+    lines = -(-len(panels) // 4)
+    figure, axes = new_figure(lines, 4, figsize=(20, 4 * lines), squeeze=False)
     for ax in axes.flat[len(panels):]:
         ax.set_axis_off()
-    handles = axes.flat[panels.index('perplexity')].lines
-    figure.legend(handles=handles, loc='outside lower center', ncols=2, title='parts taken away')
-    save_figure(figure, path)
+    for ax, part in zip(axes.flat, panels):
+        x_label, y_label, scale = PANELS[part]
+        if part == 'perplexity':
+            ax.barh(list(curves[part]), [value for [(_, value)] in curves[part].values()])
+        else:
+            for name, points in curves[part].items():
+                ax.plot(*zip(*points), label=name, marker='o' if scale == 'log' else '', markersize=3)
+        if part in ('cosine', 'retention', 'accuracy'):
+            ax.legend(fontsize='x-small')
+        ax.set(xlabel=x_label, ylabel=y_label, xscale=scale)
+        if scale == 'log':
+            number_log_axis(ax.xaxis, *ax.get_xlim())
+    return figure
 
 
 def main(argv=None):
@@ -366,9 +359,6 @@ def main(argv=None):
         asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
         rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'),
                        s.pool_tokens, asked_distance)
-        out = output_path(s.out, runs, 'gpn_state')
-        write_csv(f'{out}.csv', [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows])
-        plot(rows, f'{out}.png', s.pool_tokens)
         shown = {}
         for part, name, x, value in rows:
             text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
@@ -376,7 +366,8 @@ def main(argv=None):
         for (part, name), values in shown.items():
             if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
                 print(f'{part}, {name}: {"  ".join(values)}')
-        print(f'written to {out}.png and {out}.csv')
+        table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
+        write_figure(s.out, runs, 'gpn_state', table, plot(rows))
 
 
 if __name__ == '__main__':

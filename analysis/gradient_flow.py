@@ -30,9 +30,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis.documents import long_documents
-from analysis.figures import line_styles, new_figure, number_log_axis, output_path, save_figure, smoothed, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import ended
+from analysis.figures import (
+    curves_of,
+    ended,
+    line_styles,
+    new_figure,
+    number_log_axis,
+    runs_to_read,
+    smoothed,
+    write_figure,
+)
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
@@ -278,7 +285,7 @@ def log_trend(ratios: list[float]) -> list:
     return [10 ** y for y in trend] + [''] * (len(ratios) - end)
 
 
-def plot(rows: list[dict], path) -> None:
+def plot(rows: list[dict]):
     figure, axes = new_figure(figsize=(7, 4.5))
     labels = list(dict.fromkeys(row['label'] for row in rows))
     for label, style in zip(labels, line_styles(len(labels))):
@@ -293,9 +300,8 @@ def plot(rows: list[dict], path) -> None:
     axes.set(xlabel='k, steps from a position to the loss', yscale='log',
              ylabel="gradient, relative to that of the position's own loss")
     number_log_axis(axes.yaxis, *axes.get_ylim())
-    axes.grid(alpha=0.3)
-    figure.legend(loc='outside right upper', frameon=False)
-    save_figure(figure, path)
+    figure.legend(loc='outside right upper')
+    return figure
 
 
 def main(argv=None):
@@ -304,14 +310,11 @@ def main(argv=None):
         s = fitted(s, runs)
         measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-        out = output_path(s.out, runs, 'gradient_flow')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
         for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
             line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
             print(f'{label}, {stream}: ' + ', '.join(f'k = {k} {line[k - 1]:.3g}' for k in shown))
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'gradient_flow', rows, plot(rows))
 
 
 if __name__ == '__main__':

@@ -33,8 +33,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from analysis.figures import new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import runs_to_read
+from analysis.figures import new_figure, runs_to_read, write_figure
 from common.decoding import decodable, generate
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
@@ -273,7 +272,7 @@ def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
     return walks
 
 
-def plot(maps: dict, path) -> None:
+def plot(maps: dict):
     """maps {run: (positions, streets that exist, invented ones)}, streets as pairs of nodes: a panel each."""
     from matplotlib.collections import LineCollection
     columns = min(3, len(maps))
@@ -287,7 +286,7 @@ def plot(maps: dict, path) -> None:
         axes.autoscale()
         axes.set_aspect('equal')
         axes.set_title(f'{Path(run).name}\n{len(true)} streets, {len(invented)} invented', fontsize='medium')
-    save_figure(figure, path)
+    return figure
 
 
 def measure(run: str, s: Settings) -> tuple[dict, tuple]:
@@ -334,10 +333,7 @@ def main(argv: list[str] | None = None) -> None:
                   f'effective rank {row["rank"]:.1f}; {row["existing"]} streets, {row["invented"]} invented, '
                   f'{row["not_taken"]} not taken by {row["walks"]} walks, of which {row["walks_without_a_place"]} have '
                   'no place')
-        out = output_path(s.out, runs, 'manhattan')
-        write_csv(f'{out}.csv', rows)
-        plot(maps, f'{out}.png')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'manhattan', rows, plot(maps))
 
 
 if __name__ == '__main__':

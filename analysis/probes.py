@@ -19,9 +19,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import ended, settings_of
+from analysis.figures import curves_of, ended, line_styles, new_figure, runs_to_read, settings_of, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, run_data
@@ -136,7 +134,7 @@ def table(measured: dict[str, list[list[float]]]) -> list[dict]:
              'runs': len(measured[label])} for label, of_label in means.items() for i, mean in enumerate(of_label)]
 
 
-def plot(rows: list[dict], path) -> None:
+def plot(rows: list[dict]):
     figure, axes = new_figure(figsize=(7, 4.5))
     labels = list(dict.fromkeys(row['label'] for row in rows))
     for label, style in zip(labels, line_styles(len(labels))):
@@ -146,22 +144,18 @@ def plot(rows: list[dict], path) -> None:
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
     axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {labels[0]}')
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    save_figure(figure, path)
+    axes.legend()
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv)
-        out = output_path(s.out, runs, 'probes')
         rows = table(curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)]))
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         for row in rows:
             if row['offset'] in (1, s.offsets):
                 print(f'{row["label"]}, {row["offset"]} ahead: {row["nll"]:.4f} nats, {row["difference"]:+.4f}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'probes', rows, plot(rows))
 
 
 if __name__ == '__main__':

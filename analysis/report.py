@@ -1,341 +1,182 @@
-"""One page about runs, to open in a browser: it holds all it needs, and loads nothing from anywhere.
+"""Run folders on one page to open in a browser: what the runs are, their curves, settings and scores.
 
-    python -m analysis.report out/* --out=report.html
+    python -m analysis.report RUN RUN ... --out=report.html
 
-The page has a table of the runs (parameters, tokens, validation loss, speed, MFU, memory, and decoding speed where
-`analysis.speculative` measured it), everything they logged as curves over tokens, FLOPs, time and steps, the settings
-in which they differ, their scores (of eval.jsonl and of synthetic tasks), a sample of each, and links to the folders.
-A run that is damaged or not complete is there with what it has, and with a note that says what it has not.
-
-`look_at` reads a run, the functions after it make the parts of the page, and report.html beside this file is its frame.
+Writes one file, report.html beside the runs or --out, that loads nothing else. It has a table of the runs, everything
+they logged as curves over tokens, FLOPs, time or steps, the settings that differ, and the scores of synthetic tasks and
+of eval.py. Runs that differ only in the seed look alike. Runs that cannot be read are left out and named.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import csv
-import datetime
 import html
-import json
 import math
 import os
-import re
 import statistics
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
-from analysis.figures import is_number, line_styles, output_path
-from analysis.loss_curves import (
-    MINUTES,
+from analysis.figures import (
     differences,
+    evaluations,
+    flops_per_token,
     group,
+    is_number,
+    logged,
+    median,
     model_name,
+    n_parameters,
     not_comparable,
+    of_each,
+    output_path,
+    read_csv,
     runs_to_read,
     short_number,
-    unit_for,
 )
-from common.decoding import generate
-from common.files import UserError, first_line, friendly_errors, write_file
-from common.machine import make_progress, pick_device
-from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
-from common.settings import check_ranges
-from data.tokenizers import load_tokenizer
+from common.files import UserError, friendly_errors, write_file
+from common.runs import read_log, read_run
 
-FRAME = Path(__file__).with_name('report.html')
-CSS_BORDERS = {'solid': 'solid', 'dash': 'dashed', 'dot': 'dotted', 'dashdot': 'double'}  # of plotly's dashes
-MAX_POINTS = 400  # of a curve; where more was logged, a point is the mean of neighbours
+MAX_POINTS = 200  # of a curve; where more was logged, a point is the mean of neighbours
+DASHES = 'solid', 'dash', 'dot', 'dashdot'
 ALWAYS_LOGGED = {'step', 'tokens', 'seconds', 'val', 'loss', 'nll', 'grad_norm', 'lr', 'tokens_per_s', 'mfu',
                  'memory_gib', 'skipped'}
+NAMES = {'val': 'validation loss, nats per token', 'nll': 'training loss, nats per token', 'mfu': 'MFU',
+         'tokens_per_s': 'tokens/s', 'lr': 'learning rate', 'grad_norm': 'gradient norm', 'memory_gib': 'memory, GiB'}
+AXES = 'tokens', 'training FLOPs', 'minutes of training', 'steps'
+PAGE = '''<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta http-equiv="Content-Security-Policy"
+      content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:">
+<style>body {{ font: 15px system-ui, sans-serif; margin: 2em }} div.wide {{ overflow-x: auto }}
+td, th {{ padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: left }}</style></head>
+<body><h1>{title}</h1><p>{warning}</p>
+<h2>Runs</h2>{runs}<h2>Curves</h2>{curves}<h2>Settings that differ</h2>{settings}<h2>Scores</h2>{scores}</body></html>
+'''
 
 
 @dataclass
 class Settings:
     out: str | None = None  # the page; None: report.html beside the runs
-    sample_tokens: int = 100  # of the text that each run writes; 0: no text, and no weights are read
-    device: str = 'auto'  # for the samples: auto (cuda where there is one), cuda or cpu
-
-    def __post_init__(self):
-        check_ranges(self, sample_tokens=(0, math.inf))
 
 
-# ---- what a run folder holds ----
-
-def look_at(run: str, s: Settings) -> dict:
-    """What the page tells of a run: 'log', 'results' (of evaluations), 'decoding', 'notes', and where they can be had
-    'model' (or its method), 'parameters', 'flops_per_token' and 'sample' (prompt, text)."""
-    about = {'run': run, 'log': [], 'results': {}, 'decoding': None, 'notes': []}
-    noted = note_taker(about['notes'])
-    with noted('no log'):
-        about['log'] = [r for r in read_log(run) if all(is_number(r.get(key)) for key in ('step', 'tokens', 'seconds'))]
-    if not about['log']:
-        about['notes'].append('nothing logged')
-    with noted('no evaluations'):
-        about['results'] = evaluations(Path(run) / 'eval.jsonl')
-    with noted('no decoding speed'):
-        about['decoding'] = decoding(Path(run) / 'speculative.csv')
-    with noted('no settings'):
-        record = read_run(run)
-        about['model'] = model_name(record)
-        with noted('size and FLOPs unknown'):
-            model = blank_run(run)
-            about['parameters'] = count_parameters(model)
-            if hasattr(model, 'flops_per_token'):
-                about['flops_per_token'] = model.flops_per_token(record['settings']['block_size'])
-        if s.sample_tokens:
-            with noted('no sample'):
-                about['sample'] = sample(run, s)
-    return about
-
-
-def note_taker(notes: list[str]) -> Callable:
-    """noted(what): a block in which an error, of a damaged file or of a model file that was edited, becomes a note."""
-    @contextmanager
-    def noted(what: str) -> Iterator[None]:
-        try:
-            yield
-        except (UserError, OSError) as error:
-            notes.append(f'{what}: {error}')
-        except Exception as error:
-            notes.append(f'{what}: {type(error).__name__}: {first_line(error)}')
-    return noted
-
-
-def evaluations(path: Path) -> dict[str, float]:
-    """{'task metric': value} of eval.jsonl, the latest where there are several. Lines that are damaged are left out.
-
-    What was asked for besides stands after the metric, and the step where training had not ended.
-    """
-    found = {}
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            settings = record.get('settings', {})
-            asked = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None unless they were
-            limits = [f'{key}={settings[key]}' for key in asked if settings.get(key) is not None]
-            if record.get('of_steps') and record['step'] < record['of_steps']:
-                limits.append(f'step={record["step"]}')
-            for task, metrics in record['results'].items():
-                if task != 'speculative':  # a table of its own, speculative.csv
-                    names = {f'{" ".join([task, metric, *limits])}': value for metric, value in metrics.items()}
-                    found |= {name: value for name, value in names.items() if is_number(value)}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
+def read(run: str) -> dict:
+    """Return the size, the log and the evaluations of a run; UserError if it has neither of the last two."""
+    found = {'parameters': n_parameters(run), 'log': read_log(run), 'results': evaluations(Path(run) / 'eval.jsonl')}
+    if not found['log'] and not found['results']:
+        raise UserError(f'{run}: nothing logged or evaluated')
     return found
 
 
-def decoding(path: Path) -> dict | None:
-    """'draft_len', 'speedup', 'tokens_per_s' and 'plain', tokens/s without drafts, of the draft length in
-    speculative.csv that decoded fastest; or None."""
-    if not path.exists():
-        return None
-    with open(path, newline='') as file:
-        rows = [{'draft_len': row['draft_len'], 'speedup': float(row['speedup']),
-                 'tokens_per_s': float(row['tokens_per_s'])} for row in csv.DictReader(file)]
-    best = max(rows, key=lambda row: row['speedup'], default=None)
-    return best and {**best, 'plain': best['tokens_per_s'] / best['speedup']}
-
-
-def sample(run: str, s: Settings) -> tuple[str, str]:
-    """(prompt, what the run writes after it): the start of its validation data, or the prompt of its task."""
-    model, record = load_run(run, pick_device(s.device))
-    prompt, room = run_data(record, None).example(record['settings']['block_size'], s.sample_tokens)
-    tokenizer = load_tokenizer(record['data']['tokenizer'])
-    new, = generate(model, [prompt], room, temperature=0.8, top_k=50, eos_id=record['data']['eos_id'])
-    return tuple(tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new))
-
-
 def task_scores(log: list[dict]) -> dict[str, float]:
-    """A synthetic task's scores in the last evaluation: what only lines with a validation loss have, but for parts of
-    that loss (val_...)."""
-    evaluated = [record for record in log if 'val' in record]
-    last = (evaluated or [{}])[-1]
+    """Return a synthetic task's scores in the last evaluation: what is logged with a validation loss only."""
+    last = ([{}] + [record for record in log if 'val' in record])[-1]
     parts = {key for record in log if 'val' not in record for key in record} | ALWAYS_LOGGED
     return {key: value for key, value in last.items()
             if key not in parts and f'val_{key}' not in last and not key.startswith('val_') and is_number(value)}
 
 
-def curves(log: list[dict]) -> dict[str, dict]:
-    """{logged value: {'step', 'tokens', 'minutes' and 'y': lists}} of at most MAX_POINTS points."""
-    names = dict.fromkeys(key for record in log for key in record if key not in ('step', 'tokens', 'seconds'))
-    found = {}
-    for name in names:
-        points = [(r['step'], r['tokens'], r['seconds'] / 60, r[name]) for r in log if is_number(r.get(name))]
-        size = math.ceil(len(points) / MAX_POINTS)
-        means = [[float(f'{statistics.fmean(column):.6g}') for column in zip(*points[i:i + size])]
-                 for i in range(0, len(points), size or 1)]
-        if means:
-            found[name] = dict(zip(('step', 'tokens', 'minutes', 'y'), zip(*means)))
-    return found
+def decoding(path: Path) -> str:
+    """Return the fastest draft length of eval.py's speculative.csv as text; '' without that file."""
+    if not path.exists():
+        return ''
+    best = max(read_csv(path), key=lambda row: float(row['speedup']))
+    return f'{float(best["tokens_per_s"]):,.0f} ({float(best["speedup"]):.2f} times, length {best["draft_len"]})'
 
 
-# ---- the parts of the page ----
-
-def page(found: list[dict], folder: Path) -> str:
-    """The page of runs that `look_at` has read. folder: where it will be, for links to the runs."""
-    import plotly.offline
-    names = short_names([about['run'] for about in found])
-    readable = [about['run'] for about in found if 'model' in about]
-    styles = run_styles(readable)
-    for about in found:
-        label, style = styles.get(about['run'], ('', {'color': '#888', 'dash': 'solid'}))
-        about |= {'name': names[about['run']], 'label': label, **style}
-    warning = not_comparable(readable) if readable else None
-    data = [{key: about.get(key) for key in ('name', 'label', 'color', 'dash', 'flops_per_token')}
-            | {'curves': curves(about['log'])} for about in found]
-    parts = {
-        'title': f'{len(found)} runs' if len(found) > 1 else found[0]['name'],
-        'date': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
-        'warning': f'<p class="warning">{html.escape(warning.capitalize())}.</p>' if warning else '',
-        'runs': run_table(found, folder),
-        'settings': settings_table(found, differences(readable)),
-        'scores': score_table(found),
-        'samples': samples(found),
-        'plotly': plotly.offline.get_plotlyjs(),
-        'data': json.dumps(data).replace('<', '\\u003c'),  # or </script> in a name would end the script
-    }
-    parts['title'] = html.escape(parts['title'])
-    return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match[1]], FRAME.read_text(encoding='utf-8'))
+def run_row(run: str, about: dict, label: str, folder: Path) -> dict[str, str]:
+    """Return a row of the table of runs. folder: where the page will be, for links."""
+    log, link = about['log'], html.escape(os.path.relpath(run, folder), quote=True)
+    row = {'run': f'<a href="{link}/">{html.escape(Path(run).name)}</a>', 'model': model_name(read_run(run)),
+           'what differs': html.escape(label), 'parameters': short_number(about['parameters'])}
+    if log:
+        row |= {'tokens': short_number(log[-1]['tokens']), 'minutes': f'{log[-1]["seconds"] / 60:.1f}'}
+    texts = {'val': ('validation loss', '{:.4f}', lambda log, key: (logged(log, key) or [None])[-1]),
+             'tokens_per_s': ('tokens/s', '{:,.0f}', median), 'mfu': ('MFU', '{:.1%}', median),
+             'memory_gib': ('memory, GiB', '{:.2f}', lambda log, key: max(logged(log, key), default=None))}
+    for key, (name, form, value_of) in texts.items():
+        value = value_of(log, key)
+        row[name] = '' if value is None else form.format(value)
+    row['decoding with drafts, tokens/s'] = decoding(Path(run) / 'speculative.csv')
+    return row
 
 
-def short_names(runs: list[str]) -> dict[str, str]:
-    """{run: the name of its folder, or as it was given where two have the same}."""
-    names = {run: os.path.basename(os.path.abspath(run)) for run in runs}
-    return {run: name if list(names.values()).count(name) == 1 else run for run, name in names.items()}
-
-
-def run_styles(runs: list[str]) -> dict[str, tuple]:
-    """{run: (what tells it from the others, {'color', 'dash'})}; runs that differ only in the seed look alike."""
-    if not runs:
-        return {}
-    from matplotlib.colors import to_hex
-    dashes = {'-': 'solid', '--': 'dash', ':': 'dot', '-.': 'dashdot'}
-    groups = group(runs)
-    return {run: (label, {'color': to_hex(style['color']), 'dash': dashes[style['linestyle']]})
-            for (label, members), style in zip(groups.items(), line_styles(len(groups))) for run in members}
-
-
-def run_table(found: list[dict], folder: Path) -> str:
-    """The table of the runs. folder: where the page will be."""
-    longest = max([about['log'][-1]['seconds'] / 60 for about in found if about['log']], default=0)
-    minutes, unit = unit_for(longest, MINUTES)
-    rows = []
-    for about in found:
-        log, model = about['log'], about.get('model')
-        vals = [r['val'] for r in log if is_number(r.get('val'))]
-        href = quote(os.fsencode(os.path.relpath(about['run'], folder)))
-        swatch = f'<i class="swatch" style="border-top: 3px {CSS_BORDERS[about["dash"]]} {about["color"]}"></i>'
-        row = {'run': (f'{swatch}<a href="{href}/">{html.escape(about["name"])}</a>', about['name']),
-               'model': cell(model),
-               'what differs': cell(', '.join(part for part in about['label'].split(', ') if part != model)),
-               'parameters': number(about.get('parameters'), short_number),
-               'tokens': number(log[-1]['tokens'] if log else None, short_number),
-               unit: number(log[-1]['seconds'] / 60 / minutes if log else None, '{:.1f}'.format),
-               'validation loss': number(vals[-1] if vals else None, '{:.4f}'.format),
-               'tokens/s': number(median(log, 'tokens_per_s'), '{:,.0f}'.format),
-               'MFU': number(median(log, 'mfu'), '{:.1%}'.format),
-               'memory, GiB': number(max(logged(log, 'memory_gib'), default=None), '{:.2f}'.format)}
-        if about['decoding']:
-            best = about['decoding']
-            row['decoding, tokens/s'] = number(best['plain'], '{:,.0f}'.format)
-            row['with drafts'] = (f'{best["tokens_per_s"]:,.0f} ({best["speedup"]:.2f} times, length '
-                                  f'{html.escape(best["draft_len"])})', repr(best['tokens_per_s']))
-        rows.append(row)
-    notes = [html.escape(f'{about["name"]}: {note}') for about in found for note in about['notes']]
-    return table(rows) + '<ul class="notes">' + ''.join(f'<li>{note}</li>' for note in notes) + '</ul>'
-
-
-def settings_table(found: list[dict], settings: dict[str, dict]) -> str:
-    rows = [{'run': cell(about['name'])} | {key: cell(value) for key, value in settings[about['run']].items()}
-            for about in found if about['run'] in settings]
-    return table(rows) if len(rows) > 1 else '<p class="quiet">There is one run.</p>'
-
-
-def score_table(found: list[dict]) -> str:
-    rows = []
-    for about in found:
-        values = task_scores(about['log']) | about['results']
-        if values:
-            rows.append({'run': cell(about['name'])} | {name: number(v, '{:.4g}'.format) for name, v in values.items()})
-    return table(rows) if rows else '<p class="quiet">None: eval.py and synthetic tasks make them.</p>'
-
-
-def samples(found: list[dict]) -> str:
-    blocks = []
-    for about in found:
-        if 'sample' in about:
-            prompt, text = map(html.escape, about['sample'])
-            blocks.append(f'<div>{html.escape(about["name"])}</div><pre><b>{prompt}</b>{text}</pre>')
-    return '\n'.join(blocks) or '<p class="quiet">None.</p>'
-
-
-def median(log: list[dict], key: str) -> float | None:
-    return statistics.median(logged(log, key)) if logged(log, key) else None
-
-
-def logged(log: list[dict], key: str) -> list[float]:
-    return [record[key] for record in log if is_number(record.get(key))]
-
-
-def cell(value) -> tuple[str, str]:
-    """A text as (HTML, what to sort by)."""
-    text = '' if value is None else str(value)
-    return html.escape(text), text
-
-
-def number(value: float | None, form: Callable) -> tuple[str, str]:
-    """A number as (HTML, what to sort by); None is an empty cell."""
-    return ('', '') if value is None else (form(value), repr(value))
-
-
-def table(rows: list[dict[str, tuple[str, str]]]) -> str:
-    """{column: (HTML, what to sort by)} as a table, without columns that are empty in every row."""
+def html_table(rows: list[dict[str, str]]) -> str:
+    """Return rows of HTML cells as a table, without columns that are empty in every row."""
     columns = [name for name in dict.fromkeys(name for row in rows for name in row)
-               if any(row.get(name, ('', ''))[0] for row in rows)]
-
-    def kind(name):
-        sorts = [row[name][1] for row in rows if name in row and row[name][1]]
-        return 'number' if all(map(is_numeric, sorts)) else 'text'
-    kinds = {name: kind(name) for name in columns}
-    head = ''.join(f'<th class="{kinds[name]}">{html.escape(name)}</th>' for name in columns)
-    body = ''
-    for row in rows:
-        cells = [(kinds[name], *row.get(name, ('', ''))) for name in columns]
-        body += '<tr>' + ''.join(f'<td class="{kind}" data-sort="{html.escape(key)}">{text}</td>'
-                                 for kind, text, key in cells) + '</tr>\n'
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+               if any(row.get(name, '') != '' for row in rows)]
+    head = ''.join(f'<th>{html.escape(name)}</th>' for name in columns)
+    body = ''.join('<tr>' + ''.join(f'<td>{row.get(name, "")}</td>' for name in columns) + '</tr>\n' for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
-def is_numeric(text: str) -> bool:
-    try:
-        float(text)
-        return True
-    except ValueError:
-        return False
+def points(log: list[dict], key: str, flops: float | None) -> list[list[float]]:
+    """Return a logged value over each of AXES: lists of tokens, FLOPs, minutes, steps and values."""
+    rows = [(r['tokens'], (flops or math.nan) * r['tokens'], r['seconds'] / 60, r['step'], r[key])
+            for r in log if is_number(r.get(key))]
+    size = max(1, math.ceil(len(rows) / MAX_POINTS))
+    means = [[statistics.fmean(column) for column in zip(*rows[i:i + size])] for i in range(0, len(rows), size)]
+    return [list(column) for column in zip(*means)]
+
+
+def curves(found: dict[str, dict], labels: dict[str, str]):
+    """Return a plotly figure with a trace for each logged value and run, and menus to choose value, axis and scale."""
+    import plotly.graph_objects as go
+    from plotly.colors import qualitative
+    logged_keys = dict.fromkeys(key for about in found.values() for record in about['log'] for key in record)
+    keys = [key for key in dict.fromkeys(['val', *logged_keys])
+            if key in logged_keys and key not in ('step', 'tokens', 'seconds')]
+    flops, colours = {run: flops_per_token(run) for run in found}, qualitative.D3
+    order = list(dict.fromkeys(labels.values()))
+    traces, lines = [], []
+    for key in keys:
+        for run, about in found.items():
+            if line := points(about['log'], key, flops[run]):
+                i = order.index(labels[run])
+                lines.append((key, line))
+                traces.append(go.Scatter(
+                    x=line[0], y=line[-1], name=Path(run).name, mode='lines+markers', marker={'size': 4},
+                    line={'color': colours[i % len(colours)], 'dash': DASHES[i // len(colours) % 4]},
+                    hovertemplate=f'%{{y:.4f}} at %{{x}}<extra>{html.escape(labels[run])}</extra>',
+                    visible=key == keys[0]))
+    menus = [
+        [{'label': NAMES.get(key, key), 'method': 'update', 'args': [
+            {'visible': [own == key for own, _ in lines]}, {'yaxis.title.text': NAMES.get(key, key)}]} for key in keys],
+        [{'label': f'over {name}', 'method': 'update', 'args': [
+            {'x': [line[i] for _, line in lines]}, {'xaxis.title.text': name}]} for i, name in enumerate(AXES)],
+        [{'label': f'{x} x, {y} y', 'method': 'relayout', 'args': [{'xaxis.type': x, 'yaxis.type': y}]}
+         for x in ('linear', 'log') for y in ('linear', 'log')]]
+    places = [{'buttons': buttons, 'x': 0.25 * i, 'y': 1.15, 'xanchor': 'left'} for i, buttons in enumerate(menus)]
+    return go.Figure(traces, go.Layout(template='plotly_white', height=600, updatemenus=places, showlegend=True,
+                                       xaxis_title=AXES[0], yaxis_title=NAMES.get(keys[0], keys[0]) if keys else ''))
+
+
+def page(found: dict[str, dict], folder: Path) -> str:
+    """Return the page of {run: what `read` returned}. folder: where it will be, for links to the runs."""
+    import plotly.io
+    runs = list(found)
+    labels = {run: label for label, members in group(runs).items() for run in members}
+    settings = [{'run': Path(run).name} | own for run, own in differences(runs).items()]
+    scores = [{'run': Path(run).name} | {key: f'{value:.4g}' for key, value in values.items()}
+              for run, about in found.items() if (values := task_scores(about['log']) | about['results'])]
+
+    def escaped(rows):
+        return html_table([{key: html.escape(str(value)) for key, value in row.items()} for row in rows])
+    return PAGE.format(
+        title=f'{len(runs)} runs' if len(runs) > 1 else html.escape(Path(runs[0]).name),
+        warning=not_comparable(runs) or '',
+        runs=html_table([run_row(run, about, labels[run], folder) for run, about in found.items()]),
+        curves=plotly.io.to_html(curves(found, labels), full_html=False, config={'displaylogo': False}),
+        settings=escaped(settings) if len(runs) > 1 else 'There is one run.',
+        scores=escaped(scores) if scores else 'None: eval.py and synthetic tasks make them.')
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('report RUN RUN ... --out=report.html', Settings, argv)
-        runs = list(dict.fromkeys(run.rstrip('/') for run in runs))
-        folders = [run for run in runs if (Path(run) / 'config.json').exists() or (Path(run) / 'log.jsonl').exists()]
-        if not folders:
-            read_run(runs[0])  # says what is missing
-        if others := [run for run in runs if run not in folders]:
-            print(f'left out, as these are not run folders: {", ".join(others)}', file=sys.stderr)
-        progress, found = make_progress(), []
-        for i, run in enumerate(folders):
-            progress(f'reading run {i + 1}/{len(folders)}: {run}')
-            found.append(look_at(run, s))
-        path = Path(f"{output_path(s.out, folders, 'report')}.html")
+        found = of_each(dict.fromkeys(run.rstrip('/') for run in runs), read)
+        path = Path(f"{output_path(s.out, list(found), 'report')}.html")
         write_file(path, page(found, Path(os.path.abspath(path)).parent).encode(errors='replace'))
-        for about in found:
-            for note in about['notes']:
-                print(f'{about["run"]}: {note}', file=sys.stderr)
         print(f'written to {path}: open it in a browser')
 
 

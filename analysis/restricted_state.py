@@ -23,9 +23,7 @@ import numpy as np
 import torch
 
 from analysis.documents import long_documents
-from analysis.figures import line_styles, new_figure, output_path, save_figure, smoothed, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import ended
+from analysis.figures import curves_of, ended, line_styles, new_figure, runs_to_read, smoothed, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
 from common.runs import load_run, read_run, run_data
@@ -121,7 +119,7 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
             for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
 
 
-def plot(rows: list[dict], path) -> None:
+def plot(rows: list[dict]):
     figure, axes = new_figure(figsize=(7, 4.5))
     labels = list(dict.fromkeys(row['label'] for row in rows))
     for label, style in zip(labels, line_styles(len(labels))):
@@ -134,9 +132,8 @@ def plot(rows: list[dict], path) -> None:
     margin = 0.1 * (max(lines) - min(lines))
     axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylim=(min(lines) - margin, max(lines) + margin),
              ylabel=f'extra nats per token with omega = {rows[0]["omega"]}')
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    save_figure(figure, path)
+    axes.legend()
+    return figure
 
 
 def main(argv=None):
@@ -145,9 +142,6 @@ def main(argv=None):
         s = fitted(s, runs)
         measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-        out = output_path(s.out, runs, 'restricted_state')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, f'{out}.png')
         means, lasts = {}, {}
         for label in dict.fromkeys(row['label'] for row in rows):
             line = [row for row in rows if row['label'] == label]
@@ -158,7 +152,7 @@ def main(argv=None):
             first, *others = nats
             for label in filter(nats.get, others):  # one that loses nothing has no ratio
                 print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'restricted_state', rows, plot(rows))
 
 
 if __name__ == '__main__':

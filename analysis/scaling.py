@@ -15,10 +15,17 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import runs_to_read
-from analysis.outcomes import beside, final_loss, finished, n_parameters
-from analysis.report import evaluations
+from analysis.figures import (
+    beside,
+    evaluations,
+    final_loss,
+    finished,
+    line_styles,
+    n_parameters,
+    new_figure,
+    runs_to_read,
+    write_figure,
+)
 from common.files import UserError, friendly_errors
 from eval import PAPERS
 
@@ -70,7 +77,7 @@ def gains(outcomes: dict[str, dict], baseline: str) -> list[dict]:
     return rows
 
 
-def plot(rows: list[dict], baseline: str, path) -> None:
+def plot(rows: list[dict], baseline: str):
     """A line for each method over the sizes: accuracy where it is known, and loss."""
     panels = {'accuracy_gain': 'mean accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
     if all(row['accuracy_gain'] is None for row in rows):
@@ -86,9 +93,8 @@ def plot(rows: list[dict], baseline: str, path) -> None:
         axes.set_xticks(range(len(sizes)), sizes)
         axes.set(xlabel='parameters', ylabel=what, xlim=(-0.3, len(sizes) - 0.7))
         axes.set_title(f'difference to {baseline}', fontsize='medium')
-        axes.grid(alpha=0.3)
-    figure.legend(*all_axes[0, -1].get_legend_handles_labels(), loc='outside right upper', frameon=False)
-    save_figure(figure, path)
+    figure.legend(*all_axes[0, -1].get_legend_handles_labels(), loc='outside right upper')
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -97,15 +103,12 @@ def main(argv: list[str] | None = None) -> None:
         sizes = beside(s.baseline, runs, lambda folders: outcome(folders, s.paper))
         rows = [{'size': size} | row for size, (outcomes, baseline) in sizes.items()
                 for row in gains(outcomes, baseline)]
-        out = output_path(s.out, runs, 'scaling')
-        write_csv(f'{out}.csv', rows)
-        plot(rows, s.baseline, f'{out}.png')
         for row in rows:
             print(f'{row["size"]} {row["label"]}: validation loss {row["loss_gain"]:+.4f}'
                   + ('' if row['accuracy_gain'] is None else f', accuracy {row["accuracy_gain"]:+.2f} points'))
         if any(row['accuracy_gain'] is None for row in rows):
             print(f'accuracy is missing where eval.jsonl lacks a task: python eval.py RUN --paper={s.paper}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'scaling', rows, plot(rows, s.baseline))
 
 
 if __name__ == '__main__':

@@ -17,9 +17,7 @@ if __name__ == '__main__':
 import re
 from dataclasses import dataclass
 
-from analysis.figures import draw_band, line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curve, curves_of, distinct, runs_to_read
-from analysis.outcomes import finished
+from analysis.figures import curve, curves_of, draw_band, finished, line_styles, new_figure, runs_to_read, write_figure
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from data.pointer_chasing import SOLVED
@@ -53,7 +51,7 @@ def solved_from(points: list[dict]) -> int | None:
     return step
 
 
-def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
+def plot(curves: dict[str, dict[str, list[dict]]]):
     """curves {label: {score: points}}: a panel for each label if there are several scores, else one for all."""
     names = list(dict.fromkeys(name for scores in curves.values() for name in scores))
     several = len(names) > 1
@@ -74,15 +72,14 @@ def plot(curves: dict[str, dict[str, list[dict]]], path) -> None:
         axes.set(xlabel='steps', ylabel='score' if several else title)
         axes.set_title(title if several else '', fontsize='medium')
         axes.tick_params(labelleft=True, labelbottom=True)  # on shared axes too
-        axes.grid(alpha=0.3)
     all_axes[0, 0].set(xlim=(0, None), ylim=(0, None))
     for axes in all_axes.flat[len(panels):]:
         axes.set_axis_off()
-    figure.legend(lines.values(), lines, loc='outside right upper', frameon=False)
-    save_figure(figure, path)
+    figure.legend(lines.values(), lines, loc='outside right upper')
+    return figure
 
 
-def plot_bars(rows: list[dict], path) -> None:
+def plot_bars(rows: list[dict]):
     """The last of the rows of each data, label and score: a group of bars for each data and score."""
     ends = {(row['data'], row['score'], row['label']): row for row in rows}
     groups, labels, scores = (list(dict.fromkeys(key[part] for key in ends)) for part in (slice(2), 2, 1))
@@ -98,9 +95,8 @@ def plot_bars(rows: list[dict], path) -> None:
     axes.set_xticks(range(len(groups)), ['\n'.join(re.split('[:,]', data) + [score] * several)
                                          for data, score in groups])
     axes.set(ylabel='score' if several else scores[0])
-    axes.grid(alpha=0.3, axis='y')
-    figure.legend(loc='outside right upper', frameon=False)
-    save_figure(figure, path)
+    figure.legend(loc='outside right upper')
+    return figure
 
 
 def score_colours(names: list[str]) -> dict[str, dict]:
@@ -113,7 +109,7 @@ def score_colours(names: list[str]) -> dict[str, dict]:
 def by_data(runs: list[str]) -> dict[str, list[str]]:
     """{data: its runs}."""
     parts = {}
-    for run in distinct(runs):
+    for run in runs:
         parts.setdefault(read_run(run)['settings']['data'], []).append(run)
     return parts
 
@@ -143,10 +139,7 @@ def main(argv: list[str] | None = None) -> None:
             rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p
                      for label, scores in curves.items() for name, points in scores.items() for p in points]
             print_ends(curves, data)
-        out = output_path(s.out, runs, 'scores')
-        write_csv(f'{out}.csv', rows)
-        plot_bars(rows, f'{out}.png') if s.bars else plot(curves, f'{out}.png')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'scores', rows, plot_bars(rows) if s.bars else plot(curves))
 
 
 if __name__ == '__main__':

@@ -20,9 +20,20 @@ import sys
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import final_losses, named
+from analysis.figures import (
+    curves_of,
+    equivalence_test,
+    final_losses,
+    interval,
+    line_styles,
+    lower_test,
+    named,
+    new_figure,
+    output_path,
+    runs_to_read,
+    write_csv,
+    write_figure,
+)
 from common.files import UserError, friendly_errors
 from common.settings import check_ranges
 
@@ -42,52 +53,11 @@ class Settings:
 
 # ---- the statistics ----
 
-def interval(losses: list[float]) -> tuple[float | None, float | None]:
-    """The 95% interval of the mean of a normal variable, from its values; (None, None) where they do not vary."""
-    if len(set(losses)) < 2:
-        return None, None
-    from scipy import stats
-    return stats.t.interval(0.95, len(losses) - 1, statistics.mean(losses), stats.sem(losses))
-
-
-def difference(a: list[float], b: list[float]) -> tuple[float, float | None, float | None]:
-    """mean(a) - mean(b) and its 95% interval, Welch's; (difference, None, None) if either has one value."""
-    gap = statistics.mean(a) - statistics.mean(b)
-    if min(len(a), len(b)) < 2:
-        return gap, None, None
-    from scipy.stats import ttest_ind
-    bounds = ttest_ind(a, b, equal_var=False).confidence_interval()
-    return gap, bounds.low, bounds.high
-
-
-def between(low: float | None, high: float | None, sign: str = '') -> str:
-    """An interval as text, empty if there is none. sign: '+' for a difference."""
-    return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
-
-
-def lower_test(a: list[float], b: list[float]) -> dict[str, float]:
-    """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
-    from scipy import stats
-    found = stats.ttest_ind(a, b, equal_var=False, alternative='less')
-    return {'gap': statistics.mean(a) - statistics.mean(b), 't': found.statistic, 'degrees': found.df,
-            'p': found.pvalue}
-
-
-def equivalence_test(a: list[float], b: list[float], margin: float) -> dict[str, float]:
-    """TOST of whether the means differ by less than the margin: as `lower_test`, of the side with the larger p."""
-    from statsmodels.stats.weightstats import ttost_ind
-    p, *sides = ttost_ind(a, b, -margin, margin, usevar='unequal')
-    t, _, degrees = max(sides, key=lambda side: side[1])
-    return {'gap': statistics.mean(a) - statistics.mean(b), 't': t, 'degrees': degrees, 'p': p}
-
-
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     """The rows of NAME_tests.csv, of the groups {label: losses}. What cannot be tested is told on stderr."""
     for label, values in losses.items():
-        if len(values) < 2:
-            print(f'{label}: one seed has no variance, so it is in no test: train it with other seeds', file=sys.stderr)
-        elif len(set(values)) < 2:
-            print(f'{label}: all seeds have the loss {values[0]}, so it is in no test', file=sys.stderr)
+        if len(set(values)) < 2:
+            print(f'{label}: its seeds have no variance, so it is in no test: train it with others', file=sys.stderr)
     tested = {label: values for label, values in losses.items() if len(set(values)) > 1}
     better, rows = group_of(losses, s.better, Settings.better), []
     if better in tested:
@@ -112,7 +82,7 @@ def group_of(labels, name: str, default: str) -> str | None:
 
 # ---- the picture ----
 
-def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
+def plot(groups: list[dict], losses: dict[str, list[float]]):
     """Each group's losses as small points, their mean and its interval."""
     figure, axes = new_figure(figsize=(1.5 + 1.4 * len(groups), 4.5))
     for i, (row, style) in enumerate(zip(groups, line_styles(len(groups)))):
@@ -123,8 +93,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]], path) -> None:
     axes.set_xticks(range(len(groups)), [row['label'].replace(', ', '\n') for row in groups])
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylabel='final validation loss, nats per token')
     axes.set_title('mean with 95% interval, and each seed', fontsize='medium')
-    axes.grid(alpha=0.3, axis='y')
-    save_figure(figure, path)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,9 +106,6 @@ def main(argv: list[str] | None = None) -> None:
             low, high = interval(values)
             groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
                            'high': high, 'losses': ' '.join(map(repr, values))})
-        out = output_path(s.out, runs, 'seeds')
-        write_csv(f'{out}.csv', groups)
-        plot(groups, losses, f'{out}.png')
         for row in groups:
             bounds = '' if row['low'] is None else f', 95% interval {row["low"]:.4f} to {row["high"]:.4f}'
             print(f'{row["label"]}: {row["mean"]:.4f}{bounds} (seeds: {row["seeds"]})')
@@ -148,11 +114,9 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows:
             print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
                   f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')
-        written = [f'{out}.png', f'{out}.csv']
+        write_figure(s.out, runs, 'seeds', groups, plot(groups, losses))
         if rows:
-            write_csv(f'{out}_tests.csv', rows)
-            written.append(f'{out}_tests.csv')
-        print(f'written to {", ".join(written)}')
+            write_csv(f'{output_path(s.out, runs, "seeds")}_tests.csv', rows)
 
 
 if __name__ == '__main__':

@@ -5,8 +5,8 @@
     python -m analysis.shootout --data=FOLDER --config=config/standard_s.py --n_layer=8 --n_embd=512 --head_size=64 \
         --block_size=1024 --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores, hours each (--list says how many); the last is for a GPU, where FOLDER may be shards of
-FineWeb-Edu. An interrupted one goes on by the same command: what is done is not done again.
+The first two are for two cores and take hours each; the last is for a GPU, where FOLDER may be shards of FineWeb-Edu.
+The same command resumes an interrupted one: finished runs are not trained again.
 
 The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
 parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
@@ -31,15 +31,18 @@ from pathlib import Path
 
 import torch
 
-from analysis import report
-from analysis.figures import line_styles, new_figure, number_log_axis, save_figure, write_csv
-from analysis.loss_curves import short_number
-from analysis.outcomes import core_hours, final_loss, n_parameters, settings_of, speed, training_flops
-from analysis.seeds import between, difference, interval
-from analysis.sweep import best_rates, one_dtype, train_seeds
+from analysis import compare, report
+from analysis.compare import best_rates, core_hours, one_dtype, speed, train_seeds
+from analysis.figures import (
+    line_styles,
+    new_figure,
+    number_log_axis,
+    save_figure,
+    write_csv,
+)
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, generate, roomy_cache
-from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
+from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
 from common.runs import blank_model, blank_run, count_parameters, load_run
@@ -50,8 +53,8 @@ from train import Settings as TrainSettings
 
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # of the parameters, over Standard's
+CONTEXTS = 1024, 16384  # tokens before those that decoding is timed on
 PREFILL = 1024  # tokens of a context that are read at a time
-FLOPS = 4e10  # a second, of a core in small models, for the estimate of --list
 ROUNDS = 5  # timings of decoding, after one to warm up
 
 
@@ -61,8 +64,7 @@ class Settings:
     config: str = 'config/quickstart.py'  # settings of all runs, but for those below and what is a model's own
     data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
     models: str = 'all'  # names of `methods` with commas between, standard among them
-    list: bool = False  # print the models and what they cost, and stop
-    budget: float | str = '8e12'  # training FLOPs of Standard; text, as a GPU's are more than a whole number may be
+    budget: float = 8e12  # training FLOPs of Standard
     n_layer: int = 4  # Standard's depth
     n_embd: int = 128  # its width
     head_size: int = 32  # its attention heads'
@@ -72,22 +74,10 @@ class Settings:
     eval_tokens: int = 500_000  # of a validation loss
     seeds: int = 3  # runs of each model and budget, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
-    contexts: str = '1024,16384'  # tokens before those that decoding is timed on
     decode_tokens: int = 64  # that are decoded in each of the rounds
 
     def __post_init__(self):
-        try:
-            self.budget = float(self.budget)
-            self.lengths = [int(length) for length in self.contexts.split(',')]
-        except ValueError:
-            raise UserError(f'budget is {self.budget!r} and contexts is {self.contexts!r}: expected FLOPs, as 2e14, '
-                            'and numbers of tokens with commas between, as 1024,16384')
-        at_least_1 = (1, inf)
-        check_ranges(self, budget=at_least_1, n_layer=(2, 1000), n_embd=at_least_1, head_size=at_least_1,
-                     fork_layers=(1, self.n_layer), block_size=(4, inf), batch_size=at_least_1,
-                     eval_tokens=at_least_1, seeds=at_least_1, jobs=at_least_1, decode_tokens=at_least_1)
-        if min(self.lengths) < 2:
-            raise UserError(f'contexts is {self.contexts!r}: expected at least 2 tokens each')
+        check_ranges(self, budget=(1, inf), n_layer=(2, 1000), fork_layers=(1, self.n_layer), seeds=(1, inf))
 
 
 # ---- the models, at equal parameters ----
@@ -178,24 +168,6 @@ def shapes(s: Settings, data) -> dict[str, tuple[Method, dict, object]]:
     return {name: (method, values[name], blank(method.model, values[name], data)) for name, method in chosen.items()}
 
 
-def listing(s: Settings, data) -> str:
-    """What --list prints."""
-    lines, n_runs, n_flops = [], 0, 0.0
-    models = {name: (model, model.flops_per_token(s.block_size)) for name, (_, _, model) in shapes(s, data).items()}
-    n_tokens = whole_steps(s, s.budget / models['standard'][1])
-    for name, (model, per_token) in models.items():
-        # two more learning rates at least; Standard's three budgets are one, and wall time is taken to go with FLOPs
-        of_budgets = [(s.seeds + 2, n_tokens)]
-        if name != 'standard':
-            of_budgets.append((2 * s.seeds, whole_steps(s, s.budget / per_token)))
-        lines.append(f'{name}: {count_parameters(model):,} parameters, {per_token / 1e6:.3g} MFLOP a token; '
-                     + ', '.join(f'{runs} runs of {short_number(n)} tokens' for runs, n in of_budgets))
-        n_runs += sum(runs for runs, _ in of_budgets)
-        n_flops += sum(runs * n * per_token for runs, n in of_budgets)
-    return '\n'.join([*lines, f'at least {n_runs} runs of training: {n_flops:.2g} FLOPs, about '
-                      f'{n_flops / FLOPS / 3600:.1f} core-hours on a CPU'])
-
-
 def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
     """Trains all that is not done yet: {(name, budget): runs, one a seed}."""
     found = shapes(s, data)
@@ -208,8 +180,8 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
     def cell(name, tokens, rate, seed=1):
         return out / f'{name}_{tokens}_lr{rate:.3g}_seed{seed}'
     first = {name: method.rate for name, method in chosen.items()}
-    rates = best_rates({name: [*arguments(s, chosen[name], values[name], n_tokens), '--seed=1'] for name in chosen},
-                       first, lambda name, rate: cell(name, n_tokens, rate), s.jobs)
+    rates = best_rates({name: arguments(s, chosen[name], values[name], n_tokens) for name in chosen}, first,
+                       lambda name, rate, seed: cell(name, n_tokens, rate, seed), s.jobs)
     equal_tokens = train_seeds({name: arguments(s, chosen[name], values[name], n_tokens) for name in chosen}, rates,
                                lambda name, rate, seed: cell(name, n_tokens, rate, seed), s.seeds, s.jobs)
     speeds = {name: max(map(speed, folders)) for name, folders in equal_tokens.items()}
@@ -280,7 +252,7 @@ def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict
     found = {name: speculation(model, data, s) for name, model in models.items()}
     for model in models.values():
         model.config.eos_id = None  # one text without end: a document that ends would empty the context
-    for length in s.lengths:
+    for length in CONTEXTS:
         speeds = decoding_speeds(models, length, s)
         for name, model in models.items():
             found[name] |= {f'tokens_per_s_{length}': speeds[name],
@@ -288,61 +260,27 @@ def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict
     return found
 
 
-def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, dict]:
-    """Return `measure_decoding`, which is kept at `path` for the same runs, contexts and machine."""
-    about = where_and_when()
-    asked = {'runs': {name: run.name for name, run in runs.items()}, 'contexts': s.contexts,
-             'decode_tokens': s.decode_tokens, 'device': about['device'], 'versions': about['versions']}
-    if path.exists():
-        kept = read_json(path, 'remove it, and decoding is measured again')
-        if kept.get('asked') == asked:
-            return kept['found']
-    found = measure_decoding(runs, data, s)
-    write_json(path, checked_json({'asked': asked, 'found': found}))
-    return found
-
-
 # ---- what is written ----
 
 def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decoded: dict[str, dict]) -> list[dict]:
-    """A row of each model and budget: labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
+    """Return a row for each budget and model: those of `compare.table` with the figures of decoding.
 
-    FLOPs and parameters are of the first seed; a time is by the highest of the seeds' median speeds.
+    labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
     """
-    losses = {key: [final_loss(run) for run in folders] for key, folders in runs.items()}
     rows = []
-    for (name, budget), values in losses.items():
-        run, standard = runs[name, budget][0], losses['standard', budget]
-        settings = settings_of(run)
-        low, high = interval(values)
-        fastest = max(map(speed, runs[name, budget]))
-        row = {'name': name, 'model': labels[name], 'equal': budget, 'parameters': n_parameters(run),
-               'at_inference': n_at_inference(run), 'lr': settings.learning_rate, 'tokens': settings.max_tokens,
-               'flops': training_flops(run), 'seconds': settings.max_tokens / fastest, 'seeds': len(values),
-               'loss': statistics.mean(values), 'low': low, 'high': high, 'minus_standard': None, 'its_low': None,
-               'its_high': None, 'losses': ' '.join(map(repr, values))}
-        if name != 'standard':
-            row['minus_standard'], row['its_low'], row['its_high'] = difference(values, standard)
-        rows.append(row | decoded[name])
+    for budget in BUDGETS:
+        compared = compare.table({labels[name]: runs[name, budget] for name in labels})
+        rows += [{'name': name, 'equal': budget} | row | {'at_inference': n_at_inference(runs[name, budget][0])}
+                 | decoded[name] for name, row in zip(labels, compared)]
     return rows
 
 
-def loss_table(rows: list[dict], budget: str) -> str:
-    """The rows of a budget, in markdown."""
-    return markdown_table([{
-        'model': r['model'], 'parameters': f'{r["parameters"]:,}', 'at inference': f'{r["at_inference"]:,}',
-        'lr': f'{r["lr"]:.2g}', 'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}',
-        'minutes': f'{r["seconds"] / 60:.1f}', 'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']),
-        'minus Standard': '' if r['minus_standard'] is None else f'{r["minus_standard"]:+.4f}',
-        '95% of that': between(r['its_low'], r['its_high'], '+'),
-    } for r in rows if r['equal'] == budget])
-
-
-def decoding_table(rows: list[dict], lengths: list[int]) -> str:
+def decoding_table(rows: list[dict]) -> str:
     """Speed and state after so many tokens of each model, in markdown."""
     columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
-        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in lengths}
+        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in CONTEXTS}
     return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
+                            'parameters at inference': f'{r["at_inference"]:,}',
                             'drafting': '' if r['speed_up'] is None else f'{r["speed_up"]:.2f}',
                             'accepted': '' if r['accepted'] is None else f'{r["accepted"]:.2f}'}
                            for r in rows if r['equal'] == 'tokens'])
@@ -360,19 +298,14 @@ def markdown(rows: list[dict], s: Settings, hours: float) -> str:
              f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
              'three budgets.']
     for budget in BUDGETS:
-        lines += ['', f'## Equal {budget}', '', loss_table(rows, budget)]
+        lines += ['', f'## Equal {budget}', '', compare.loss_table([r for r in rows if r['equal'] == budget])]
     lines += ['', '## Decoding', '',
               'One text at a time, after so many random tokens of context. The models were trained on windows of '
               f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
               'the cache that decoding allocates for so many tokens, in the dtype of the weights. Drafting: times as '
               'fast as plain greedy decoding of validation text, and drafted tokens accepted a round.', '',
-              decoding_table(rows, s.lengths),
-              '', '![loss over training FLOPs, decoding time and state](shootout.png)', '', '## What this cannot say',
-              '', f'One size, one text and {s.seeds} seeds. A learning rate within a factor of 1.5 of the first '
-              "seed's best one, at equal tokens; batch, weight decay and schedule are the same for all, initial "
-              "weights as each model file's paper or the config has them. Wall time is that of this code on this "
-              'machine, with the highest speed of the seeds. shootout.csv has the loss of every seed, '
-              '[report.html](report.html) the curves of all.', '']
+              decoding_table(rows),
+              '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
     return '\n'.join(lines)
 
 
@@ -386,8 +319,9 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def plot(rows: list[dict], length: int, path) -> None:
-    """Loss over training FLOPs at all budgets; at equal FLOPs, over decoding time and state after `length` tokens."""
+def plot(rows: list[dict], path) -> None:
+    """Draw loss over training FLOPs at all budgets; at equal FLOPs, over decoding time and state (longest context)."""
+    length = max(CONTEXTS)
     at_equal_flops = [r for r in rows if r['equal'] == 'training FLOPs']
     panels = [(rows, 'training TFLOPs', lambda r: r['flops'] / 1e12),
               (at_equal_flops, f'ms per decoded token, after {length:,} tokens',
@@ -406,7 +340,6 @@ def plot(rows: list[dict], length: int, path) -> None:
         axes.set_xscale('log')
         number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=what)
-        axes.grid(alpha=0.3)
     lowest, highest = (f(r['loss'] for r in rows) for f in (min, max))
     margin = 0.1 * (highest - lowest)
     # an interval of three seeds, one of which failed, is wider than all the rest: what is outside is cut off
@@ -414,7 +347,7 @@ def plot(rows: list[dict], length: int, path) -> None:
     all_axes[0].set_title('equal tokens, FLOPs and time', fontsize='medium')
     for axes in all_axes[1:]:
         axes.set_title('at equal training FLOPs', fontsize='medium')
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right upper', frameon=False)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right upper')
     save_figure(figure, path)
 
 
@@ -424,21 +357,17 @@ def main(argv: list[str] | None = None) -> None:
         if positional:
             raise UserError(f'what is {positional[0]!r}? python -m analysis.shootout --data=FOLDER --out_dir=NEW')
         out, data = Path(s.out_dir), open_data(s.data)
-        if s.list:
-            print(listing(s, data))
-            return
         labels = {name: method.label for name, method in methods(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)
-        decoded = decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s, out / 'decoding.json')
+        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s)
         rows = table(labels, runs, decoded)
         write_csv(out / 'shootout.csv', rows)
-        plot(rows, max(s.lengths), out / 'shootout.png')
+        plot(rows, out / 'shootout.png')
         text = markdown(rows, s, core_hours(out))
         write_file(out / 'RESULTS.md', text.encode())
         print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')
-        report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), '--sample_tokens=0',
-                     f'--out={out}/report.html'])
+        report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), f'--out={out}/report.html'])
 
 
 if __name__ == '__main__':

@@ -17,16 +17,27 @@ if __name__ == '__main__':
     from common.start import quiet_start
     quiet_start()
 
-import csv
 import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import output_path, write_csv
-from analysis.loss_curves import curve, curves_of, model_name, runs_to_read, short_number
-from analysis.outcomes import ended, final_loss, n_parameters
-from analysis.report import evaluations, logged, median
+from analysis.figures import (
+    curve,
+    curves_of,
+    ended,
+    evaluations,
+    final_loss,
+    logged,
+    median,
+    model_name,
+    n_parameters,
+    output_path,
+    read_csv,
+    runs_to_read,
+    short_number,
+    write_csv,
+)
 from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, friendly_errors, read_json, write_file
 from common.runs import make_config, read_log, read_run, saved_config
@@ -59,11 +70,6 @@ class Settings:
 
 # ---- a paper's rows ----
 
-def read_paper(paper: str) -> list[dict[str, str]]:
-    with open(PAPERS / f'{paper}.csv', newline='') as file:
-        return list(csv.DictReader(file))
-
-
 def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
     """The paper's row of a run, or None."""
     record = read_run(run)
@@ -87,17 +93,12 @@ def read_inference(path: str) -> dict[tuple, float]:
             raise UserError(f'there is no file {path}: python -m bench.inference makes one')
         return {}
     found = {}
-    for row in read_json(path, 'make it again with python -m bench.inference', check_inference)['rows']:
+    for row in read_json(path, 'make it again with python -m bench.inference')['rows']:
         shape = read_config_file(str(ROOT / f'config/standard_{row["scale"]}.py'))
         ratios = {name: row[name] for name in FAMILY if name in row} | {'standard': 1.0}
         found |= {(row['what'], shape['n_layer'], shape['n_head'], shape['n_embd'], name): ratio
                   for name, ratio in ratios.items()}
     return found
-
-
-def check_inference(record: dict) -> None:
-    if any('scale' not in row for row in record.get('rows', [{}])):
-        raise ValueError('its rows have no scale, as those of older code')
 
 
 def bench_name(run: str) -> tuple | None:
@@ -188,7 +189,7 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('tables RUN RUN ... --out=NAME', Settings, argv)
-        paper, measured = read_paper(s.paper), read_inference(s.inference)
+        paper, measured = read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
         columns = [column for column in paper[0] if ' ' in column]
         groups = curves_of(runs, lambda folders: (own_row(folders, columns, measured),
                                                   row_of_paper(folders[0], paper)))

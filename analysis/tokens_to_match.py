@@ -19,9 +19,17 @@ if __name__ == '__main__':
 
 from dataclasses import dataclass
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import TOKENS, curve, loss_limits, runs_to_read, set_loss_axis, short_number, unit_for
-from analysis.outcomes import beside, settings_of
+from analysis.figures import (
+    beside,
+    curve,
+    line_styles,
+    new_figure,
+    runs_to_read,
+    settings_of,
+    short_number,
+    write_figure,
+)
+from analysis.loss_curves import TOKENS, loss_limits, set_loss_axis, unit_for
 from common.files import UserError, friendly_errors
 from common.run_settings import last_before_decay
 
@@ -36,7 +44,7 @@ class Settings:
 
 @dataclass
 class Curve:
-    """Evaluations at the constant learning rate, points as of `loss_curves.curve`."""
+    """Evaluations at the constant learning rate, points as of `figures.curve`."""
     points: list[dict]
     budget: int  # tokens at which the shortest run's decay begins
     last: dict  # the shortest run's last point
@@ -87,7 +95,7 @@ def outcome(row: dict) -> str:
     return text
 
 
-def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
+def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     """A panel for each size: the curves, and an arrow from each loss to where it is reached."""
     figure, panels = new_figure(1, len(sizes), figsize=(2 + 5 * len(sizes), 5), squeeze=False)
     labels = dict.fromkeys(label for curves in sizes.values() for label in curves)
@@ -108,8 +116,8 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict], path) -> None:
         set_loss_axis(axes, *loss_limits([c.points for c in curves.values()]))
         axes.set(xlabel=f'{name} of training, at the constant rate', xlim=(0, None))
         axes.set_title(f'{size} parameters', fontsize='medium')
-    figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)), frameon=False)
-    save_figure(figure, path)
+    figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)))
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,13 +126,11 @@ def main(argv: list[str] | None = None) -> None:
         sizes = beside(s.baseline, runs, constant_rate, LENGTH)
         rows = [{'size': size} | match(target, by, curves) for size, (curves, baseline) in sizes.items()
                 for other in curves if other != baseline for target, by in ((other, baseline), (baseline, other))]
-        out = output_path(s.out, runs, 'tokens_to_match')
-        write_csv(f'{out}.csv', rows)
-        plot({size: curves for size, (curves, _) in sizes.items()}, rows, f'{out}.png')
         for row in rows:
             print(f'{row["size"]}: {row["loss_of"]} has {row["loss"]:.4f} before its decay, which begins at '
                   f'{short_number(row["budget"])} tokens; {row["by"]} {outcome(row)}')
-        print(f'written to {out}.png and {out}.csv')
+        write_figure(s.out, runs, 'tokens_to_match', rows,
+                     plot({size: curves for size, (curves, _) in sizes.items()}, rows))
 
 
 if __name__ == '__main__':

@@ -12,9 +12,7 @@ if __name__ == '__main__':
 import statistics
 from dataclasses import dataclass
 
-from analysis.figures import line_styles, new_figure, output_path, save_figure, write_csv
-from analysis.loss_curves import curves_of, runs_to_read
-from analysis.outcomes import final_losses
+from analysis.figures import curves_of, final_losses, line_styles, new_figure, runs_to_read, write_figure
 from common.files import friendly_errors
 from common.runs import read_run, saved_config
 
@@ -46,7 +44,7 @@ def window_name(window: int | None) -> str:
     return 'all' if window is None else str(window)
 
 
-def plot(lines: dict[str, list[dict]], path) -> None:
+def plot(lines: dict[str, list[dict]]):
     """lines {label: points}. Windows stand side by side in equal steps, as they are often powers of a number and 0."""
     swept = [points for points in lines.values() if len(points) > 1] or list(lines.values())
     windows = sorted({p['window'] for points in swept for p in points}, key=window_order)
@@ -64,25 +62,22 @@ def plot(lines: dict[str, list[dict]], path) -> None:
                                    marker='o', capsize=4, **style))
     axes.set_xticks(range(len(windows)), map(window_name, windows))
     axes.set(xlabel='window w, tokens', ylabel='final validation loss, nats per token')
-    axes.grid(alpha=0.3)
-    figure.legend(drawn, lines, loc='outside right upper', frameon=False)
-    save_figure(figure, path)
+    figure.legend(drawn, lines, loc='outside right upper')
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv)
         lines = curves_of(runs, sweep, besides={'window'})
-        out = output_path(s.out, runs, 'window_sweep')
-        write_csv(f'{out}.csv', [{'label': label} | p | {'window': window_name(p['window'])}
-                                 for label, points in lines.items() for p in points])
-        plot(lines, f'{out}.png')
         for label, points in lines.items():
             best, worst = (choose(points, key=lambda p: p['mean']) for choose in (min, max))
             print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))
             if len(points) > 1:
                 print(f'  best at w = {window_name(best["window"])}, by {worst["mean"] - best["mean"]:.4f}')
-        print(f'written to {out}.png and {out}.csv')
+        rows = [{'label': label} | p | {'window': window_name(p['window'])}
+                for label, points in lines.items() for p in points]
+        write_figure(s.out, runs, 'window_sweep', rows, plot(lines))
 
 
 if __name__ == '__main__':

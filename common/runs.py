@@ -50,17 +50,16 @@ UNFINISHED_FILES = {'.lock', *TOKENIZER_FILES,  # in a folder whose run was kill
 def model_file(name: str) -> ModuleType | SimpleNamespace:
     """Return the module model_<name>.py of the repository.
 
-    'gpn.NoDecay' is model_gpn.py with its Model replaced by the subclass NoDecay of analysis/gpn_edits.py. Only these
-    names are accepted, so that a run folder from somewhere else cannot import other code.
+    'gpn.NoDecay' is model_gpn.py with its Model replaced by the subclass NoDecay of analysis/edits.py. Only these names
+    are accepted, so that a run folder from somewhere else cannot import other code.
     """
     base, _, subclass = str(name).partition('.')
-    if subclass and (ROOT / f'analysis/{base}_edits.py').is_file():
+    if subclass:
         module = model_file(base)
-        of_file = vars(importlib.import_module(f'analysis.{base}_edits')).values()
-        classes = [value for value in of_file if inspect.isclass(value) and issubclass(value, module.Model)]
-        known = {c.__name__: c for c in classes if c is not module.Model}
+        classes = vars(importlib.import_module('analysis.edits')).values()
+        known = {c.__name__: c for c in classes if inspect.isclass(c) and issubclass(c, module.Model)}
         if subclass not in known:
-            raise UserError(f'unknown model {name!r}: analysis/{base}_edits.py has {", ".join(known)}')
+            raise UserError(f'unknown model {name!r}: analysis/edits.py has {", ".join(known) or "no edit of it"}')
         return SimpleNamespace(Config=module.Config, Model=known[subclass])
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
     if name not in known:

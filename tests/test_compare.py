@@ -1,103 +1,189 @@
-"""Models side by side: what may be compared, which runs are trained, and the table by hand."""
+"""Comparisons that train their own runs: learning rates bracketed, nothing trained twice, the table by hand."""
+import csv
+import json
 import math
 import statistics
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import assert_sentence, run
-from test_sweep import write_run
+from test_analysis import write_run
 
-from analysis import compare, sweep
+from analysis import compare
 from analysis.compare import Settings, read_sides
-from analysis.seeds import difference
-from common.runs import make_config, model_file
+from analysis.figures import difference, interval
+from common.files import UserError
+from common.runs import blank_model, make_config
 
 SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
 
-@pytest.fixture(autouse=True)
-def without_a_gpu(monkeypatch):
-    monkeypatch.setattr(sweep, 'pick_device', lambda name: 'cpu')
+def finished_run(folder, model='standard', tokens=100, loss=2.0, settings=None, **values):
+    """A run of a small model that was evaluated once, at its end."""
+    own = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values
+    settings = {'max_tokens': tokens, 'learning_rate': 1e-3} | (settings or {})
+    write_run(folder, [], model, settings=settings, **own)
+    write_log(folder, {'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss, 'tokens_per_s': 1234})
+    return folder
 
 
-def test_each_side_is_a_command_of_its_own():
-    s = Settings(data='somewhere', max_tokens=5000)
-    sides = read_sides(s, ['GPN+M, two: config/gpn_quick.py --n_layer=2',
-                           'GDN: config/gdn_quick.py --learning_rate=1e-3'])
-    assert sides['GPN+M, two'].args == ['config/gpn_quick.py', '--n_layer=2', '--data=somewhere', '--max_tokens=5000',
-                                        '--dtype=float32']
-    assert [side.rate for side in sides.values()] == [3e-3, 1e-3]
-    assert sides['GPN+M, two'].folder == 'GPN_M_two'
+def write_log(folder, *records):
+    (folder / 'log.jsonl').write_text(''.join(f'{json.dumps(record)}\n' for record in records))
 
 
-@pytest.mark.parametrize('arguments, sentence', [
-    (['a: config/gpn_quick.py'], 'what is to be compared?'),
-    (['config/gpn_quick.py', 'b: config/gdn_quick.py'], "'config/gpn_quick.py' has no name"),
-    (['a: config/gpn_quick.py', 'a: config/gdn_quick.py'], "'a: config/gdn_quick.py' has the name of another"),
-    (['a: config/gpn_quick.py --seed=3', 'b: config/gdn_quick.py'], 'a: seed is given for each run here'),
-    (['a: config/gpn_quick.py --n_layers=3', 'b: config/gdn_quick.py'], "did you mean 'n_layer'"),
-    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --max_tokens=9e6'],
-     'a has max_tokens = 2000000, b has 9000000'),
-    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --eval_tokens=100'], 'b has 100: expected one for all'),
-    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --block_size=64'], 'a has block_size = 256, b has 64'),
-    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16'),
-    (['G+M: config/gpn_quick.py', 'G-M: config/gdn_quick.py'], 'names its runs G_M, as another does')])
-def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path):
-    assert_sentence(run('-m', 'analysis.compare', *arguments, f'--out_dir={tmp_path}/out'), sentence)
-    assert not (tmp_path / 'out').exists()
+def given(command):
+    """{setting: value} of a command line of train.py."""
+    return dict(arg[2:].split('=') for arg in command if '=' in arg)
 
 
-def test_rates_are_bracketed_then_every_seed_is_trained_once(tmp_path, monkeypatch):
-    trained, run_command = [], subprocess.run
+@pytest.fixture
+def trained(monkeypatch):
+    """Commands of train.py; instead of training, a run gets a loss from its seed and the distance of its learning rate
+    from 1e-3, and diverges from 1e-2 on. A run with --log_interval=9 is killed the first time."""
+    commands, run_command = [], subprocess.run
 
     def train(command, **kwargs):
         if 'train.py' not in command:  # git, for the commit
             return run_command(command, **kwargs)
-        given = dict(arg[2:].split('=') for arg in command if '=' in arg)
-        rate, loss = float(given['learning_rate']), {'standard': 2.0, 'gpn': 1.0}[given['model']]
-        trained.append((given['model'], rate, int(given['seed'])))
-        values = {key: int(given[key]) for key in ('n_layer', 'd_k', 'd_v') if key in given}
-        write_run(Path(given['out_dir']), given['model'], int(given['max_tokens']),
-                  loss + abs(math.log(rate / 1e-3)) + int(given['seed']) / 10,
-                  {'learning_rate': rate, 'seed': int(given['seed']), 'data': 'somewhere',
-                   'dtype': given['dtype']}, **values)
-        return SimpleNamespace(stderr='')
+        commands.append(command)
+        own = given(command)
+        folder, rate, seed = Path(own['out_dir']), float(own.get('learning_rate', 1e-3)), int(own.get('seed', 1))
+        values = {key: int(own[key]) for key in ('n_layer', 'n_head', 'n_embd', 'd_k', 'd_v') if key in own}
+        model, tokens = own.get('model', 'standard'), int(own.get('max_tokens', 100))
+        settings = {key: own[key] for key in ('data', 'dtype') if key in own} | {'learning_rate': rate, 'seed': seed}
+        loss = 2 + abs(math.log(rate / 1e-3)) + seed / 10
+        finished_run(folder, model, tokens, loss, settings, **values)
+        (folder / 'ckpt' / 'step_00000001').mkdir(parents=True, exist_ok=True)
+        if rate > 1e-2 or ('log_interval' in own and '--resume' not in command):
+            write_log(folder)
+        return SimpleNamespace(stderr='the gradients were not finite' if rate > 1e-2 else 'killed')
     monkeypatch.setattr(subprocess, 'run', train)
-    monkeypatch.setattr(sweep, 'checksum', lambda data: '')
-    sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8'
-    for _ in range(2):  # the second time nothing is left to train
-        result = run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1',
-                     '--data=somewhere', '--max_tokens=100')
+    monkeypatch.setattr(compare, 'checksum', lambda data: 'another' if data == 'elsewhere' else '')
+    monkeypatch.setattr(compare, 'pick_device', lambda name: 'cpu')
+    return commands
+
+
+def test_runs_are_trained_once_and_interrupted_ones_are_resumed(tmp_path, trained):
+    cells = {tmp_path / 'a': [], tmp_path / 'b': ['--log_interval=9']}
+    with pytest.raises(UserError, match='b did not finish: killed'):
+        compare.train_all(cells, jobs=1)
+    for _ in range(2):
+        compare.train_all(cells, jobs=1)
+    assert [(given(command)['out_dir'][-1], command[-1]) for command in trained] == [
+        ('a', '--overwrite'), ('b', '--overwrite'), ('b', '--resume')]
+
+
+@pytest.mark.parametrize('args, sentence', [
+    (['--n_layer=3'], 'has n_layer = 2, but 3 is asked for'), (['--max_tokens=200'], 'has max_tokens = 100'),
+    (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on other data than elsewhere')])
+def test_a_finished_run_is_not_taken_for_another(args, sentence, tmp_path, trained):
+    finished_run(tmp_path / 'a', settings={'data': 'here'})
+    compare.train_all({tmp_path / 'a': ['--data=here', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)
+    with pytest.raises(UserError, match=sentence):
+        compare.train_all({tmp_path / 'a': ['--data=here', *args]}, jobs=1)
+    assert not trained
+
+
+def test_ctrl_c_starts_no_further_run(tmp_path, monkeypatch):
+    started = []
+
+    def interrupted(*args, **options):
+        started.append(args)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(subprocess, 'run', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare.train_all({tmp_path / str(i): [] for i in range(8)}, 1)
+    assert len(started) < 4
+
+
+def test_best_rates_have_a_worse_one_on_both_sides(tmp_path, trained):
+    def folder_of(name, rate, seed):
+        return tmp_path / f'{name}_{rate:.3g}'
+    first = {'a': 1e-3, 'b': 1e-3 / 1.5 ** 3}
+    for _ in range(2):  # the second time nothing is trained
+        assert compare.best_rates({'a': [], 'b': []}, first, folder_of, 1) == pytest.approx({'a': 1e-3, 'b': 1e-3})
+    assert len(trained) == 3 + 6 and all('--seed=1' in command for command in trained)
+    rows = list(csv.DictReader(open(tmp_path / 'rates.csv')))
+    assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
+        [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
+    assert float(rows[1]['loss']) == 2.1 and rows[1]['model'] == 'a'
+
+
+def test_a_rate_that_diverges_is_a_worse_one(tmp_path, trained):
+    def folder_of(name, rate, seed):
+        return tmp_path / f'{name}_{rate:.3g}'
+    best = compare.best_rates({'a': []}, {'a': 8e-3}, folder_of, 1)['a']
+    assert best == pytest.approx(1e-3, rel=0.25)
+    assert 'not finite' in (tmp_path / 'a_0.012' / compare.DIVERGED).read_text()
+    with pytest.raises(UserError, match='a_0.012 diverged, at the best learning rate of the first seed: the gr'):
+        compare.train_all({tmp_path / 'a_0.012': ['--learning_rate=0.012']}, 1)
+    with pytest.raises(UserError, match='b diverges at learning rates of 0.0667 to 0.15'):
+        compare.best_rates({'b': []}, {'b': 0.1}, folder_of, 1)
+
+
+def test_each_model_is_a_command_of_its_own(trained):
+    sides = read_sides(Settings(data='somewhere'), ['GPN+M, two: config/gpn_quick.py --n_layer=2 --max_tokens=5000',
+                                                    'GDN: config/gdn_quick.py --learning_rate=1e-3'])
+    assert sides['GPN+M, two'].args == ['config/gpn_quick.py', '--n_layer=2', '--max_tokens=5000', '--data=somewhere',
+                                        '--dtype=float32']
+    assert [side.settings.learning_rate for side in sides.values()] == [3e-3, 1e-3]
+    assert sides['GPN+M, two'].folder == 'GPN_M_two'
+
+
+@pytest.mark.parametrize('arguments, sentence', [
+    (['a: config/gpn_quick.py'], 'which models?'),
+    (['config/gpn_quick.py', 'b: config/gdn_quick.py'], "'config/gpn_quick.py' has no name"),
+    (['a: config/gpn_quick.py', 'a: config/gdn_quick.py'], "'a: config/gdn_quick.py' has the name of another"),
+    (['G+M: config/gpn_quick.py', 'G-M: config/gdn_quick.py'], "'G-M: config/gdn_quick.py' has the name of another"),
+    (['a: config/gpn_quick.py --seed=3', 'b: config/gdn_quick.py'], 'a: seed is set for each run'),
+    (['a: config/gpn_quick.py --n_layers=3', 'b: config/gdn_quick.py'], "did you mean 'n_layer'"),
+    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --block_size=64'], 'a has block_size = 256, b has 64'),
+    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
+def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path, trained):
+    assert_sentence(run('-m', 'analysis.compare', *arguments, f'--out_dir={tmp_path}/out'), sentence)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp_path, trained):
+    sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 --learning_rate=2e-3'
+    for _ in range(2):  # the second time nothing is trained
+        result = run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
+                     '--max_tokens=100')
         assert result.returncode == 0, result.stderr
-    assert len(trained) == len(set(trained))
+    settings = [given(command) for command in trained]
+    runs = [(own['model'], own['learning_rate'], own['seed']) for own in settings]
+    assert len(runs) == len(set(runs))
     for model in ('standard', 'gpn'):
-        rate, = {rate for name, rate, seed in trained if name == model and seed == 3}
-        assert rate == pytest.approx(1e-3, rel=0.25)
-        assert {seed for name, r, seed in trained if (name, r) == (model, rate)} == {1, 2, 3}
-        rates = {r for name, r, _ in trained if name == model}
-        assert min(rates) < rate < max(rates)
-    assert '| a |' in result.stdout and '| minus a |' in result.stdout
-    assert {'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
+        rate, = {rate for name, rate, seed in runs if name == model and seed == '3'}
+        assert float(rate) == pytest.approx(1e-3, rel=0.25)
+        assert [(model, rate, seed) in runs for seed in '123'] == [True] * 3
+    assert '| minus a |' in result.stdout and '| 1,234 |' in result.stdout and 'commit' in result.stdout
+    assert {'rates.csv', 'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_table_is_that_of_its_runs(tmp_path):
-    losses, runs = {'a': (2.0, 2.1, 2.3), 'b': (2.2, 2.4, 2.3), 'c': (1.0, 1.0, 1.1)}, {}
-    for name, model in (('a', 'standard'), ('b', 'standard.NanoGPT'), ('c', 'gpn')):
-        values = dict(d_emb=8, d_k=4, d_v=6, n_layer=1) if model == 'gpn' else {}
-        runs[name] = [write_run(tmp_path / f'{model}_{i}', model, 1000, loss, **values)[0]
-                      for i, loss in enumerate(losses[name])]
+    losses = {'a': (2.0, 2.1, 2.3), 'b': (2.2, 2.4, 2.45), 'c': (1.0, 1.0, 1.1)}
+    kinds = {'a': ('standard', {}), 'b': ('standard.NanoGPT', {}),
+             'c': ('gpn', dict(d_emb=8, d_k=4, d_v=6, n_layer=1, scan='loop'))}
+    runs = {name: [finished_run(tmp_path / f'{name}{i}', model, 1000, loss, **values)
+                   for i, loss in enumerate(losses[name])] for name, (model, values) in kinds.items()}
     a, b, c = compare.table(runs)
-    assert (b['loss'], b['perplexity']) == pytest.approx((statistics.mean(losses['b']), math.exp(2.3)))
+    assert (b['loss'], b['perplexity']) == pytest.approx((2.35, math.exp(2.35)))
     assert (b['minus_first'], b['its_low'], b['its_high']) == difference(losses['b'], losses['a'])
-    assert a['minus_first'] is None
+    assert (b['paired_low'], b['paired_high']) == pytest.approx(interval((0.2, 0.3, 0.15)))
+    assert b['paired_low'] > b['its_low']  # the seeds vary together
+    assert a['minus_first'] is None and a['paired_low'] is None
     half = 4.302653 * statistics.stdev(losses['a']) / math.sqrt(3)
     assert a['high'] - a['loss'] == pytest.approx(half, rel=1e-6)
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = model_file('gpn').Model(make_config('gpn', dict(n_layer=1, n_head=2, n_embd=16, d_emb=8, d_k=4, d_v=6,
-                                                            vocab_size=320, n_ids=257, eos_id=256, scan='loop')))
-    assert c['state_bytes'] == model.new_cache(1, 8).nbytes and c['parameters'] == sum(
-        p.numel() for p in model.parameters())
-    text = compare.markdown([a, b, c], 'About it.')
-    assert '+0.1667' in text and '1,234' in text and 'commit' in text and 'About it.' in text and '| minus a |' in text
+    model = blank_model('gpn', make_config('gpn', dict(n_layer=1, n_head=2, n_embd=16, d_emb=8, d_k=4, d_v=6,
+                                                       vocab_size=320, n_ids=257, eos_id=256, scan='loop')))
+    assert c['state_bytes'] == model.new_cache(1, 8).nbytes
+    assert c['parameters'] == sum(p.numel() for p in model.parameters())
+    assert c['flops'] == 1000 * model.flops_per_token(8)
+    text = compare.loss_table([a, b, c])
+    assert '+0.2167' in text and '| minus a |' in text

@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from test_analysis import write_run
 
 import train
-from analysis import loss_curves, outcomes, scaling, seeds, tables, tokens_to_match
+from analysis import figures, scaling, tables, tokens_to_match
 from common.files import UserError
 from common.settings import read_config_file
 
@@ -44,34 +44,34 @@ def write_results(folder, results, **settings):
 
 def test_a_final_loss_is_the_last_one_of_a_whole_run(tmp_path, capsys):
     whole = write_run(tmp_path / 'whole', [4.0, 3.0, 2.5], settings={'max_tokens': 200})
-    assert outcomes.final_loss(whole) == 2.5
+    assert figures.final_loss(whole) == 2.5
     cut = write_run(tmp_path / 'cut', [4.0, 3.0], seed=1, settings={'max_tokens': 200})
     with pytest.raises(UserError, match='cut was last evaluated at 100 of its 200 tokens'):
-        outcomes.final_loss(cut)
+        figures.final_loss(cut)
     again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
-    assert outcomes.final_losses([whole, cut, again]) == [2.5]
+    assert figures.final_losses([whole, cut, again]) == [2.5]
     told = capsys.readouterr().err
     assert 'left out' in told and 'cut was last evaluated' in told and 'not even in the seed (0)' in told
     with pytest.raises(UserError, match='cut was last evaluated'):
-        outcomes.final_losses([cut])
+        figures.final_losses([cut])
 
 
 def test_runs_are_of_one_size_within_a_tenth(tmp_path):
     # parameters of these shapes at vocabulary 50304: 1.62M, 1.64M, 3.3M
     runs = [write_run(tmp_path / name, [4.0], **SMALL | values)
             for name, values in (('large', {'n_embd': 64}), ('small', {}), ('deeper', {'n_layer': 2}))]
-    sizes = outcomes.by_size([*runs, tmp_path / 'none'])
+    sizes = figures.by_size([*runs, tmp_path / 'none'])
     assert list(sizes.values()) == [[runs[1], runs[2]], [runs[0]]]
-    assert list(sizes) == [loss_curves.short_number(outcomes.n_parameters(run)) for run in (runs[1], runs[0])]
+    assert list(sizes) == [figures.short_number(figures.n_parameters(run)) for run in (runs[1], runs[0])]
 
 
 def test_a_name_means_one_label():
     labels = ['standard', 'sps, window=64', 'sps, window=0', 'gpn, lr=1']
-    assert outcomes.named(labels, 'standard') == 'standard' and outcomes.named(labels, 'gpn') == 'gpn, lr=1'
-    assert outcomes.named(labels, 'window=0, sps') == 'sps, window=0'
+    assert figures.named(labels, 'standard') == 'standard' and figures.named(labels, 'gpn') == 'gpn, lr=1'
+    assert figures.named(labels, 'window=0, sps') == 'sps, window=0'
     for name in ('sps', 'nextlat', ''):
-        with pytest.raises(UserError, match='is to name one of standard; sps, window=64'):
-            outcomes.named(labels, name)
+        with pytest.raises(UserError, match='should name one of standard; sps, window=64'):
+            figures.named(labels, name)
 
 
 # ---- seeds ----
@@ -98,10 +98,10 @@ def welch(a, b, shift=0.0):
 @pytest.mark.parametrize('a, b', [('sps', 'standard'), ('delayed_state', 'two_x_memory'), ('standard', 'sps')])
 def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     a, b = LOSSES[a], (*LOSSES[b], 3.09)  # of another length
-    found, (t, degrees) = seeds.lower_test(a, b), welch(a, b)
+    found, (t, degrees) = figures.lower_test(a, b), welch(a, b)
     assert abs(found['t'] - t) < 1e-9 and abs(found['degrees'] - degrees) < 1e-9
     assert abs(found['p'] - t_below(t, degrees)) < 1e-9 and abs(found['gap'] - (sum(a) / 3 - sum(b) / 4)) < 1e-12
-    found = seeds.equivalence_test(a, b, 0.01)
+    found = figures.equivalence_test(a, b, 0.01)
     above, below = (welch(a, b, shift)[0] for shift in (-0.01, 0.01))  # above -0.01, below 0.01
     p = {above: 1 - t_below(above, degrees), below: t_below(below, degrees)}
     worse = max(p, key=p.get)
@@ -111,8 +111,8 @@ def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     assert round(times, 3) == 4.303
     mean = sum(a) / 3
     half = times * math.sqrt(sum((x - mean) ** 2 for x in a) / 2 / 3)
-    assert max(abs(x - y) for x, y in zip(seeds.interval(a), (mean - half, mean + half))) < 1e-9
-    assert seeds.interval([2.0, 2.0]) == (None, None)
+    assert max(abs(x - y) for x, y in zip(figures.interval(a), (mean - half, mean + half))) < 1e-9
+    assert figures.interval([2.0, 2.0]) == (None, None)
 
 
 def test_seeds_are_tested_where_there_are_several(tmp_path):
@@ -121,19 +121,19 @@ def test_seeds_are_tested_where_there_are_several(tmp_path):
     alone = family_run(tmp_path / 'alone', 'reverse_sps', [9.0, 3.0])
     found = run('-m', 'analysis.seeds', *runs, alone, f'--out={tmp_path}/figure')
     assert found.returncode == 0, found.stderr
-    assert 'reverse_sps: one seed has no variance, so it is in no test' in found.stderr
+    assert 'reverse_sps: its seeds have no variance, so it is in no test' in found.stderr
     groups = {row['label']: row for row in rows_of(tmp_path / 'figure.csv')}
     assert groups['sps']['seeds'] == '3' and groups['reverse_sps']['low'] == ''
     tests = rows_of(tmp_path / 'figure_tests.csv')
     assert [(row['a'], row['b']) for row in tests] == [
         ('sps', 'standard'), ('sps', 'two_x_memory'), ('sps', 'delayed_state'), ('delayed_state', 'two_x_memory')]
-    assert float(tests[0]['p']) == seeds.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
-    assert float(tests[3]['p']) == seeds.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
+    assert float(tests[0]['p']) == figures.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
+    assert float(tests[3]['p']) == figures.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
     assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
     found = run('-m', 'analysis.seeds', *runs[:3], f'--out={tmp_path}/one')  # without the defaults' groups
     assert 'standard: 3.1133' in found.stdout and 'no test' in found.stdout
     assert not (tmp_path / 'one_tests.csv').exists()
-    assert_sentence(run('-m', 'analysis.seeds', *runs, '--better=gpn'), "'gpn' is to name one of standard; sps")
+    assert_sentence(run('-m', 'analysis.seeds', *runs, '--better=gpn'), "'gpn' should name one of standard; sps")
     assert_sentence(run('-m', 'analysis.seeds', *runs, '--alike=sps'), 'expected two labels')
 
 
@@ -167,22 +167,13 @@ def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
     # the other way round: SPS is first at or below 3.2 at 1,300
     assert (second['loss_of'], second['by'], float(second['tokens'])) == ('standard', 'sps', 1300)
     assert float(second['tokens_ratio']) == pytest.approx(1300 / 1800, abs=1e-12)
-    of_sps, of_standard = (loss_curves.flops_per_token(folder) for folder in (sps, short))
+    of_sps, of_standard = (figures.flops_per_token(folder) for folder in (sps, short))
     assert float(second['flops_ratio']) == pytest.approx(1300 / 1800 * of_sps / of_standard, rel=1e-12)
     assert '2.889 times the tokens' in found.stdout and (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
     # without the long run Standard never gets there
     found = run('-m', 'analysis.tokens_to_match', short, sps, f'--out={tmp_path}/short_only')
     assert 'standard has not in 1800 tokens' in found.stdout
     assert rows_of(tmp_path / 'short_only.csv')[0]['tokens_ratio'] == ''
-
-
-def test_the_last_evaluation_before_a_decay_may_come_before_it(tmp_path):
-    # each 700 tokens: the last at the constant rate is at 1,400 of 1,800, and the ratio is over 1,800
-    runs = [length_run(tmp_path / method, method, losses, 2000, every=700)
-            for method, losses in (('standard', [9.0, 4.0, 3.0]), ('sps', [9.0, 3.5, 2.5]))]
-    curves = {'standard': tokens_to_match.constant_rate(runs[:1]), 'sps': tokens_to_match.constant_rate(runs[1:])}
-    row = tokens_to_match.match('standard', 'sps', curves)
-    assert (row['evaluated_at'], row['tokens'], row['tokens_ratio']) == (1400, 1400, 1400 / 1800)
 
 
 def test_runs_without_a_constant_rate_are_a_sentence(tmp_path):
@@ -197,7 +188,7 @@ def test_runs_without_a_constant_rate_are_a_sentence(tmp_path):
     only = [length_run(tmp_path / name, 'standard', [3.0, 2.0], 1000, learning_rate=rate)
             for name, rate in (('slow', 0.1), ('fast', 0.2))]
     assert_sentence(run('-m', 'analysis.tokens_to_match', *only[:1]), 'all runs are standard')
-    assert_sentence(run('-m', 'analysis.tokens_to_match', *only), "'standard' is to name one of")
+    assert_sentence(run('-m', 'analysis.tokens_to_match', *only), "'standard' should name one of")
 
 
 # ---- window sweep ----
@@ -246,7 +237,7 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert "left out: 6.6" in found.stderr and 'none is called so' in found.stderr  # of `lonely`
+    assert "left out: 6.6" in found.stderr and 'none is called that' in found.stderr  # of `lonely`
     assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
 
 
@@ -281,7 +272,7 @@ def paper_run(folder, method='sps', **values):
 
 
 def test_the_paper_s_rows_agree_with_themselves():
-    rows = tables.read_paper('sps')
+    rows = figures.read_csv(tables.PAPERS / 'sps.csv')
     assert len(rows) == 20
     for row in rows:
         for mean, ending in tables.MEANS.items():
@@ -292,7 +283,7 @@ def test_the_paper_s_rows_agree_with_themselves():
                 assert abs(sum(parts) / len(parts) - float(row[mean])) < (0.06 if '%' in mean else 0.0011), row['name']
     names = {row['name']: row for row in rows}
     assert names['SPS XL']['validation loss'] == '2.390' and names['Standard S']['validation loss'] == ''
-    rows = tables.read_paper('nextlat')
+    rows = figures.read_csv(tables.PAPERS / 'nextlat.csv')
     for row in rows:
         accuracies = [float(value) for name, value in row.items() if name.endswith(', %') and name not in tables.MEANS]
         error = statistics.mean(accuracies) - float(row['task accuracy, %'])
@@ -313,12 +304,12 @@ def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
     settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
     of_model = {key: values[key] for key in values.keys() - own} | {'n_ids': settings['assumed_ids'], 'eos_id': None}
     folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings, **of_model)
-    row = tables.row_of_paper(folder, tables.read_paper(paper))
+    row = tables.row_of_paper(folder, figures.read_csv(tables.PAPERS / f'{paper}.csv'))
     assert row['name'] == name
     if paper == 'nextlat':
         for i, own in enumerate(({'optimizer': 'muon'}, {'learning_rate': 1e-3}, {'batch_size': 8})):
             other = write_run(tmp_path / f'{i}', [3.0], settings['model'], settings=settings | own, **of_model)
-            assert tables.row_of_paper(other, tables.read_paper(paper)) is None
+            assert tables.row_of_paper(other, figures.read_csv(tables.PAPERS / f'{paper}.csv')) is None
     sizes = tables.state_size(folder)
     for column in tables.STATE.keys() & row.keys() if row.get('memory cells') else ():
         number, unit = re.fullmatch(r'([\d.]+)([KM]?)', row[column]).groups()
@@ -331,7 +322,7 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     other = [paper_run(tmp_path / name, **values) for name, values in (
         ('longer', {'settings': {'max_tokens': 20_000_100_000}}), ('token', {'predict_input': 'token'}),
         ('window', {'window': 0}))]
-    rows = tables.read_paper('sps')
+    rows = figures.read_csv(tables.PAPERS / 'sps.csv')
     assert tables.row_of_paper(whole, rows)['name'] == 'SPS S'
     assert [tables.row_of_paper(folder, rows) for folder in other] == [None] * 3
     assert [tables.bench_name(folder) for folder in other] == [(12, 12, 768, 'sps'), None,
@@ -351,7 +342,7 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     assert ours['task accuracy, %'] == '' and float(ours['piqa acc_norm, %']) == 62.5 and ours['sciq acc_norm, %'] == ''
     assert (ours['end-to-end throughput'], ours['peak memory']) == ('0.94', '1.01')
     assert float(ours['GPU-hours']) == 16 and float(ours['training GiB']) == 70.5
-    flops = loss_curves.flops_per_token(whole)
+    flops = figures.flops_per_token(whole)
     assert float(ours['training FLOPs']) == pytest.approx(20_000_145_408 * flops)
     lines = (tmp_path / 'table.md').read_text().splitlines()
     assert lines[0].startswith('| run | seeds | parameters | tokens | validation loss | corpus NLL |')
@@ -372,7 +363,5 @@ def test_a_table_takes_runs_of_any_model(tmp_path):
     assert 'end-to-end throughput' not in by_run['gpn']  # nobody has it
     assert run('-m', 'analysis.tables', *runs, '--paper=gpn', f'--out={tmp_path}/table').returncode == 0
     assert float(rows_of(tmp_path / 'table.csv')[0]['validation perplexity']) == pytest.approx(math.exp(3))
-    (tmp_path / 'old.json').write_text(json.dumps({'rows': [{'what': 'peak memory', 'sps': 1.0}]}))
-    assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/old.json'), 'its rows have no scale')
     assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/no.json'), 'there is no file')
     assert_sentence(run('-m', 'analysis.tables', *runs, '--paper=bst'), "paper is 'bst': expected")

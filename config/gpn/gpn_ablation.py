@@ -1,4 +1,4 @@
-# A GPN+M (0.3M) small enough for the loop of its equations, by which an edited one trains (analysis/gpn_edits.py).
+# A GPN+M (0.3M) small enough for the loop of its equations, by which an edited one trains (analysis/edits.py).
 from config.gpn_quick import *
 
 n_embd = 128

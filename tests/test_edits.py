@@ -1,4 +1,4 @@
-"""GPN with one equation edited: each subclass is that edit, and runs step by step."""
+"""Edited models: GPN with one equation changed, running step by step, and nanoGPT's shape under Standard's loss."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,9 @@ from conftest import assert_sentence, run
 from test_gpn import make
 
 import scans
+from bench import nanogpt
 from common import runs
+from common.decoding import generate
 from model_gpn import RMSNorm
 
 EDITS = 'GateAtOne', 'PredictionNotCarried', 'KeyFromThisState', 'NoWriteGate', 'NoDecay'
@@ -73,7 +75,38 @@ def test_each_edit_runs_step_by_step_and_decoding_follows_it(name, capsys):
 
 
 def test_a_name_that_no_subclass_has_is_a_sentence(tmp_path):
-    for name, sentence in (('gpn.NoSuch', 'unknown model \'gpn.NoSuch\': analysis/gpn_edits.py has GateAtOne, P'),
+    for name, sentence in (('gpn.NoSuch', 'unknown model \'gpn.NoSuch\': analysis/edits.py has GateAtOne, P'),
                            ('gpn.Write', 'unknown model'), ('gpn.Model', 'unknown model'),
                            ('../gpn.NoDecay', 'unknown model'), ('standard.NoDecay', "unknown model 'standard.NoDe")):
         assert_sentence(run('train.py', f'--model={name}', f'--out_dir={tmp_path}/out'), sentence)
+
+
+def make_nanogpt(**values):
+    torch.manual_seed(0)
+    config = dict(n_layer=2, n_head=2, n_embd=16, n_ffn=64, vocab_size=20, n_ids=20, eos_id=None) | values
+    return runs.model_file('standard.NanoGPT').Model(runs.make_config('standard.NanoGPT', config)).double()
+
+
+def test_nanogpts_shape_has_the_benchmarks_loss_and_counts_standards_positions():
+    model, idx = make_nanogpt(), torch.randint(0, 20, (2, 12))
+    plain = nanogpt.Model(2, 2, 16, 20, 256).double()
+    plain.load_state_dict(model.state_dict())
+    assert model.head.weight is model.embed.weight
+    assert model(idx, idx)['loss'].item() == pytest.approx(plain(idx, idx)['loss'].item(), abs=1e-12)
+    eos_id = model.config.eos_id = idx[0, 5].item()
+    counted = idx != eos_id
+    assert not counted.all()
+    nll = F.cross_entropy(model.logits(idx)[counted], idx[counted])
+    assert model(idx, idx)['loss'].item() == pytest.approx(nll.item(), abs=1e-12)
+    with pytest.raises(ValueError, match=r'standard\.NanoGPT has learned 256 positions'):
+        model(*torch.zeros(2, 1, 257, dtype=torch.int64))
+    new, = generate(model, [idx[0, :4].tolist()], 2, temperature=0)
+    assert new[0] == model.logits(idx[:1, :4])[0, -1].argmax()
+
+
+def test_nanogpts_shape_has_standards_parameters_within_one_percent():
+    for n_layer, n_embd, n_ffn in ((6, 384, 1024), (8, 512, 1360)):  # the commands in RESULTS.md
+        own = dict(n_layer=n_layer, n_head=n_layer, n_embd=n_embd, vocab_size=320, n_ids=257, eos_id=None)
+        sizes = [runs.count_parameters(runs.blank_model(name, runs.make_config(name, own | {'n_ffn': n})))
+                 for name, n in (('standard', n_ffn), ('standard.NanoGPT', 4 * n_embd))]
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.01)

@@ -27,7 +27,7 @@ TESTS = ['-m', 'pytest', '-v', *WORKERS]
 TRAINING = ['--max_tokens=500_000', '--overwrite']
 STEPS = {  # name: (seconds at most, arguments of python). Compiling takes most of the time.
     'kernels': (150, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
-                      '-k', 'not cpu', '-m', 'not slow']),
+                      '-k', 'not cpu and not compile']),
     'compiled': (120, [*TESTS, 'tests', '-k', 'compiled_cuda']),
     'training': (90, ['train.py', 'config/quickstart.py', '--out_dir=out/gpu_check', *TRAINING]),
     'sampling': (30, ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100']),

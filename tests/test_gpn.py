@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
                     own.copy_(x)
 
 
-@pytest.fixture(params=['loop', pytest.param('in kernels', marks=needs_triton)])
+@pytest.fixture(params=['loop', pytest.param('in kernels', marks=[needs_triton, pytest.mark.slow])])
 def graph_form(request):
     """What decodes on a GPU, in CUDA graphs."""
     if request.param == 'in kernels':

@@ -13,6 +13,7 @@ import model_gpn as G
 from scans import gpn as scan
 
 CPU = torch.device('cpu')
+in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
 needs_c = pytest.mark.skipif(not scan.runs_on(CPU), reason='no C compiler here')
 needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bfloat16,
                                       reason='no C compiler or no bf16 units here')
@@ -191,7 +192,7 @@ def small_windows(dtype=torch.float64, device='cpu', **values):
     return model.to(device, dtype), idx.to(device)
 
 
-@needs_triton
+@in_kernels
 @pytest.mark.parametrize('values', [dict(n_layer=2, bptt_len=1), dict(eos_id=59, bptt_len=4), dict(n_head=0),
                                     dict(n_layer=2, eos_id=59),
                                     dict(n_embd=70, n_head=3, d_k=33, d_v=130, n_ffn=151, eos_id=59)], ids=str)
@@ -202,7 +203,7 @@ def test_the_scan_in_kernels_is_the_step_repeated_with_all_gradients(values, ker
         assert expected.norm() > 0 and (got - expected).norm() < 1e-8 * expected.norm()
 
 
-@needs_triton
+@in_kernels
 def test_the_scan_in_kernels_in_fp32(kernels_device):
     model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
     for p in model.parameters():
@@ -213,7 +214,7 @@ def test_the_scan_in_kernels_in_fp32(kernels_device):
         assert expected.norm() > 0 and (got - expected).norm() < 1e-4 * expected.norm()
 
 
-@needs_triton
+@in_kernels
 def test_bf16_products_in_kernels_cost_no_more_than_in_the_equations(kernels_device):
     """The dtypes of training on a GPU: state and memory in fp32, products and what is saved of them in bf16.
 
@@ -225,7 +226,7 @@ def test_bf16_products_in_kernels_cost_no_more_than_in_the_equations(kernels_dev
     assert_bf16_products_cost_no_more_than_in_the_equations(model, idx, times=3)
 
 
-@needs_triton
+@in_kernels
 def test_decoding_in_kernels_equals_the_full_forward_in_float64(kernels_device):
     model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
     decode_in_pieces(model, idx, max_run=3, tolerance=1e-8)
@@ -250,7 +251,7 @@ class Rerun:
         return self.results
 
 
-@needs_triton
+@in_kernels
 @pytest.mark.parametrize('values', [dict(n_head=0), dict(eos_id=59, bptt_len=4)], ids=str)
 def test_graphs_of_segments_give_what_the_steps_do(values, kernels_device, monkeypatch):
     """Two models of one shape share the graphs, the forward of one between forward and backward of the other, and
@@ -287,8 +288,7 @@ def test_graphs_of_segments_give_what_the_steps_do(values, kernels_device, monke
 
 # ---- compiled ----
 
-@needs_triton
-@pytest.mark.slow
+@in_kernels
 def test_the_states_compile_to_one_graph(kernels_device):
     model, idx = small_windows(torch.float32, kernels_device, eos_id=59)
     want = model.states(idx)

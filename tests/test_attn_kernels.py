@@ -165,35 +165,6 @@ def test_a_stream_gets_as_many_slots_as_its_pattern_reaches_back(window, slots):
     assert cache.k.shape[3] == 100 + slots + 1
 
 
-# ---- the cache ----
-
-@pytest.mark.parametrize('window, n_kv_head', [(None, 3), (0, 3), (5, 3), (None, 1), (5, 1)])
-def test_a_cache_gives_the_rows_of_attention(window, n_kv_head, device):
-    """A prompt, then runs of several lengths, one of them longer than max_run on a cache that is not empty."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 50, heads, 16, device=device) for heads in (3, n_kv_head, n_kv_head))
-    tokens = torch.zeros(2, 50, dtype=torch.int64)
-    tokens[torch.rand(2, 50, generator=torch.Generator().manual_seed(1)) < 0.2] = 9
-    sees, doc_start = pattern(window=window), K.document_starts(tokens, 9)
-    rope = K.rope_table(torch.arange(50, device=device), 16, 10000.0)
-    want = K.dense_attention(*(x.double().cpu() for x in (K.rotate(q, rope), K.rotate(k, rope), v)),
-                             all_seen(sees, 50, doc_start, X, X))
-    cache = K.KVCache(sees, 1, n_kv_head, 16, 2, 60, max_run=4, width=48, eos_id=9, device=device)
-    parts = []
-    for a, b in ((0, 20), (20, 21), (21, 25), (25, 45), (45, 50)):
-        out, at = [], a
-        for run in cache.runs(tokens[:, a:b].to(device)):
-            here = slice(at, at + run.tokens.shape[1])
-            kept = cache.append(0, K.rotate(k[:, here], run.rope), v[:, here])
-            out.append(K.attention(K.rotate(q[:, here], run.rope), *kept, run.mask()))
-            at = here.stop
-        parts.append(torch.cat(out, 1))
-        last = cache.end(parts[-1].flatten(2))
-        assert torch.equal(last, parts[-1][:, -1].flatten(1))
-        assert torch.equal(cache.hidden[:, min(b - a, 4) - 1], last)
-    assert_close([torch.cat(parts, 1).cpu()], [want], 1e-5)
-
-
 # ---- rotary embeddings ----
 
 @pytest.mark.parametrize('scaling, of_hugging_face', [

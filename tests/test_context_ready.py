@@ -342,14 +342,6 @@ def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout(values):
     assert torch.allclose(model(idx, idx)['nll'].double(), want, atol=1e-5)
 
 
-def test_K_1_is_the_roformer_whatever_k_min_says():
-    model, roformer, idx = make(K=1, k_min=2, last_unrolls=3).train(), make(K=1).train(), tokens()
-    for m in (model, roformer):
-        m.begin_step(random.Random(0))
-    assert torch.equal(model(idx, idx)['loss'], roformer(idx, idx)['loss'])
-    assert model.flops_per_token(8) == roformer.flops_per_token(8)
-
-
 # ---- prefill and decoding ----
 
 @pytest.mark.parametrize('prefill', ['parallel', 'sequential'])

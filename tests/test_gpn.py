@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from conftest import bytes_kept
 from test_models import decode_in_pieces
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 import attn_kernels
 import model_gpn as G
@@ -200,81 +198,11 @@ def test_speculative_decoding_gives_the_text_of_plain_decoding(form):
     assert statistics.accepted_per_step > 0.2  # drafts are taken and refused
 
 
-class Recorder(TorchDispatchMode):
-    """Stands for a CUDA graph on CPU: `replay` runs the recorded operators again, on the very same tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert '_local_scalar_dense' not in str(function), 'a graph cannot wait for a value'
-        result = function(*args, **kwargs or {})
-        self.calls.append((function, args, kwargs or {}, result))
-        return result
-
-    def replay(self):
-        for function, args, kwargs, result in self.calls:
-            for own, x in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs))):
-                if isinstance(own, torch.Tensor) and own.data_ptr() != x.data_ptr():
-                    own.copy_(x)
-
-
-@pytest.fixture(params=['loop', pytest.param('in kernels', marks=[needs_triton, pytest.mark.slow])])
-def graph_form(request):
-    """What decodes on a GPU, in CUDA graphs."""
-    if request.param == 'in kernels':
-        request.getfixturevalue('kernels_device')
-    return request.param
-
-
-@pytest.mark.parametrize('eos_id', [None, 59])
-@torch.no_grad()
-def test_a_recorded_step_decodes_as_the_step_does(graph_form, eos_id, monkeypatch):
-    """Nothing of the state is frozen into a graph: tensors stay the same, and no value comes to Python."""
-    model, idx = make(n_layer=2, eos_id=eos_id)
-    set_form(model, graph_form)
-    idx, device = idx[:2, :6], 'cpu'
-    if torch.cuda.is_available():
-        pytest.skip('CUDA graphs are tested as they are')
-    want = model.extend(idx, model.new_cache(2, 6, device=device), all_positions=True)
-    cache, tokens = model.new_cache(2, 6, max_run=2), idx[:, :1].clone()
-    model.extend(tokens, cache)
-    tokens.copy_(idx[:, 1:2])
-    graph, launch = Recorder(), scan._launch
-
-    def recorded_launch(*args):
-        graph.calls.append((launch, args, {}, None))
-        with _disable_current_modes():
-            launch(*args)
-    monkeypatch.setattr(scan, '_launch', recorded_launch)
-    with graph:
-        logits = model.extend(tokens, cache)
-    for t in range(2, 6):
-        tokens.copy_(idx[:, t:t + 1])
-        graph.replay()
-        if t == 3:
-            cache.rollback(1)
-            tokens.copy_(idx[:, t:t + 1])
-            graph.replay()
-        torch.testing.assert_close(logits, want[:, t])
-
-
 @forms
 def test_a_weight_that_is_not_a_number_shows(form):
     model, idx = make()
     set_form(model, form).layers[0].query.bias.data[0] = float('nan')
     assert model.states(idx).isnan().any()
-
-
-def test_a_cache_of_the_fast_form_keeps_its_weights():
-    model, idx = make(scan='fast')
-    cache, changed = model.new_cache(3, 23), model.new_cache(3, 23)
-    want = model.extend(idx, cache)
-    for name, p in model.named_parameters():
-        if name.startswith(('ground', 'write', 'layers')):
-            p.data += 1
-    torch.testing.assert_close(model.extend(idx, changed), want)
 
 
 def test_slow_heads_forget_with_bf16_weights():
@@ -328,4 +256,3 @@ def test_state_and_memory_are_in_fp32(narrow, form):
         error = (got - torch.stack(states, 1)).norm() / got.norm()
         assert (1e-4 < error < 0.02) if in_bf16 else error < 1e-5
     assert got.dtype == torch.float32 and 0 < (got - want).norm() < 0.03 * want.norm()
-

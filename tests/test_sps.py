@@ -116,42 +116,6 @@ def test_logits_and_gradients_equal_a_mask_built_pair_by_pair(method, window, do
         assert relative_error(p.grad, q.grad) < 1e-5
 
 
-def test_layers_below_predict_layers_are_those_of_a_standard_transformer():
-    one, standard, idx = make(eos_id=EOS, window=3, predict_layers=1), make(model_standard, eos_id=EOS), layouts()
-    seen = {}
-    for name, model in (('sps', one), ('standard', standard)):
-        model.blocks[1].register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
-        model.logits(idx)
-    assert seen['sps'].shape == (4, 22, 32) and torch.allclose(seen['sps'], seen['standard'], atol=1e-6)
-
-
-def test_a_fork_below_all_layers_starts_from_the_token():
-    fork, token = (make(eos_id=EOS, window=3, predict_input=name) for name in ('state', 'token'))
-    assert torch.equal(fork.logits(layouts()), token.logits(layouts()))
-
-
-@pytest.mark.parametrize('method, window', PATTERNS)
-def test_last_layer_elision_is_exact(method, window, monkeypatch):
-    model, idx = make(method=method, window=window, eos_id=EOS), layouts()
-    want = model.logits(idx)
-    streams = type(model).streams
-    monkeypatch.setattr(model_sps.Model, 'streams', lambda self, layer: (streams(self, layer)[0],) * 2)  # all queries
-    monkeypatch.setattr(model.norm, 'forward', lambda h, forward=model.norm.forward: forward(
-        h.chunk(2, 1)[model.output[0]]))
-    assert relative_error(model.logits(idx)[..., :60], want[..., :60].double()) < 1e-5
-
-
-@pytest.mark.parametrize('method, window', PATTERNS)
-def test_a_document_has_the_same_perplexity_alone_and_packed(method, window):
-    model, idx = make(method=method, window=window, eos_id=EOS), layouts()[1:2]
-
-    def nll(tokens, start, stop):
-        logits = model.logits(tokens[:, :-1])[0].log_softmax(-1)
-        return -logits[start:stop - 1].gather(1, tokens[0, start + 1:stop, None]).mean()
-
-    assert abs(nll(idx, 10, 18) - nll(idx[:, 10:18], 0, 8)) < 1e-5
-
-
 @pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
 def test_every_method_has_exactly_the_parameters_of_standard(scale):
     paths = [f'standard_{scale}', f'sps_{scale}', *(f'sps/{name}_{scale}' for name in (

@@ -6,35 +6,15 @@ import pytest
 import torch
 from conftest import run_apart
 from kernel_resources import STREAMS, VARIANTS
+from test_attn_kernels import all_seen, gradients
 
 import attn_kernels as K
+import model_sps
 from common import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(K.triton is None, reason='needs Triton')]
 ALL = 2**30
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-def pattern(NQ, NK, first, T, reaches, doc_start):
-    """The booleans of eq. 5: (B, NQ * T, NK * T)."""
-    q, k = torch.arange(NQ * T)[:, None], torch.arange(NK * T)
-    q_pos, q_stream, k_pos, k_stream = q % T, first + q // T, k % T, k // T
-    earlier = (k_pos < q_pos) | ((k_pos == q_pos) & (k_stream <= q_stream))
-    reach = torch.tensor(reaches)[k_stream]
-    return earlier & (q_pos - k_pos <= reach) & (k_pos >= doc_start.repeat(1, NQ)[:, :, None])
-
-
-def dense(q, k, v, seen):
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum('bqhd,bkhd->bhqk', q, k) / q.shape[-1] ** 0.5
-    weights = scores.masked_fill(~seen[:, None], float('-inf')).softmax(-1)
-    return torch.einsum('bhqk,bkhd->bqhd', weights, v)
-
-
-def output_and_gradients(attention, *inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    out = attention(*inputs)
-    grad = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view_as(out).to(out)
-    return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
 
 def make_case(streams, T, D, group, documents, reaches, dtype, device):
@@ -47,7 +27,9 @@ def make_case(streams, T, D, group, documents, reaches, dtype, device):
     starts = torch.rand(2, T) < 0.02
     starts[0] = torch.arange(T) % 32 == 31  # the last position of each tile
     doc_start = torch.where(starts & documents, torch.arange(T), 0).cummax(1).values
-    seen = pattern(NQ, NK, first, T, reaches[:NK], doc_start).to(device)
+    model = model_sps.Model(model_sps.Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9, n_ids=8))
+    model.w_x, model.w_rho = (*reaches, 0)[:2]
+    seen = all_seen(model.sees, T, doc_start, range(NK), range(first, first + NQ)).to(device)
     return (q, k, v), seen, (doc_start.to(device) if documents else None, reaches[:NK], T, first)
 
 
@@ -60,8 +42,11 @@ def make_case(streams, T, D, group, documents, reaches, dtype, device):
         not torch.cuda.is_available(), reason='needs a GPU: the interpreter multiplies bf16 wrongly'))])
 def test_kernels_equal_the_definition(streams, T, D, group, documents, reaches, dtype, kernels_device):
     inputs, seen, options = make_case(streams, T, D, group, documents, reaches, dtype, kernels_device)
-    want = output_and_gradients(lambda *qkv: dense(*qkv, seen), *(x.double() for x in inputs))
-    got = output_and_gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+
+    def definition(q, k, v):
+        return K.dense_attention(q, *(x.repeat_interleave(group, 2) for x in (k, v)), seen)
+    want = gradients(definition, *(x.double() for x in inputs))
+    got = gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
     sees_one_key = seen.sum(-1).max() == 1  # then the gradients of q and k are zero
     for name, g, w in zip(('out', 'dq', 'dk', 'dv'), got, want, strict=True):
         assert bool(w.isfinite().all()) and bool(w.any() or sees_one_key and name in ('dq', 'dk')), name
@@ -98,7 +83,7 @@ def test_kernels_load_no_tile_in_vain_and_mask_only_edges(streams, documents, re
     for name in calls:
         monkeypatch.setattr(K, name, counted(name, getattr(K, name)))
     inputs, seen, options = make_case(streams, T, 32, 1, documents, reaches, torch.float32, kernels_device)
-    output_and_gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+    gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
 
     loaded = masked = 0
     NQ, NK, _ = STREAMS[streams]

@@ -45,7 +45,7 @@ def all_seen(sees, T, doc_start, keys, queries):
 
 
 def gradients(function, *inputs):
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]  # of the same strides
     out = function(*inputs)
     cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
     return out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))

@@ -11,8 +11,6 @@ from test_models import decode_in_pieces
 
 import attn_kernels
 import model_gpn as G
-from common.decoding import generate
-from common.speculative import speculative_generate
 from scans import gpn as scan
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
@@ -179,23 +177,6 @@ def test_decoding_equals_the_full_forward_in_float64(form, n_head):
     for p in model.parameters():
         p.data *= 0.5 if p.dim() == 2 else 1
     decode_in_pieces(set_form(model, form), idx, max_run=4, tolerance=1e-8)
-
-
-@forms
-def test_speculative_decoding_gives_the_text_of_plain_decoding(form):
-    """A GPN drafts for a GPN, in each form: runs are verified and taken back."""
-    model, _ = make(n_layer=2, eos_id=59)
-    model = set_form(model.float().eval(), form)
-    torch.manual_seed(1)
-    draft, _ = make(n_layer=2, eos_id=59)
-    for p in draft.parameters():
-        p.data += 0.1 * p.data.std() * torch.randn_like(p)
-    draft = set_form(draft.float().eval(), form)
-    prompts = [torch.randint(0, 60, (1 + i % 7,), generator=torch.Generator().manual_seed(i)).tolist()
-               for i in range(12)]
-    got, statistics = speculative_generate(model, prompts, 20, draft=draft, draft_len=2, temperature=0)
-    assert got == generate(model, prompts, 20, temperature=0)
-    assert statistics.accepted_per_step > 0.2  # drafts are taken and refused
 
 
 @forms

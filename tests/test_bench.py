@@ -1,7 +1,10 @@
 """Every benchmark runs at toy size, and the steps for a GPU end in time and keep what they found."""
+import contextlib
+import fcntl
 import importlib.util
 import json
 import re
+import sys
 import time
 
 import pytest
@@ -71,18 +74,33 @@ def test_least_time_of_gpns_step_by_hand():
 
 # ---- bench/gpu.py ----
 
+# Holds a lock for as long as it lives.
+LOCKED = """
+import fcntl, sys, time
+file = open(sys.argv[1], 'w')
+fcntl.flock(file, fcntl.LOCK_EX)
+print('locked', flush=True)
+time.sleep(600)
+"""
+
+
 def test_a_step_on_a_gpu_ends_with_its_own_processes_and_its_output_is_kept(tmp_path):
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    start = time.perf_counter()
+    command = [sys.executable, '-c', LOCKED, str(tmp_path / 'lock')]
+    leaves_it = f"import subprocess; print(subprocess.Popen({command}, stdout=subprocess.PIPE).stdout.readline())"
     with open(tmp_path / 'log', 'ab+', buffering=0) as log:
-        assert gpu.run_step(['-c', f"print('begun'); {child}"], 2, log)[1] == 'out of time'
-        assert time.perf_counter() - start < 300, 'it waited for what its step had started'
-        assert gpu.run_step(['-c', 'print(1); raise SystemExit(3)'], 60, log) == ('1\n', 'exit status 3')
-        assert gpu.run_step(['-c', 'print(2)'], 60, log) == ('2\n', 'done')
-        _, status = gpu.run_step(['-c', "print('its equations run step by step')"], 60, log)
+        assert gpu.run_step(['-c', leaves_it], 300, log) == ("b'locked\\n'\n", 'done')
+        assert gpu.run_step(['-c', 'import time; time.sleep(600)'], 1, log)[1] == 'out of time'
+        assert gpu.run_step(['-c', 'print(1); raise SystemExit(3)'], 300, log) == ('1\n', 'exit status 3')
+        _, status = gpu.run_step(['-c', "print('its equations run step by step')"], 300, log)
     assert status == "fell back: 'run step by step'"
     text = (tmp_path / 'log').read_text()
-    assert text.startswith('begun\n') and text.endswith('\n1\n2\nits equations run step by step\n')
+    assert text.startswith("b'locked") and text.endswith('\n1\nits equations run step by step\n')
+    with open(tmp_path / 'lock', 'w') as lock:
+        for _ in range(100):  # a killed process closes its files a moment later
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.1)
+    raise AssertionError('a process that the step had started is still there')
 
 
 def test_the_steps_on_a_gpu_exist_and_take_two_calls():

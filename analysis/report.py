@@ -77,7 +77,7 @@ def task_scores(log: list[dict]) -> dict[str, float]:
 
 
 def decoding(path: Path) -> str:
-    """Return the fastest draft length of eval.py's speculative.csv as text; '' without that file."""
+    """Return the fastest draft length in speculative.csv (`analysis.speculative`) as text; '' without that file."""
     if not path.exists():
         return ''
     best = max(read_csv(path), key=lambda row: float(row['speedup']))

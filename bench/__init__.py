@@ -4,12 +4,10 @@
                                     objectives: NextLat, MTP and JTP compared with next-token training
     python -m bench.generate        decoding compared with Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory relative to Standard
-    python -m bench.context_ready   backpropagation through time, and few wide layers, compared with the plain forms
     python -m bench.attention       attention on a CPU or GPU compared with PyTorch's own calls
-    python -m bench.gpn             GPN's bounds on an H100; its scan compared with the plain loop and, with --jax, JAX
-    python -m bench.evaluation      eval.py compared with lm-eval's own model
-    python -m bench.memory          the memory that --dry_run estimates compared with measured peaks on a CPU
-    python bench/gpu.py             all that needs a GPU: tests and benchmarks in order of need, within a time limit
+    python -m bench.scans           GPN and Gated DeltaNet: the fast forms compared with the loop over the equations
+    python -m bench.context_ready   backpropagation through time, and few wide layers, compared with the plain forms
+    python bench/gpu.py             everything that needs a GPU, tests included, in order of need
 
 Each prints its figures as they come and writes them, with device, date, versions and commit, to bench/results/. With
 --toy it takes seconds, at meaningless sizes, and writes nothing.
@@ -24,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -57,17 +55,16 @@ def over_standard(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
 
 
-def alternate(sides: dict, rounds: int, warmup: int = 2, clock: Callable = time.perf_counter) -> dict[object, float]:
+def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
     """Median seconds of each side's function over `rounds` rounds, the sides taking turns.
 
     sides {name: function} -> {name: s}.
     """
-    return {name: statistics.median(times) for name, times in alternate_times(sides, rounds, warmup, clock).items()}
+    return {name: statistics.median(times) for name, times in alternate_times(sides, rounds, warmup).items()}
 
 
-def alternate_times(sides: dict, rounds: int, warmup: int = 2,
-                    clock: Callable = time.perf_counter) -> dict[object, list[float]]:
-    """Seconds of each side's function in every round, the sides taking turns; one line on stderr tells how far it is.
+def alternate_times(sides: dict, rounds: int, warmup: int = 2) -> dict[object, list[float]]:
+    """Seconds of each side's function in every round, the sides taking turns; stderr shows the progress.
 
     sides {name: function} -> {name: [s]}.
     """
@@ -75,24 +72,24 @@ def alternate_times(sides: dict, rounds: int, warmup: int = 2,
     for i in range(warmup + rounds):
         for name, function in sides.items():
             progress(f'round {i + 1} of {warmup + rounds}: {name}')
-            start = clock()
+            start = time.perf_counter()
             function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warmup:
-                times[name].append(clock() - start)
+                times[name].append(time.perf_counter() - start)
     progress('')
     return times
 
 
 def progress(text: str) -> None:
-    """Shows what is being measured, in place of the last such text; nothing where stderr is no terminal."""
+    """Show what is being measured, on one line of a terminal."""
     if sys.stderr.isatty():
         print(f'\r\x1b[K{text}', end='', file=sys.stderr, flush=True)
 
 
 def resident() -> dict[str, int]:
-    """{'peak', 'held'}: bytes of GPU memory; of this process's memory where there is no GPU."""
+    """Return {'peak', 'held'} in bytes of GPU memory; without a GPU, of this process's memory."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return {'peak': torch.cuda.max_memory_allocated(), 'held': torch.cuda.memory_allocated()}
@@ -101,11 +98,19 @@ def resident() -> dict[str, int]:
 
 
 def apart(function: Callable, *args, **environment: str):
-    """function(*args) in a fresh process, whose peak of memory is this call's, with these variables besides."""
+    """Return function(*args), called in a fresh process with these environment variables added.
+
+    Its peak memory is that of this call alone. The rows of a generator function come as a list.
+    """
     progress(f'{function.__name__}{args}, in a process of its own')
     spawn = multiprocessing.get_context('spawn')
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
-        return pool.submit(function, *args).result()
+        return pool.submit(_call, function, *args).result()
+
+
+def _call(function, *args):
+    result = function(*args)
+    return [*result] if isinstance(result, Iterator) else result
 
 
 def device_name() -> str:
@@ -118,14 +123,12 @@ def device_name() -> str:
 
 
 def where_and_when() -> dict:
-    """{'device', 'date', 'commit', 'versions'}: what a figure is to be read with."""
+    """Return {'device', 'date', 'commit', 'versions'} of a measurement."""
     import transformers
     describe = ['git', 'describe', '--always', '--dirty']
     commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     versions = {'python': platform.python_version(), 'torch': torch.__version__,
                 'transformers': transformers.__version__}
-    if 'jax' in sys.modules:
-        versions['jax'] = sys.modules['jax'].__version__
     return {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
             'versions': versions}
 
@@ -148,16 +151,16 @@ def markdown_table(rows: list[dict]) -> str:
 
 
 def show(row: dict) -> dict:
-    """Prints a row of figures; returns it."""
+    """Print a row of figures and return it."""
     progress('')
     print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
     return row
 
 
 def options(argv: list[str] | None, *known: str) -> set[str]:
-    """The arguments given, of the command line where argv is None; one that is not known is a sentence.
+    """Return the given arguments: argv, or those of the command line. Exit with a message for unknown ones.
 
-    Words without -- choose what is measured: one at a time.
+    Words without -- choose what is measured, one at a time.
     """
     given = set(sys.argv[1:] if argv is None else argv)
     words = [arg for arg in known if not arg.startswith('--')]
@@ -169,10 +172,10 @@ def options(argv: list[str] | None, *known: str) -> set[str]:
 
 
 def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: bool = False) -> None:
-    """Prints rows (dicts) as they come and writes them to bench/results/<name>_<cpu or gpu>.json, with where and when.
+    """Print rows (dicts) as they come and write them to bench/results/<name>_<cpu or gpu>.json, with where and when.
 
-    Until the last row is there they stand in <name>_<cpu or gpu>.partial.json, which stays where it is stopped. With
-    markdown, also as a table: the same name with .md. With toy it only prints.
+    Until the last row they are in <name>_<cpu or gpu>.partial.json, which remains if the benchmark is stopped.
+    markdown: also write a table, to the same name with .md. toy: only print.
     """
     path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
     partial, about, found = path.with_suffix('.partial.json'), None, []

@@ -59,7 +59,7 @@ def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -
     module, values, streams = PATTERNS[pattern]
     with torch.device('meta'):
         model = module.Model(module.Config(n_layer=1, n_head=2, n_embd=2 * D, **values))
-    B = max(1, TOKENS // (T * len(streams)))
+    B = 2 if rounds == 1 else max(1, TOKENS // (T * len(streams)))
     doc_start = document_starts(B, T) if documents else None
     q, k, v = torch.randn(3, B, len(streams) * T, N_HEAD, D, device=DEVICE, dtype=dtype).requires_grad_().unbind(0)
     pairs = all_pairs(model.sees, T, streams, doc_start)
@@ -84,7 +84,8 @@ def figures(toy: bool) -> Iterator[dict]:
             for pattern in PATTERNS:
                 for documents in (False, True):
                     yield compare(pattern, documents, T, 64, dtype, rounds=1 if toy else 5)
-                    torch.compiler.reset()
+                    if DEVICE == 'cuda':
+                        torch.compiler.reset()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,6 +12,8 @@ in a process of its own.
 the Roformer that the paper compares with: of speed, and of the weights read per token, which decide on a machine that
 is bound by memory.
 """
+import functools
+
 import torch
 
 from bench import alternate, apart, options, resident, write_results
@@ -37,7 +39,7 @@ PROMPT, NEW = [[7] * 16], 10_000 if GPU else 32  # new tokens: the table's, on a
 
 
 def bptt_step(shape):
-    """A function of 'loop' or 'fast' that makes forward and backward of a model of that shape."""
+    """Return a function of 'loop' or 'fast' that does forward and backward of a model of that shape."""
     C, batch_size, T, window = shape
     torch.manual_seed(0)
     config = Config(n_layer=1, n_head=4, n_embd=C, window=window, vocab_size=128, n_ids=100, bptt=True)
@@ -60,17 +62,20 @@ def peak_mb(shape, form):
     return round((resident()['peak'] - before) / 2 ** 20)
 
 
-def bptt(shapes, rounds):
+def bptt(toy):
     if context_ready is None:  # there is no folder scans/
         return
-    for shape in shapes:
+    for shape in TOY_SHAPES if toy else SHAPES:
         step = bptt_step(shape)
-        seconds = alternate({'loop': lambda step=step: step('loop'), 'fast': lambda step=step: step('fast')}, rounds, 1)
+        sides = {form: functools.partial(step, form) for form in ('loop', 'fast')}
+        seconds = alternate(sides, rounds=1 if toy else 5, warmup=1)
         C, batch_size, T, window = shape
-        yield {'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window,
+        row = {'what': 'bptt', 'C': C, 'batch': batch_size, 'T': T, 'window': window,
                'scan_ms': round(seconds['fast'] * 1e3),
-               'loop_over_scan': round(seconds['loop'] / seconds['fast'], 2),
-               'scan_peak_mb': apart(peak_mb, shape, 'fast'), 'loop_peak_mb': apart(peak_mb, shape, 'loop')}
+               'loop_over_scan': round(seconds['loop'] / seconds['fast'], 2)}
+        if not toy:
+            row |= {'scan_peak_mb': apart(peak_mb, shape, 'fast'), 'loop_peak_mb': apart(peak_mb, shape, 'loop')}
+        yield row
 
 
 @torch.inference_mode()
@@ -84,6 +89,7 @@ def decode_eagerly(model, new):
 
 
 def generation(pairs, new):
+    """Rows of table A13: decoding speed and weights read, relative to the Roformer of each pair."""
     dtype = decoding_dtype('auto', DEVICE)
     for pair in pairs:
         models = []
@@ -109,16 +115,15 @@ def generation(pairs, new):
                        'cache_bytes_per_token': 2 * dtype.itemsize * values['n_layer'] * values['n_embd']}
 
 
-def figures(shapes, rounds, pairs, new):
-    yield from bptt(shapes, rounds)
-    yield from generation(pairs, new)
+def figures(toy):
+    yield from bptt(toy)
+    yield from generation(TOY_PAIRS, 2) if toy else generation(PAIRS, NEW)
 
 
 def main(argv=None):
     toy = '--toy' in options(argv, '--toy')
     start_processes(Settings())
-    rows = figures(TOY_SHAPES, 1, TOY_PAIRS, 2) if toy else figures(SHAPES, 5, PAIRS, NEW)
-    write_results('context_ready', rows, toy=toy)
+    write_results('context_ready', figures(toy), toy=toy)
 
 
 if __name__ == '__main__':

@@ -1,13 +1,13 @@
-"""All that needs a GPU, the most important first: tests, training, decoding, benchmarks.
+"""Everything that needs a GPU, the most important first: tests, training, decoding, benchmarks.
 
-    python bench/gpu.py [--out=FOLDER] [--only=STEP,STEP] [--limit=570] [--toy]
+    python bench/gpu.py [--out=FOLDER] [--only=STEP,STEP] [--limit=570]
 
-Each step gets at most 240 seconds and ends with everything that it started. A step that fails, falls back to a slower
-form or runs out of time does not stop those after it. The last line says which failed and which --only would run in
-another call: all of them take two calls of ten minutes.
+All steps take two calls of ten minutes at most: each has its own time limit, and one that fails, falls back to a slower
+form or runs out of time does not stop those after it. The last line names the steps that failed and the --only for
+another call, which runs the rest.
 
-FOLDER (default out/gpu) gets gpu.log, the output of all steps as it is printed, and the figures of the benchmarks after
-each step. With --toy the benchmarks run at meaningless sizes, to try this script.
+FOLDER (default out/gpu) gets gpu.log, the output of all steps as it is printed, and after each step the figures of its
+benchmark.
 """
 import contextlib
 import importlib.util
@@ -21,28 +21,28 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 570  # seconds of a call
 WORKERS = ['-n', '8'] if importlib.util.find_spec('xdist') else []
 TESTS = ['-m', 'pytest', '-v', *WORKERS]
 TRAINING = ['--max_tokens=500_000', '--overwrite']
-STEP_SECONDS = 240  # compiling takes most of them
-STEPS = {  # arguments of python
-    'kernels': [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
-                '-k', 'not cpu', '-m', 'not slow'],
-    'compiled': [*TESTS, 'tests', '-k', 'compiled_cuda'],
-    'training': ['train.py', 'config/quickstart.py', '--out_dir=out/gpu_check', *TRAINING],
-    'sampling': ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100'],
-    'attention': ['-m', 'bench.attention'],
-    'scales': ['-m', 'bench.train_step', 'scales'],
-    'drafting': ['train.py', 'config/quickstart_nextlat.py', '--out_dir=out/gpu_nextlat', *TRAINING],
-    'speculative': ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
-                    '--new_tokens=128'],
-    'gpn': ['-m', 'bench.gpn'],
-    'generate': ['-m', 'bench.generate'],
-    'inference': ['-m', 'bench.inference', '--scales=xs,s'],  # all five take longer
-    'objectives': ['-m', 'bench.train_step', 'objectives'],
-    'context_ready': ['-m', 'bench.context_ready'],
-    'train_step': ['-m', 'bench.train_step'],
-    'tests': [*TESTS, 'tests', '-k', 'cuda and not compiled'],
+STEPS = {  # name: (seconds at most, arguments of python). Compiling takes most of the time.
+    'kernels': (150, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
+                      '-k', 'not cpu and not compile']),
+    'compiled': (120, [*TESTS, 'tests', '-k', 'compiled_cuda']),
+    'training': (90, ['train.py', 'config/quickstart.py', '--out_dir=out/gpu_check', *TRAINING]),
+    'sampling': (30, ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100']),
+    'attention': (90, ['-m', 'bench.attention']),
+    'scales': (90, ['-m', 'bench.train_step', 'scales']),
+    'drafting': (80, ['train.py', 'config/quickstart_nextlat.py', '--out_dir=out/gpu_nextlat', *TRAINING]),
+    'speculative': (60, ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
+                          '--new_tokens=128']),
+    'scans': (90, ['-m', 'bench.scans']),
+    'generate': (60, ['-m', 'bench.generate']),
+    'inference': (90, ['-m', 'bench.inference', '--scales=xs,s']),  # all five take longer
+    'objectives': (60, ['-m', 'bench.train_step', 'objectives']),
+    'context_ready': (60, ['-m', 'bench.context_ready']),
+    'train_step': (50, ['-m', 'bench.train_step']),
+    'tests': (40, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
 }
 FELL_BACK = re.compile(r'run step by step|recomputes the whole text|hit config\.\w+_limit|falling back')
 
@@ -74,14 +74,15 @@ def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
     return text, f'fell back: {fallback[0]!r}' if fallback and status == 'done' else status
 
 
-def read_options(argv) -> dict[str, str]:
+def read_options(argv) -> tuple[list[str], float, Path]:
+    """Return the names of the steps, the seconds of this call and the output folder."""
     options = dict(arg.removeprefix('--').partition('=')[::2] for arg in argv)
     names = options['only'].split(',') if 'only' in options else list(STEPS)
-    unknown = [*(options.keys() - {'out', 'only', 'limit', 'toy'}), *(name for name in names if name not in STEPS)]
+    unknown = [*(options.keys() - {'out', 'only', 'limit'}), *(name for name in names if name not in STEPS)]
     if unknown:
-        sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER, --toy or --only= some of '
+        sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER or --only= some of '
                  f'{", ".join(STEPS)}, with commas between')
-    return options | {'names': names}
+    return names, float(options.get('limit', LIMIT)), Path(options.get('out', 'out/gpu'))
 
 
 def main(argv=None):
@@ -89,20 +90,17 @@ def main(argv=None):
     if not torch.cuda.is_available():
         sys.exit('gpu.py: PyTorch sees no GPU here; without one, run the benchmarks one by one: '
                  'python -m bench.train_step')
-    options = read_options(sys.argv[1:] if argv is None else argv)
-    begin, end = time.time(), time.monotonic() + float(options.get('limit', 570))
-    out, failed, not_run = Path(options.get('out', 'out/gpu')), [], []
+    names, limit, out = read_options(sys.argv[1:] if argv is None else argv)
+    begin, end, failed, not_run = time.time(), time.monotonic() + limit, [], []
     out.mkdir(parents=True, exist_ok=True)
     with open(out / 'gpu.log', 'ab+', buffering=0) as log:
-        for name in options['names']:
-            start, args = time.monotonic(), STEPS[name]
-            if end - start < 10:
+        for name in names:
+            start, (seconds, args) = time.monotonic(), STEPS[name]
+            if end - start < min(seconds, 30):
                 not_run.append(name)
                 continue
-            if 'toy' in options and args[1].startswith('bench.'):
-                args = [*args, '--toy']
             log.write(f'==== {name}: python {" ".join(args)}\n'.encode())
-            text, status = run_step(args, min(STEP_SECONDS, end - start), log)
+            text, status = run_step(args, min(seconds, end - start), log)
             line = f'==== {name}: {status}, {time.monotonic() - start:.0f} s\n'
             log.write(line.encode())
             print(text[-3000:], line, sep='\n', flush=True)

@@ -209,68 +209,54 @@ def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, t
     return our_step(model, tokens, dtype, compile=DEVICE.type == 'cuda'), model
 
 
-def peak_memory(objective: str, horizon: int, toy: bool = False) -> int:
+def peak_memory(objective: str, horizon: int) -> int:
     """Bytes at the peak of three steps over those before there was a model; to be called in a fresh process."""
     machine.start_processes(train.Settings())
     torch.zeros(1, device=DEVICE)
     before = resident()['held']
-    step, _ = objective_step(objective, horizon, toy=toy)
+    step, _ = objective_step(objective, horizon)
     for _ in range(3):
         step()
     return resident()['peak'] - before
 
 
 def objectives(toy: bool = False) -> Iterator[dict]:
-    """The table of training costs; at toy size in one process, whose memory tells nothing."""
+    """The table of training costs; at toy size without memory."""
     machine.start_processes(train.Settings())
-    vocabulary = 320 if DEVICE.type == 'cpu' else VOCABULARY
-
-    def peak(side):
-        return peak_memory(*side, toy=True) if toy else apart(peak_memory, *side, **TRAINING)
-    peak_of_ntp = peak(OBJECTIVES[0])
+    vocabulary, ntp = 320 if DEVICE.type == 'cpu' else VOCABULARY, OBJECTIVES[0]
+    peak_of_ntp = None if toy else apart(peak_memory, *ntp, **TRAINING)
     for side in OBJECTIVES:
-        steps = {name: objective_step(*name, vocabulary, toy) for name in dict.fromkeys([OBJECTIVES[0], side])}
+        steps = {name: objective_step(*name, vocabulary, toy) for name in dict.fromkeys([ntp, side])}
         seconds = alternate({name: step for name, (step, _) in steps.items()}, rounds=1 if toy else 7)
-        yield {'objective': side[0], 'horizon': side[1],
+        row = {'objective': side[0], 'horizon': side[1],
                'parameters': sum(p.numel() for p in steps[side][1].parameters()),
-               'steps_per_s': round(1 / seconds[side], 3),
-               'time_over_ntp': round(seconds[side] / seconds[OBJECTIVES[0]], 3),
-               'peak_memory_over_ntp': round(peak(side) / peak_of_ntp, 3)}
+               'steps_per_s': round(1 / seconds[side], 3), 'time_over_ntp': round(seconds[side] / seconds[ntp], 3)}
+        if not toy:
+            row['peak_memory_over_ntp'] = round(apart(peak_memory, *side, **TRAINING) / peak_of_ntp, 3)
+        yield row
         torch.compiler.reset()  # else the ninth program of one forward is not compiled
 
 
 # ---- the command line ----
 
-def same_terms_rows() -> list[dict]:
-    return [*same_terms()]
-
-
-def two_streams_rows() -> list[dict]:
-    return [*two_streams()]
-
-
-def figures() -> Iterator[dict]:
-    yield from apart(same_terms_rows, **TRAINING)
+def figures(toy: bool) -> Iterator[dict]:
+    if toy:
+        yield from same_terms(TOY_SHAPE, 1)
+        yield from two_streams(True)
+        return
+    yield from apart(same_terms, **TRAINING)
     yield from as_a_user_runs_it()
-    yield from apart(two_streams_rows, **TRAINING)
+    yield from apart(two_streams, **TRAINING)
 
 
-def toy_figures() -> Iterator[dict]:
-    yield from same_terms(TOY_SHAPE, 1)
-    yield from two_streams(True)
+MEASUREMENTS = {'train_step': figures, 'nanogpt': beside_nanogpt, 'objectives': objectives, 'scales': scales}
 
 
 def main(argv: list[str] | None = None) -> None:
     given = options(argv, '--toy', 'nanogpt', 'objectives', 'scales')
     toy = '--toy' in given
-    if 'scales' in given:
-        write_results('scales', scales(toy), toy=toy)
-    elif 'nanogpt' in given:
-        write_results('nanogpt', beside_nanogpt(toy), toy=toy)
-    elif 'objectives' in given:
-        write_results('objectives', objectives(toy), markdown=True, toy=toy)
-    else:
-        write_results('train_step', toy_figures() if toy else figures(), toy=toy)
+    name, = given - {'--toy'} or {'train_step'}
+    write_results(name, MEASUREMENTS[name](toy), markdown=name == 'objectives', toy=toy)
 
 
 if __name__ == '__main__':

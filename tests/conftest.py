@@ -164,10 +164,19 @@ def assert_sentence(result, *parts):
         assert part in result.stderr, result.stderr
 
 
-# ---- oracles of attn_kernels that several files take ----
+# ---- shared by the tests of models ----
 
-def plain_rms_norm(x, weight, eps):
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+def bytes_kept(function):
+    """Bytes of the tensors that autograd keeps of function() for the backward pass, each storage once."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = function()
+    del out
+    return sum(kept.values())
 
 
 def plain_rotation(x, cos, sin):

@@ -45,7 +45,7 @@ def all_seen(sees, T, doc_start, keys, queries):
 
 
 def gradients(function, *inputs):
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]  # of the same strides
     out = function(*inputs)
     cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
     return out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))
@@ -59,22 +59,24 @@ def assert_close(got, want, tolerance):
 
 
 X, RHO, BOTH = (0,), (1,), (0, 1)
-LAYOUTS = [  # method, its settings, T, documents, query streams, heads, key heads, head size
-    (None, {}, 1, None, X, 2, 2, 16), (None, {}, 300, 'edges', X, 2, 2, 70), (None, {}, 1100, None, X, 2, 1, 16),
-    (None, dict(window=0), 129, 'many', X, 2, 2, 48), (None, dict(window=64), 300, 'edges', X, 6, 2, 64),
-    (None, dict(window=3), 520, None, X, 2, 2, 64), (None, dict(window=64), 1100, 'many', X, 2, 2, 16),
-    ('sps', dict(window=0), 1, None, BOTH, 2, 2, 16), ('sps', {}, 300, 'edges', BOTH, 6, 2, 16),
-    ('sps', dict(window=0), 520, None, RHO, 2, 2, 16), ('sps', dict(window=600), 520, 'many', BOTH, 2, 2, 16),
-    ('sps', dict(persistent_window=5), 300, 'edges', BOTH, 2, 2, 48), ('sps', {}, 1100, None, BOTH, 2, 2, 16),
-    ('delayed_state', dict(window=1), 17, 'many', BOTH, 2, 2, 16), ('delayed_state', {}, 1100, 'edges', RHO, 2, 2, 16),
-    ('reverse_sps', dict(window=3), 300, 'edges', X, 2, 2, 64), ('two_x_memory', {}, 129, 'many', RHO, 2, 2, 70)]
+LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  # heads: of queries, of keys, size
+    (None, {}, 1, None, X, (2, 2, 16)), (None, {}, 300, 'edges', X, (2, 2, 70)), (None, {}, 1100, None, X, (2, 1, 16)),
+    (None, dict(window=0), 129, 'many', X, (2, 2, 48)), (None, dict(window=64), 300, 'edges', X, (6, 2, 64)),
+    (None, dict(window=3), 520, None, X, (2, 2, 64)), (None, dict(window=64), 1100, 'many', X, (2, 2, 16)),
+    ('sps', dict(window=0), 1, None, BOTH, (2, 2, 16)), ('sps', {}, 300, 'edges', BOTH, (6, 2, 16)),
+    ('sps', dict(window=0), 520, None, RHO, (2, 2, 16)), ('sps', dict(window=600), 520, 'many', BOTH, (2, 2, 16)),
+    ('sps', dict(persistent_window=5), 300, 'edges', BOTH, (2, 2, 48)), ('sps', {}, 1100, None, BOTH, (2, 2, 16)),
+    ('delayed_state', dict(window=1), 17, 'many', BOTH, (2, 2, 16)),
+    ('delayed_state', {}, 1100, 'edges', RHO, (2, 2, 16)), ('reverse_sps', dict(window=3), 300, 'edges', X, (2, 2, 64)),
+    ('two_x_memory', {}, 129, 'many', RHO, (2, 2, 70))])
 
 
-@pytest.mark.parametrize('method, values, T, kind, queries, H, HK, D', LAYOUTS)
-def test_attention_equals_its_definition(method, values, T, kind, queries, H, HK, D, device):
+@LAYOUTS
+def test_attention_equals_its_definition(method, values, T, kind, queries, heads, device):
     torch.manual_seed(0)
-    sees, doc_start, keys = pattern(method, **values), documents(kind, 2, T), BOTH if method else X
-    q, k, v = (torch.randn(2, len(streams) * T, heads, D) for streams, heads in ((queries, H), (keys, HK), (keys, HK)))
+    (H, HK, D), keys = heads, BOTH if method else X
+    sees, doc_start = pattern(method, **values), documents(kind, 2, T)
+    q, k, v = (torch.randn(2, len(streams) * T, n, D) for streams, n in ((queries, H), (keys, HK), (keys, HK)))
     seen = all_seen(sees, T, doc_start, keys, queries)
     k_all, v_all = (x.double().repeat_interleave(H // HK, 2) for x in (k, v))
     want = gradients(lambda q, k, v: K.dense_attention(q, k, v, seen), q.double(), k_all, v_all)
@@ -88,14 +90,14 @@ def test_attention_equals_its_definition(method, values, T, kind, queries, H, HK
         assert_close([x.cpu() for x in got], exact, tolerance)
 
 
-@pytest.mark.parametrize('method, values, T, kind, queries, H, HK, D', LAYOUTS)
-def test_flex_attention_with_the_pattern_equals_its_definition(method, values, T, kind, queries, H, HK, D):
+@LAYOUTS
+def test_flex_attention_with_the_pattern_equals_its_definition(method, values, T, kind, queries, heads):
     """Uncompiled, on a CPU. FlexAttention takes heads of 16 to 256."""
     from torch.nn.attention.flex_attention import flex_attention
     torch.manual_seed(0)
-    sees, doc_start, keys = pattern(method, **values), documents(kind, 2, T), BOTH if method else X
-    q, k, v = (torch.randn(2, heads, len(streams) * T, D)
-               for streams, heads in ((queries, H), (keys, HK), (keys, HK)))
+    (H, HK, D), keys = heads, BOTH if method else X
+    sees, doc_start = pattern(method, **values), documents(kind, 2, T)
+    q, k, v = (torch.randn(2, n, len(streams) * T, D) for streams, n in ((queries, H), (keys, HK), (keys, HK)))
     block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries, compiled=False)
     got = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=H != HK).transpose(1, 2)
     seen = all_seen(sees, T, doc_start, keys, queries)
@@ -139,7 +141,7 @@ EDITED = ['standard, window', 'standard', 'sps', 'sps, window 1, no documents, u
 @pytest.mark.parametrize('edit', [sinks, dilated, wider, without_thirds])
 @pytest.mark.parametrize('variant', EDITED)
 def test_an_edit_of_sees_alone_trains_and_decodes(variant, edit, monkeypatch, capsys):
-    model, idx = make(variant), some_tokens(2, 150)
+    model, idx = make(variant), some_tokens(2, 120)
     loss, logits = model(idx, idx.roll(-1, 1))['loss'], model.logits(idx)[..., :60]
     monkeypatch.setattr(type(model), 'sees', edit(type(model).sees))
     if variant == 'standard' and edit in (sinks, wider):  # without a window they show nothing new
@@ -147,8 +149,8 @@ def test_an_edit_of_sees_alone_trains_and_decodes(variant, edit, monkeypatch, ca
     assert abs(model(idx, idx.roll(-1, 1))['loss'] - loss) > 1e-5
     want = model.logits(idx)[..., :60]
     assert (want - logits).abs().max() > 1e-2
-    cache = model.new_cache(2, 150, max_run=4)
-    runs = idx.split([90, 1, 1, 4, 2, 20, 1, 31], 1)
+    cache = model.new_cache(2, 120, max_run=4)
+    runs = idx.split([80, 1, 1, 4, 2, 20, 1, 11], 1)
     got = torch.cat([model.extend(run, cache, all_positions=True) for run in runs], 1)[..., :60]
     assert (got - want).abs().max() < 1e-4
     assert capsys.readouterr().err == ''
@@ -160,35 +162,6 @@ def test_a_stream_gets_as_many_slots_as_its_pattern_reaches_back(window, slots):
     assert cache.k.shape[3] == slots + 1  # and the spare slot
     cache = model_sps.Model(model_sps.Config(**SINGLE, window=window)).new_cache(1, 100)
     assert cache.k.shape[3] == 100 + slots + 1
-
-
-# ---- the cache ----
-
-@pytest.mark.parametrize('window, n_kv_head', [(None, 3), (0, 3), (5, 3), (None, 1), (5, 1)])
-def test_a_cache_gives_the_rows_of_attention(window, n_kv_head, device):
-    """A prompt, then runs of several lengths, one of them longer than max_run on a cache that is not empty."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 50, heads, 16, device=device) for heads in (3, n_kv_head, n_kv_head))
-    tokens = torch.zeros(2, 50, dtype=torch.int64)
-    tokens[torch.rand(2, 50, generator=torch.Generator().manual_seed(1)) < 0.2] = 9
-    sees, doc_start = pattern(window=window), K.document_starts(tokens, 9)
-    rope = K.rope_table(torch.arange(50, device=device), 16, 10000.0)
-    want = K.dense_attention(*(x.double().cpu() for x in (K.rotate(q, rope), K.rotate(k, rope), v)),
-                             all_seen(sees, 50, doc_start, X, X))
-    cache = K.KVCache(sees, 1, n_kv_head, 16, 2, 60, max_run=4, width=48, eos_id=9, device=device)
-    parts = []
-    for a, b in ((0, 20), (20, 21), (21, 25), (25, 45), (45, 50)):
-        out, at = [], a
-        for run in cache.runs(tokens[:, a:b].to(device)):
-            here = slice(at, at + run.tokens.shape[1])
-            kept = cache.append(0, K.rotate(k[:, here], run.rope), v[:, here])
-            out.append(K.attention(K.rotate(q[:, here], run.rope), *kept, run.mask()))
-            at = here.stop
-        parts.append(torch.cat(out, 1))
-        last = cache.end(parts[-1].flatten(2))
-        assert torch.equal(last, parts[-1][:, -1].flatten(1))
-        assert torch.equal(cache.hidden[:, min(b - a, 4) - 1], last)
-    assert_close([torch.cat(parts, 1).cpu()], [want], 1e-5)
 
 
 # ---- rotary embeddings ----
@@ -266,34 +239,7 @@ def test_a_loss_in_bf16_takes_the_log_sum_exp_in_fp32(device):
     assert abs(got - want) / 512 < 2e-3
 
 
-def soft_cap(self, h):
-    return 3 * torch.tanh(self.head(h) / 3)
-
-
-def learnable_scale(self, h):
-    return self.logit_scale * self.head(h)
-
-
-@pytest.mark.parametrize('edit', [soft_cap, learnable_scale])
-def test_an_edit_of_logits_is_an_edit_of_loss_and_decoding(edit, monkeypatch):
-    model, idx = make('standard, documents'), some_tokens(2, 30)
-    model.logit_scale = torch.nn.Parameter(torch.tensor(1.7))
-    loss, logits = model(idx, idx.roll(-1, 1))['loss'], model.logits(idx)[..., :60]
-    monkeypatch.setattr(model_standard.Model, '_logits', edit)
-    out = model(idx, idx.roll(-1, 1))
-    targets = idx.roll(-1, 1).masked_fill(idx == 59, -1)
-    want = F.cross_entropy(edit(model, model.final_hidden(idx)).flatten(0, 1), targets.flatten(), ignore_index=-1)
-    assert abs(out['loss'] - want) < 1e-5 and torch.equal(out['nll'], out['loss']) and abs(want - loss) > 1e-3
-    out['loss'].backward()
-    if edit is learnable_scale:
-        want_grad, = torch.autograd.grad(want, [model.logit_scale])
-        assert abs(model.logit_scale.grad - want_grad) < 1e-5 < abs(want_grad)
-    new, cache = model.logits(idx)[..., :60], model.new_cache(2, 30)
-    assert (new - logits).abs().max() > 1e-2
-    got = [model.extend(idx[:, a:b], cache, all_positions=True)[..., :60] for a, b in ((0, 20), (20, 30))]
-    assert (torch.cat(got, 1) - new).abs().max() < 1e-4
-
-
+@pytest.mark.slow
 def test_a_compiler_does_not_unroll_the_chunks_of_the_loss():
     head, targets, sizes = torch.nn.Linear(8, 50304), torch.arange(2600), []
 
@@ -358,6 +304,7 @@ def test_a_digest_changes_with_the_code_and_not_with_comments_or_docstrings(tmp_
     assert K.digest(plain, 1e-6) != K.digest(plain, 1e-5)
 
 
+@pytest.mark.slow
 def test_scripts_that_compile_nothing_do_not_load_the_compiler():
     result = run_apart('-c', "import sys, eval, sample, model_standard; sys.exit('torch._dynamo' in sys.modules)")
     assert result.returncode == 0, result.stderr

@@ -1,7 +1,10 @@
-"""Every benchmark can be imported, and those that run without a GPU do so at toy size."""
+"""Every benchmark runs at toy size, and the steps for a GPU end in time and keep what they found."""
+import contextlib
+import fcntl
 import importlib.util
 import json
 import re
+import sys
 import time
 
 import pytest
@@ -9,18 +12,12 @@ import torch
 from conftest import ROOT, assert_sentence, run
 
 import bench
-from bench import gpu
+from bench import gpu, scans
 
 pytestmark = pytest.mark.slow
 
 RESULTS = ROOT / 'bench/results'
-MODULES = sorted(path.stem for path in (ROOT / 'bench').glob('[a-z]*.py'))
-TOYS = [name for name in MODULES if name != 'gpu' and '--toy' in (ROOT / f'bench/{name}.py').read_text()]
-
-
-@pytest.mark.parametrize('name', MODULES)
-def test_every_benchmark_can_be_imported(name):
-    assert importlib.import_module(f'bench.{name}').__doc__
+TOYS = re.findall(r'python -m bench\.(\w+)', bench.__doc__)
 
 
 @pytest.fixture
@@ -35,17 +32,11 @@ def results_stay():
     *([name] for name in TOYS), ['train_step', 'objectives'], ['train_step', 'scales'],
     pytest.param(['train_step', 'nanogpt'], marks=pytest.mark.long)], ids=' '.join)
 def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args, results_stay):
-    if args[0] == 'evaluation':
-        pytest.importorskip('accelerate')
+    mistyped = run('-m', f'bench.{args[0]}', *args[1:], '--toy', '--typo')
+    assert_sentence(mistyped, 'typo')
+    assert not mistyped.stdout
     result = run('-m', f'bench.{args[0]}', *args[1:], '--toy')
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
-
-
-@pytest.mark.parametrize('name', TOYS)
-def test_a_mistyped_argument_is_a_sentence_and_nothing_is_measured(name, results_stay):
-    result = run('-m', f'bench.{name}', '--toy', '--typo')
-    assert_sentence(result, 'typo')
-    assert not result.stdout
 
 
 def test_a_benchmark_makes_one_measurement_at_a_time():
@@ -55,48 +46,11 @@ def test_a_benchmark_makes_one_measurement_at_a_time():
         bench.options(['scales', 'nanogpt'], *known)
 
 
-def test_where_and_when_is_one_line():
-    about = {'device': 'a CPU', 'date': '2026-01-02', 'commit': 'abc', 'versions': {'python': '3.12', 'torch': '2.9'}}
-    assert bench.one_line(about) == 'a CPU; 2026-01-02; commit abc; python 3.12, torch 2.9'
-
-
-def test_every_benchmark_has_files_of_its_own():
-    names = [name for path in (ROOT / 'bench').glob('*.py')
-             for name in set(re.findall(r"write_results\('(\w+)'", path.read_text()))]
-    assert sorted(names) == sorted(set(names))
-
-
 def test_no_two_files_of_results_have_one_content():
     named = {}
     for path in RESULTS.rglob('*.*'):
         named.setdefault(path.read_bytes(), []).append(path.name)
     assert [names for names in named.values() if len(names) > 1] == []
-
-
-def test_a_step_on_a_gpu_ends_with_its_own_processes_and_its_output_is_kept(tmp_path):
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    start = time.perf_counter()
-    with open(tmp_path / 'log', 'ab+', buffering=0) as log:
-        assert gpu.run_step(['-c', f"print('begun'); {child}"], 2, log)[1] == 'out of time'
-        assert time.perf_counter() - start < 30, 'it waited for what its step had started'
-        assert gpu.run_step(['-c', 'print(1); raise SystemExit(3)'], 60, log) == ('1\n', 'exit status 3')
-        assert gpu.run_step(['-c', 'print(2)'], 60, log) == ('2\n', 'done')
-        _, status = gpu.run_step(['-c', "print('its equations run step by step')"], 60, log)
-    assert status == "fell back: 'run step by step'"
-    text = (tmp_path / 'log').read_text()
-    assert text.startswith('begun\n') and text.endswith('\n1\n2\nits equations run step by step\n')
-
-
-@pytest.mark.parametrize('argument', ['--only=kernels,atention', '--limits=3'])
-def test_a_wrong_argument_for_the_gpu_is_a_sentence(argument, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    with pytest.raises(SystemExit, match="gpu.py: unknown '(atention|limits)': expected --limit=SECONDS"):
-        gpu.main([argument])
-
-
-def test_the_steps_on_a_gpu_are_files_and_modules_that_there_are():
-    for first, *rest in gpu.STEPS.values():
-        assert importlib.util.find_spec(rest[0]) if first == '-m' else (ROOT / first).exists(), first
 
 
 def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):
@@ -110,8 +64,55 @@ def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):
     assert kept.name.endswith('.partial.json') and json.loads(kept.read_text())['rows'] == [{'a': 1}]
 
 
-def test_gpu_py_says_what_it_did_not_run(monkeypatch, tmp_path):
+def test_least_time_of_gpns_step_by_hand():
+    """Weights in bf16 once, M of 128 rows twice forward; weights once and M four times backward."""
+    weights = 2 * (2496 * 2496 + 2496 * (2496 + 1920 * 2 + 3840 + 15 * 2 + 6656 * 2 + 3840) + (6656 + 3840) * 2496)
+    memory = 4 * 128 * 15 * 128 * 256
+    assert (weights, memory) == (201_427_200, 251_658_240)
+    assert scans.least_seconds(128, 10, 3.35e12) == pytest.approx(10 * (2 * weights + 6 * memory) / 3.35e12)
+
+
+# ---- bench/gpu.py ----
+
+# Holds a lock for as long as it lives.
+LOCKED = """
+import fcntl, sys, time
+file = open(sys.argv[1], 'w')
+fcntl.flock(file, fcntl.LOCK_EX)
+print('locked', flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_step_on_a_gpu_ends_with_its_own_processes_and_its_output_is_kept(tmp_path):
+    command = [sys.executable, '-c', LOCKED, str(tmp_path / 'lock')]
+    leaves_it = f"import subprocess; print(subprocess.Popen({command}, stdout=subprocess.PIPE).stdout.readline())"
+    with open(tmp_path / 'log', 'ab+', buffering=0) as log:
+        assert gpu.run_step(['-c', leaves_it], 300, log) == ("b'locked\\n'\n", 'done')
+        assert gpu.run_step(['-c', 'import time; time.sleep(600)'], 1, log)[1] == 'out of time'
+        assert gpu.run_step(['-c', 'print(1); raise SystemExit(3)'], 300, log) == ('1\n', 'exit status 3')
+        _, status = gpu.run_step(['-c', "print('its equations run step by step')"], 300, log)
+    assert status == "fell back: 'run step by step'"
+    text = (tmp_path / 'log').read_text()
+    assert text.startswith("b'locked") and text.endswith('\n1\nits equations run step by step\n')
+    with open(tmp_path / 'lock', 'w') as lock:
+        for _ in range(100):  # a killed process closes its files a moment later
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.1)
+    raise AssertionError('a process that the step had started is still there')
+
+
+def test_the_steps_on_a_gpu_exist_and_take_two_calls():
+    for _, (first, *rest) in gpu.STEPS.values():
+        assert importlib.util.find_spec(rest[0]) if first == '-m' else (ROOT / first).exists(), first
+    assert sum(seconds for seconds, _ in gpu.STEPS.values()) <= 2 * gpu.LIMIT < 1200
+
+
+@pytest.mark.parametrize('argument, sentence', [
+    ('--only=kernels,atention', "unknown 'atention': expected --limit=SECONDS"), ('--limits=3', "unknown 'limits'"),
+    ('--limit=5', 'not run: --only=kernels,compiled')])
+def test_gpu_py_says_what_is_wrong_and_what_it_did_not_run(argument, sentence, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    for argv, sentence in ((['--limit=5'], 'not run: --only=kernels,compiled'), (['--help'], "unknown 'help'")):
-        with pytest.raises(SystemExit, match=sentence):
-            gpu.main([*argv, f'--out={tmp_path}'])
+    with pytest.raises(SystemExit, match=sentence):
+        gpu.main([argument, f'--out={tmp_path}'])

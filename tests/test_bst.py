@@ -4,7 +4,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import train_tiny
 from test_nextlat import block, norm, soft_cap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attn_kernels
 import model_bst
-from common import settings
 
 EOS = 19
 
@@ -148,21 +146,6 @@ def test_the_hidden_layer_exists_for_a_chunk_of_pairs_at_a_time(monkeypatch):
     assert largest.numel < 0.1 * n_pairs * 64 and widths[0] >= 2 * 24 + 64  # two softmaxes and the hidden layer
 
 
-def test_compiled_it_has_the_same_loss():
-    model = make(eos_id=EOS, n_layer=1)
-    tokens = torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(0))
-    compiled = torch.compile(model, backend='eager')
-    assert torch.allclose(compiled(tokens, tokens)['loss'], model(tokens, tokens)['loss'])
-
-
-def test_parameters_at_the_papers_scale():
-    values = settings.read_config_file('config/nextlat/fineweb_bst.py')
-    names = model_bst.Config.__dataclass_fields__
-    with torch.device('meta'):
-        model = model_bst.Model(model_bst.Config(**{k: v for k, v in values.items() if k in names}))
-    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == 2.57
-
-
 def test_flops_are_those_that_a_step_takes():
     """Except attention, of which this model has little."""
     model = make(torch.float32, n_embd=64, n_text=16, vocab_size=2048, eos_id=None, pair_share=0.5)
@@ -170,15 +153,3 @@ def test_flops_are_those_that_a_step_takes():
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens)['loss'].backward()
     assert counter.get_total_flops() == pytest.approx(32 * model.flops_per_token(32), rel=0.02)
-
-
-def test_a_share_of_no_pairs_is_a_sentence():
-    with pytest.raises(ValueError, match='pair_share = 0: expected more than 0, and at most 1'):
-        model_bst.Config(pair_share=0)
-
-
-def test_train_py_logs_each_part(tiny_data, tmp_path):
-    result = train_tiny(tiny_data, tmp_path / 'run', '--model=bst', '--pair_share=0.1', steps=4)
-    assert result.returncode == 0, result.stderr
-    log = (tmp_path / 'run/log.jsonl').read_text()
-    assert 'pair_next' in log and 'pair_previous' in log

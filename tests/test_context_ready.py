@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run, train_tiny
+from test_models import from_config_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import analysis.context_ready
@@ -16,7 +17,6 @@ import attn_kernels
 import model_context_ready
 import model_standard
 from common import checkpoint, files, runs
-from config.context_ready import wiki_d6_c446
 from data import open_data
 from model_context_ready import Config, Model
 from scans import context_ready as fast
@@ -26,6 +26,9 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_ids=60)
 CORRECTIONS = ['add', 'concat', 'token_blind', 'tied', 'block_head']
 LAYOUTS = [dict(), dict(eos_id=EOS), dict(window=3), dict(eos_id=EOS, window=0)]
 FORMS = ['loop', 'fast']
+CASES = [*(('add', layout) for layout in LAYOUTS),
+         *((variant, layout) for variant in CORRECTIONS[1:] for layout in (LAYOUTS[1], LAYOUTS[3]))]
+cases = pytest.mark.parametrize('variant, layout', CASES, ids=str)
 
 
 def make(module=model_context_ready, **values):
@@ -157,8 +160,7 @@ def assert_same_gradients(have, want, tolerance):
         assert (have[name] - want[name]).norm() <= tolerance * want[name].norm(), name
 
 
-@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
-@pytest.mark.parametrize('variant', CORRECTIONS)
+@cases
 def test_unrolls_and_streaming_are_the_papers(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
@@ -179,8 +181,7 @@ def test_a_roformer_is_one_unroll_without_a_correction(variant):
     assert abs(model(idx, idx)['loss'] - nll(model, z, idx)) < 1e-8
 
 
-@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
-@pytest.mark.parametrize('variant', CORRECTIONS)
+@cases
 def test_streaming_is_T_plus_1_unrolls_and_k_of_them_are_exact_below_k(variant, layout):
     model, idx = make(variant=variant, **layout), tokens(T=16)
     with torch.no_grad():
@@ -199,8 +200,7 @@ def test_streaming_is_T_plus_1_unrolls_and_k_of_them_are_exact_below_k(variant, 
 # ---- backpropagation through time ----
 
 @pytest.mark.parametrize('scan', FORMS)
-@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
-@pytest.mark.parametrize('variant', CORRECTIONS)
+@cases
 def test_bptt_is_autograd_through_the_plain_loop(variant, layout, scan):
     model, idx = make(variant=variant, bptt=True, scan=scan, segment_len=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
@@ -290,27 +290,7 @@ def test_cuda_graphs_of_the_scan_accumulate_gradients_and_read_the_weights_as_th
                 p.mul_(1.1)
 
 
-@pytest.mark.parametrize('name', ['rotate', 'attention'])
-def test_an_edit_of_what_the_blocks_call_ends_the_fast_form(name, monkeypatch):
-    assert make(bptt=True).fast and not make(bptt=True, block='llama').fast and not make(K=3).fast
-    monkeypatch.setattr(attn_kernels, name, lambda *args: None)
-    assert not make(bptt=True).fast
-
-
 # ---- unrolls in training ----
-
-@pytest.mark.parametrize('prefill', ['parallel', 'sequential'])
-def test_an_edited_correction_is_in_everything(prefill, monkeypatch):
-    """A correction that is halved reaches unrolls, prefill, logits and decoding alike."""
-    model, idx = make(prefill=prefill), tokens(T=16)
-    loss, logits, correct = model(idx, idx)['loss'], model.logits(idx), Model.correct
-    monkeypatch.setattr(Model, 'correct', lambda self, *args: 0.5 * correct(self, *args))
-    cache = model.new_cache(3, 16)
-    decoded = torch.stack([model.extend(idx[:, t:t + 1], cache) for t in range(16)], 1)
-    assert (model.logits(idx) - decoded)[..., :60].abs().max() < 1e-4
-    assert (model.logits(idx) - logits)[..., :60].abs().max() > 1e-2
-    assert abs(model(idx, idx)['loss'] - loss) > 1e-3
-
 
 def test_checkpointed_unrolls_give_the_same_gradients_with_dropout():
     idx, both = tokens(), []
@@ -350,14 +330,6 @@ def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout(values):
     exact = copy.deepcopy(model).double()
     want = nll(exact, streamed(exact, idx) if model.config.bptt else unrolled(exact, idx, 5), idx)
     assert torch.allclose(model(idx, idx)['nll'].double(), want, atol=1e-5)
-
-
-def test_K_1_is_the_roformer_whatever_k_min_says():
-    model, roformer, idx = make(K=1, k_min=2).train(), make(K=1).train(), tokens()
-    for m in (model, roformer):
-        m.begin_step(random.Random(0))
-    assert torch.equal(model(idx, idx)['loss'], roformer(idx, idx)['loss'])
-    assert model.flops_per_token(8) == roformer.flops_per_token(8)
 
 
 # ---- prefill and decoding ----
@@ -414,27 +386,6 @@ def test_what_cannot_be_converted_is_a_sentence(values, source, sentence):
 # ---- compiling ----
 
 @pytest.mark.slow
-@pytest.mark.parametrize('checkpointed', [False, True])
-def test_one_compiled_unroll_serves_every_depth(checkpointed):
-    model, idx = make(K=6, checkpoint_unrolls=checkpointed).train(), tokens()
-    want, graphs = {}, []
-    for model.n_unrolls in range(2, 7):
-        want[model.n_unrolls] = gradients(model, model(idx, idx)['loss'])
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
-    for model.n_unrolls in range(2, 7):
-        assert_same_gradients(gradients(model, compiled(idx, idx)['loss']), want[model.n_unrolls], 1e-5)
-        if model.n_unrolls == 2:
-            first = len(graphs)
-    assert 1 < first == len(graphs)  # those of an unroll with a correction and of one without
-
-
-@pytest.mark.slow
 def test_a_compiler_ends_the_unrolls_where_attention_is_in_the_graph(monkeypatch):
     """As on a GPU. Compiled, a generator runs to its end, and that of the unrolls has none."""
     def dense_mask(sees, T, head_size, device, doc_start):
@@ -455,18 +406,7 @@ def test_a_compiler_leaves_streaming_alone(scan):
     assert sum(len(graph.graph.nodes) for graph in graphs) < 60
 
 
-# ---- settings, sizes, costs ----
-
-@pytest.mark.parametrize('values, sentence', [
-    (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=1, bptt=True), 'needs a correction'),
-    (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(bptt=True, checkpoint_unrolls=True), 'has no unrolls'),
-    (dict(scan='fast'), 'bptt = True'),
-    (dict(scan='fast', bptt=True, block='llama'), "block = 'gpt'"), (dict(qk_norm=True), "settings of block = 'llama'"),
-    (dict(block='llama', variant='tied'), "needs block = 'gpt'"), (dict(n_embd=18), 'even whole number')])
-def test_settings_that_exclude_each_other_are_sentences(values, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Config(**(SMALL | values))
-
+# ---- sizes and costs ----
 
 @pytest.mark.parametrize('values, millions', [
     (dict(n_layer=1, n_embd=2048), 215), (dict(n_layer=5, n_embd=1120), 157),
@@ -475,6 +415,13 @@ def test_parameters_at_the_papers_shapes(values, millions):
     with torch.device('meta'):
         model = Model(Config(vocab_size=32000, **values))
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_six_blocks_of_446_take_the_15_9_million_multiply_adds_of_table_A12():
+    model = from_config_file('context_ready/wiki_d6_c446')
+    assert (model.config.n_layer, model.config.n_head, model.config.n_embd) == (6, 1, 446)
+    matrices = [p for p in [*model.blocks.parameters(), *model.correction.parameters()] if p.dim() == 2]
+    assert round(sum(p.numel() for p in matrices) / 1e6, 1) == 15.9
 
 
 def test_flops_count_the_unrolls():
@@ -540,28 +487,20 @@ def test_a_config_has_the_papers_steps(name, steps, batch_size, T, warmup):
         assert open_data(config.data).n_windows('val', T) == 256  # raises where a row is longer or shorter
 
 
-def test_six_blocks_of_446_take_the_15_9_million_multiply_adds_of_table_A12():
-    assert (wiki_d6_c446.n_embd, wiki_d6_c446.n_head, wiki_d6_c446.n_layer) == (446, 1, 6)
-    c = Config(n_layer=6, n_head=1, n_embd=446, vocab_size=64, n_ids=64)
-    with torch.device('meta'):
-        model = Model(c)
-    assert round(sum(p.numel() for p in [*model.blocks.parameters(), *model.correction.parameters()]
-                     if p.dim() == 2) / 1e6, 1) == 15.9
-
-
 CONTEXT_READY = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1']
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('more', [[], ['--bptt=True', '--scan=loop', '--segment_len=8']], ids=['unrolls', 'loop'])
-def test_losses_do_not_depend_on_micro_batches_and_processes(more, tiny_data, tmp_path):
+@pytest.mark.parametrize('more, n_processes, steps', [
+    ([], 2, 6), (['--bptt=True', '--scan=loop', '--segment_len=8'], 1, 3)], ids=['unrolls', 'loop'])
+def test_losses_do_not_depend_on_micro_batches_and_processes(more, n_processes, steps, tiny_data, tmp_path):
     losses = []
     args = [*CONTEXT_READY, '--dropout=0', '--k_min=1', *more]  # the fourth step is of one unroll
-    for name, micro, processes in (('one', [], 1), ('two', ['--micro_batch_size=1'], 2)):
-        result = train_tiny(tiny_data, tmp_path / name, *args, *micro, steps=6, processes=processes)
+    for name, micro, processes in (('one', [], 1), ('other', ['--micro_batch_size=1'], n_processes)):
+        result = train_tiny(tiny_data, tmp_path / name, *args, *micro, steps=steps, processes=processes)
         assert result.returncode == 0, result.stderr
         losses.append([r['loss'] for r in runs.read_log(tmp_path / name)])
-    assert max(abs(a - b) for other in losses[1:] for a, b in zip(losses[0], other)) < 1e-4
+    assert max(abs(a - b) for a, b in zip(*losses)) < 1e-4
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_sentence, train_tiny
+from conftest import bytes_kept
 
 import attn_kernels
-from common import runs, settings
+from common import runs
 
 EOS = 19
 
@@ -206,18 +206,6 @@ def test_a_window_of_prompt_alone_trains_the_dynamics_only():
     assert model.dynamics.fc1.weight.grad.norm() > 0 and model.head.weight.grad.norm() == 0
 
 
-@pytest.mark.parametrize('name, billions', [
-    ('ntp', 1.32), ('nextlat_d1', 1.40), ('nextlat_d2', 1.40), ('mtp_d1', 1.37), ('mtp_d2', 1.42), ('mtp_d8', 1.72),
-    ('jtp_d1', 1.34), ('jtp_d8', 1.34)])
-def test_parameters_at_the_papers_scale(name, billions):
-    values = settings.read_config_file(f'config/nextlat/fineweb_{name}.py')
-    module = runs.model_file(values['model'])
-    names = module.Config.__dataclass_fields__
-    with torch.device('meta'):
-        model = module.Model(module.Config(**{k: v for k, v in values.items() if k in names}))
-    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == billions
-
-
 DRAFTING = pytest.mark.parametrize('name, case', [('nextlat', dict(horizon=1)), ('mtp', dict(horizon=3)),
                                                   ('jtp', dict(horizon=3))])
 
@@ -270,24 +258,6 @@ def test_drafts_are_what_the_training_loss_scores(name, case, documents):
 
 
 @DRAFTING
-def test_drafts_after_a_ragged_prompt_are_those_of_each_row_alone(name, case):
-    model = make(name, **case).eval()
-    idx, lengths = torch.randint(0, 19, (3, 9), generator=torch.Generator().manual_seed(3)), [6, 9, 7]
-
-    def greedy(logits):
-        return logits.argmax(-1), logits.softmax(-1)
-    cache = model.new_cache(3, 12, max_run=3)
-    model.extend(idx, cache, torch.tensor(lengths))
-    _, probs = model.draft(idx[:, 0], cache, 3, greedy)
-    for b, length in enumerate(lengths):
-        alone = model.new_cache(1, 12, max_run=3)
-        for t in range(length):
-            model.extend(idx[b:b + 1, t:t + 1], alone)
-            _, want = model.draft(idx[b:b + 1, 0], alone, 3, greedy)  # each call of `extend` starts another draft
-        assert (probs[b] - want[0]).abs().max() < 1e-8
-
-
-@DRAFTING
 def test_a_draft_never_waits_for_a_device(name, case):
     with torch.device('meta'):
         model = make(name, dtype=torch.float32, **case)
@@ -311,30 +281,14 @@ def test_flops_are_those_counted_by_hand(name, case):
 
 def test_mtp_memory_hardly_grows_with_the_horizon():
     """What autograd keeps for the backward: for each further head the trunk's shares, not a layer's activations."""
-    def kept(**values):
-        model, sizes = make('mtp', dtype=torch.float32, **values), {}
-        parameters = {p.data_ptr() for p in model.parameters()}
-
-        def pack(x):
-            if x.data_ptr() not in parameters:
-                sizes[x.data_ptr()] = x.untyped_storage().nbytes()
-            return x
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = model(torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int64))
-        return sum(sizes.values()), out
-    (one, _), (four, _) = (kept(horizon=d) for d in (1, 4))
+    tokens = torch.zeros(4, 64, dtype=torch.int64)
+    models = [make('mtp', dtype=torch.float32, horizon=horizon) for horizon in (1, 4)]
+    one, four = (bytes_kept(lambda: model(tokens, tokens)) - sum(p.nbytes for p in model.parameters())
+                 for model in models)
     assert four < 1.5 * one
 
 
 @pytest.mark.parametrize('name', ['nextlat', 'mtp', 'jtp'])
 def test_a_horizon_that_does_not_fit_is_a_sentence(name):
-    with pytest.raises(ValueError, match='horizon = 0: expected at least 1'):
-        make(name, horizon=0)
     with pytest.raises(ValueError, match='horizon = 9 does not fit windows of 9 tokens'):
         make(name, horizon=9).flops_per_token(9)
-
-
-@pytest.mark.slow
-def test_train_py_says_that_a_horizon_is_longer_than_the_window(tiny_data, tmp_path):
-    result = train_tiny(tiny_data, tmp_path / 'run', '--model=nextlat', '--horizon=40')
-    assert_sentence(result, 'horizon = 40 does not fit windows of 32 tokens')

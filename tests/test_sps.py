@@ -4,10 +4,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from test_models import from_config_file
 
 import model_sps
 import model_standard
-from common import runs, settings
 
 EOS = 59
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
@@ -116,66 +116,19 @@ def test_logits_and_gradients_equal_a_mask_built_pair_by_pair(method, window, do
         assert relative_error(p.grad, q.grad) < 1e-5
 
 
-def test_layers_below_predict_layers_are_those_of_a_standard_transformer():
-    one, standard, idx = make(eos_id=EOS, window=3, predict_layers=1), make(model_standard, eos_id=EOS), layouts()
-    seen = {}
-    for name, model in (('sps', one), ('standard', standard)):
-        model.blocks[1].register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
-        model.logits(idx)
-    assert seen['sps'].shape == (4, 22, 32) and torch.allclose(seen['sps'], seen['standard'], atol=1e-6)
-
-
-def test_a_fork_below_all_layers_starts_from_the_token():
-    fork, token = (make(eos_id=EOS, window=3, predict_input=name) for name in ('state', 'token'))
-    assert torch.equal(fork.logits(layouts()), token.logits(layouts()))
-
-
-@pytest.mark.parametrize('method, window', PATTERNS)
-def test_last_layer_elision_is_exact(method, window, monkeypatch):
-    model, idx = make(method=method, window=window, eos_id=EOS), layouts()
-    want = model.logits(idx)
-    streams = type(model).streams
-    monkeypatch.setattr(model_sps.Model, 'streams', lambda self, layer: (streams(self, layer)[0],) * 2)  # all queries
-    monkeypatch.setattr(model.norm, 'forward', lambda h, forward=model.norm.forward: forward(
-        h.chunk(2, 1)[model.output[0]]))
-    assert relative_error(model.logits(idx)[..., :60], want[..., :60].double()) < 1e-5
-
-
-@pytest.mark.parametrize('max_run', [1, 4, 8, 20])
-@pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps'])
-def test_after_the_longest_rollback_the_window_is_still_in_the_ring(method, max_run):
-    model, idx = make(method=method, window=3, eos_id=None), torch.randint(0, 59, (2, 60),
-                                                                           generator=torch.Generator().manual_seed(2))
-    want, cache, lengths = model.logits(idx), model.new_cache(2, 90, max_run), torch.tensor([40, 50])
-    model.extend(idx[:, :50], cache, lengths)
-    cache.rollback(max_run)
-    got = model.extend(idx.gather(1, cache.lengths[:, None]), cache)
-    assert relative_error(got[:, :60], want[torch.arange(2), lengths - max_run, :60].double()) < 1e-5
-
-
-@pytest.mark.parametrize('method, window', PATTERNS)
-def test_a_document_has_the_same_perplexity_alone_and_packed(method, window):
-    model, idx = make(method=method, window=window, eos_id=EOS), layouts()[1:2]
-
-    def nll(tokens, start, stop):
-        logits = model.logits(tokens[:, :-1])[0].log_softmax(-1)
-        return -logits[start:stop - 1].gather(1, tokens[0, start + 1:stop, None]).mean()
-
-    assert abs(nll(idx, 10, 18) - nll(idx[:, 10:18], 0, 8)) < 1e-5
-
-
 @pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
 def test_every_method_has_exactly_the_parameters_of_standard(scale):
-    sizes = {}
-    for name in ('standard', 'sps', 'two_x_memory', 'delayed_state', 'reverse_sps'):
-        values = settings.read_config_file(f'config/{"" if name in ("standard", "sps") else "sps/"}{name}_{scale}.py')
-        module = runs.model_file(values.get('model', 'standard'))
-        with torch.device('meta'):
-            model = module.Model(module.Config(**{k: v for k, v in values.items()
-                                                  if k in module.Config.__dataclass_fields__}))
-        sizes[name] = {key: p.shape for key, p in model.named_parameters()}
-        assert name == 'standard' or model.config.method == name
-    assert all(shapes == sizes['standard'] for shapes in sizes.values())
+    paths = [f'standard_{scale}', f'sps_{scale}', *(f'sps/{name}_{scale}' for name in (
+        'two_x_memory', 'delayed_state', 'reverse_sps'))]
+    models = {path: from_config_file(path) for path in paths}
+    want, *shapes = ({name: p.shape for name, p in model.named_parameters()} for model in models.values())
+    assert all(shape == want for shape in shapes)
+    assert all(model.config.method in path for path, model in models.items() if path != paths[0])
+
+
+@pytest.mark.parametrize('tensors', [{'table': torch.ones(60, 32)}, {'embed.weight': torch.zeros(60, 32)}])
+def test_weights_without_a_row_for_predict_are_left_to_the_check_that_names_them(tensors):
+    assert make(eos_id=None).adopt(tensors) is tensors
 
 
 def test_cache_is_the_size_of_standards_and_a_ring():
@@ -203,20 +156,3 @@ def test_flops_count_the_pairs_of_the_pattern(values):
     block = 4 * C * C + 3 * C * 3 * C
     weights = block * (below + 2 * (L - below) - 1) + 2 * C * C + 64 * C
     assert model.flops_per_token(T) == pytest.approx(float(6 * weights + 12 * C * pairs / T))
-
-
-@pytest.mark.parametrize('values, sentence', [
-    (dict(method='two_x_memory', window=64),
-     'window = 64 with method = two_x_memory, in which both streams persist: set window = None'),
-    (dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None'),
-    (dict(n_embd=36, n_head=4), 'n_embd = 36 and n_head = 4: n_embd / n_head must be an even whole number'),
-    (dict(n_ids=50304), 'vocab_size = 50304 has no room for the 50304 ids of the tokenizer and <predict>')])
-def test_bad_values_are_sentences(values, sentence):
-    with pytest.raises(ValueError) as error:
-        model_sps.Config(**values)
-    assert str(error.value) == sentence
-
-
-@pytest.mark.parametrize('tensors', [{'table': torch.ones(60, 32)}, {'embed.weight': torch.zeros(60, 32)}])
-def test_weights_without_a_row_for_predict_are_left_to_the_check_that_names_them(tensors):
-    assert make(eos_id=None).adopt(tensors) is tensors

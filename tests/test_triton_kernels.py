@@ -1,46 +1,20 @@
 """The Triton attention kernels: in Triton's interpreter, which runs them on a CPU (on a GPU if there is one), against a
 dense float64 definition; and compiled for an H100, which needs no GPU."""
 import os
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_apart
+from kernel_resources import STREAMS, VARIANTS
+from test_attn_kernels import all_seen, gradients
 
 import attn_kernels as K
+import model_sps
 from common import runs
 
-pytestmark = pytest.mark.skipif(K.triton is None, reason='needs Triton')
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(K.triton is None, reason='needs Triton')]
 ALL = 2**30
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-STREAMS = {  # (streams of queries, streams of keys, stream of the first queries)
-    'one': (1, 1, 0), 'both': (2, 2, 0), 'x alone': (1, 2, 0), 'rho alone': (1, 2, 1)}
-
-
-def pattern(NQ, NK, first, T, reaches, doc_start):
-    """The booleans of eq. 5: (B, NQ * T, NK * T)."""
-    q, k = torch.arange(NQ * T)[:, None], torch.arange(NK * T)
-    q_pos, q_stream, k_pos, k_stream = q % T, first + q // T, k % T, k // T
-    earlier = (k_pos < q_pos) | ((k_pos == q_pos) & (k_stream <= q_stream))
-    reach = torch.tensor(reaches)[k_stream]
-    return earlier & (q_pos - k_pos <= reach) & (k_pos >= doc_start.repeat(1, NQ)[:, :, None])
-
-
-def dense(q, k, v, seen):
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum('bqhd,bkhd->bhqk', q, k) / q.shape[-1] ** 0.5
-    weights = scores.masked_fill(~seen[:, None], float('-inf')).softmax(-1)
-    return torch.einsum('bhqk,bkhd->bqhd', weights, v)
-
-
-def output_and_gradients(attention, *inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    out = attention(*inputs)
-    grad = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view_as(out).to(out)
-    return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
 
 def make_case(streams, T, D, group, documents, reaches, dtype, device):
@@ -53,21 +27,26 @@ def make_case(streams, T, D, group, documents, reaches, dtype, device):
     starts = torch.rand(2, T) < 0.02
     starts[0] = torch.arange(T) % 32 == 31  # the last position of each tile
     doc_start = torch.where(starts & documents, torch.arange(T), 0).cummax(1).values
-    seen = pattern(NQ, NK, first, T, reaches[:NK], doc_start).to(device)
+    model = model_sps.Model(model_sps.Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9, n_ids=8))
+    model.w_x, model.w_rho = (*reaches, 0)[:2]
+    seen = all_seen(model.sees, T, doc_start, range(NK), range(first, first + NQ)).to(device)
     return (q, k, v), seen, (doc_start.to(device) if documents else None, reaches[:NK], T, first)
 
 
 @pytest.mark.parametrize('streams', STREAMS)
 @pytest.mark.parametrize('T, D, group, documents, reaches, dtype', [
     (1, 32, 1, False, (0, ALL), torch.float32), (33, 32, 2, False, (7, ALL), torch.float32),
-    (33, 128, 1, True, (7, 1), torch.float32), (130, 32, 1, True, (ALL, 0), torch.float32),
+    (33, 128, 1, True, (7, 1), torch.float32), (100, 32, 1, True, (ALL, 0), torch.float32),
     (130, 64, 1, False, (ALL, 62), torch.float32), (130, 64, 1, True, (64, ALL), torch.float16),
     pytest.param(1100, 128, 1, True, (64, ALL), torch.bfloat16, marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason='needs a GPU: the interpreter multiplies bf16 wrongly'))])
 def test_kernels_equal_the_definition(streams, T, D, group, documents, reaches, dtype, kernels_device):
     inputs, seen, options = make_case(streams, T, D, group, documents, reaches, dtype, kernels_device)
-    want = output_and_gradients(lambda *qkv: dense(*qkv, seen), *(x.double() for x in inputs))
-    got = output_and_gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+
+    def definition(q, k, v):
+        return K.dense_attention(q, *(x.repeat_interleave(group, 2) for x in (k, v)), seen)
+    want = gradients(definition, *(x.double() for x in inputs))
+    got = gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
     sees_one_key = seen.sum(-1).max() == 1  # then the gradients of q and k are zero
     for name, g, w in zip(('out', 'dq', 'dk', 'dv'), got, want, strict=True):
         assert bool(w.isfinite().all()) and bool(w.any() or sees_one_key and name in ('dq', 'dk')), name
@@ -93,7 +72,7 @@ def least_tiles(seen, own, walked):
     ('x alone', False, (ALL, 0)), ('x alone', True, (0, ALL)), ('rho alone', True, (ALL, 64))])
 def test_kernels_load_no_tile_in_vain_and_mask_only_edges(streams, documents, reaches, kernels_device, monkeypatch):
     """`_tile_start` is called once for each tile that is loaded, `_sees` once for each that is masked."""
-    T, calls = 130, {'_tile_start': 0, '_sees': 0}
+    T, calls = 100, {'_tile_start': 0, '_sees': 0}
 
     def counted(name, function):
         def call(*args):
@@ -104,7 +83,7 @@ def test_kernels_load_no_tile_in_vain_and_mask_only_edges(streams, documents, re
     for name in calls:
         monkeypatch.setattr(K, name, counted(name, getattr(K, name)))
     inputs, seen, options = make_case(streams, T, 32, 1, documents, reaches, torch.float32, kernels_device)
-    output_and_gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+    gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
 
     loaded = masked = 0
     NQ, NK, _ = STREAMS[streams]
@@ -121,112 +100,6 @@ def test_operator_keeps_pytorchs_rules(kernels_device):
     args = [x.contiguous().requires_grad_() for x in inputs]
     torch.library.opcheck(K._forward_op, (*args, *options),
                           test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
-
-
-class Standard:
-    def sees(self, q, k):
-        return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
-
-
-class SPS:
-    def sees(self, q, k):
-        """Comments and docstrings may change."""
-        earlier = (k.pos < q.pos) | ((k.pos == q.pos) & (k.stream <= q.stream))
-        reach = torch.where(k.stream == 0, self.w_x, self.w_rho)
-        return earlier & (q.pos - k.pos <= reach) & (k.pos >= q.doc_start)
-
-
-class Edited:
-    def sees(self, q, k):
-        return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start) | (k.pos < 4)
-
-
-def test_kernels_refuse_what_they_do_not_implement(monkeypatch):
-    for model in Standard(), SPS():
-        K.check_triton(model.sees, 64)
-    for model, head_size, words in (Edited(), 64, 'Edited.sees.* has been edited'), (SPS(), 48, 'head sizes .* not 48'):
-        with pytest.raises(ValueError, match=f'{words}.*--attention=auto'):
-            K.check_triton(model.sees, head_size)
-    monkeypatch.setattr(K, 'KERNELS_ON_CPU', False)
-    with pytest.raises(ValueError, match='need a GPU.*--attention=auto'):
-        K.triton_attention(*torch.zeros(3, 1, 8, 1, 32), None, [ALL], 8)
-
-
-# ---- compiled for an H100: `python tests/test_triton_kernels.py` prints the resources of each kernel ----
-
-SHARED_LIMIT = 232448  # bytes of shared memory a block may use on an H100
-VARIANTS = [  # (streams, head size, dtype, query heads per key head)
-    *((streams, D, torch.bfloat16, 1) for streams in STREAMS for D in (64, 128)),
-    *((streams, D, torch.bfloat16, 4) for streams in ('one', 'both') for D in (64, 128)),
-    ('both', 32, torch.bfloat16, 1), ('both', 64, torch.float16, 1),
-    *(('both', D, torch.float32, group) for D, group in ((32, 1), (64, 1), (64, 4), (128, 1)))]
-
-
-def test_every_variant_compiles_for_sm_90():
-    """No spills, no more shared memory than there is, and tensor cores by warp group (wgmma) in 16 bits."""
-    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
-    root = Path(__file__).resolve().parent.parent
-    result = subprocess.run([sys.executable, __file__], capture_output=True, text=True, cwd=root, timeout=600,
-                            env=environment | {'PYTHONPATH': str(root)})
-    assert result.returncode == 0, result.stderr[-3000:]
-    rows = [line.split(', ') for line in result.stdout.splitlines()]
-    assert len(rows) == 3 * len(VARIANTS)
-    for *variant, registers, stack, shared, wgmma in rows:
-        assert stack == '0' and int(shared) <= SHARED_LIMIT, (variant, registers, stack, shared)
-        assert 'float32' in variant[2] or int(wgmma) > 0, variant
-
-
-class Compiler:
-    """Stands in for a kernel: a launch compiles it for sm_90 and prints the resources of the result."""
-
-    def __init__(self, kernel, variant):
-        self.kernel, self.variant = kernel, variant
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *args, **options):
-        signature, constants, attributes = {}, {}, {}
-        for i, (parameter, x) in enumerate(zip(self.kernel.params, args, strict=True)):
-            if isinstance(x, torch.Tensor):
-                kind = {'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'int64': '*i64'}
-                signature[parameter.name] = kind[str(x.dtype).removeprefix('torch.')]
-            elif parameter.is_constexpr or x == 1:
-                signature[parameter.name], constants[parameter.name] = 'constexpr', x
-                continue
-            else:
-                signature[parameter.name] = 'fp32' if isinstance(x, float) else 'i32'
-            if isinstance(x, torch.Tensor) or x % 16 == 0:
-                attributes[i,] = [['tt.divisibility', 16]]
-        source = K.triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
-        target = K.triton.backends.compiler.GPUTarget('cuda', 90, 32)
-        built = K.triton.compile(source, target=target, options=options)
-        with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
-            file.write(built.asm['cubin'])
-            file.flush()
-            cuobjdump = Path(K.triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
-            usage = subprocess.run([cuobjdump, '-res-usage', file.name], capture_output=True, text=True).stdout
-        print(*self.variant, self.kernel.__name__, re.search(r'REG:(\d+)', usage)[1],
-              re.search(r'STACK:(\d+)', usage)[1], built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'),
-              sep=', ', flush=True)
-
-
-def main():
-    B, T, H, reaches = 2, 4096, 8, [4096, 64]
-    kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
-    for streams, D, dtype, group in VARIANTS:
-        for name, kernel in kernels.items():
-            setattr(K, name, Compiler(kernel, (streams, D, dtype, group)))
-        NQ, NK, first = STREAMS[streams]
-        q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
-        k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')
-        doc_start = torch.empty(B, T, dtype=torch.int64, device='meta')
-        out, lse = K._forward(q, k, k, doc_start, reaches[:NK], T, first)
-        K._backward(out, q, k, k, doc_start, out, lse, reaches[:NK], T, first)
-
-
-if __name__ == '__main__':
-    main()
 
 
 @pytest.mark.parametrize('name, values', [
@@ -247,10 +120,29 @@ def test_models_give_the_same_losses_and_gradients_by_the_kernels(name, values, 
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])
-def test_an_edited_pattern_with_triton_is_a_sentence(name, monkeypatch):
+def test_kernels_refuse_what_they_do_not_implement(name, monkeypatch):
     model_class = runs.model_file(name).Model
     sees = model_class.sees
-    assert K.check_triton(sees, 64) is None
+    K.check_triton(sees, 64)
+    with pytest.raises(ValueError, match='head sizes .* not 48.*--attention=auto'):
+        K.check_triton(sees, 48)
     monkeypatch.setattr(model_class, 'sees', lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0))
-    with pytest.raises(ValueError, match='use --attention=auto'):
+    with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
         K.check_triton(model_class.sees, 64)
+    monkeypatch.setattr(K, 'KERNELS_ON_CPU', False)
+    with pytest.raises(ValueError, match='need a GPU.*--attention=auto'):
+        K.triton_attention(*torch.zeros(3, 1, 8, 1, 32), None, [ALL], 8)
+
+
+@pytest.mark.parametrize('kernels, n_kernels, n_rows', [('attention', 3, 3 * len(VARIANTS)), ('gpn', 8, 31)])
+def test_kernels_compile_for_an_h100_and_spill_nothing(kernels, n_kernels, n_rows):
+    """No more shared memory than there is, and attention's products in 16 bits by warp group (wgmma)."""
+    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
+    result = run_apart('tests/kernel_resources.py', kernels, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split(', ') for line in result.stdout.splitlines()]
+    assert len({row[0] for row in rows}) == n_kernels and len(rows) == n_rows
+    for row in rows:
+        stack, shared, wgmma = map(int, row[-3:])
+        assert stack == 0 and shared <= 232448, row
+        assert kernels == 'gpn' or 'float32' in row[1] or wgmma > 0, row

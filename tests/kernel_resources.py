@@ -1,0 +1,112 @@
+"""Compile the Triton kernels for an H100, which needs no GPU, and print what each takes of it.
+
+    python tests/kernel_resources.py attention
+    python tests/kernel_resources.py gpn
+
+A line per kernel and variant: name, dtype, further words of the variant, registers, bytes of stack (spills), bytes of
+shared memory, and the number of wgmma instructions, which are the tensor cores' in 16 bits.
+"""
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import attn_kernels as K
+
+TYPES = {torch.bfloat16: '*bf16', torch.float16: '*fp16', torch.float32: '*fp32', torch.float64: '*fp64',
+         torch.int64: '*i64', int: 'i32', float: 'fp32'}
+STREAMS = {  # (streams of queries, streams of keys, stream of the first queries)
+    'one': (1, 1, 0), 'both': (2, 2, 0), 'x alone': (1, 2, 0), 'rho alone': (1, 2, 1)}
+VARIANTS = [  # of attention: (streams, head size, dtype, query heads per key head)
+    *((streams, D, torch.bfloat16, 1) for streams in STREAMS for D in (64, 128)),
+    *((streams, D, torch.bfloat16, 4) for streams in ('one', 'both') for D in (64, 128)),
+    ('both', 32, torch.bfloat16, 1), ('both', 64, torch.float16, 1),
+    *(('both', D, torch.float32, group) for D, group in ((32, 1), (64, 1), (64, 4), (128, 1)))]
+
+
+class Compiler:
+    """Compiles a kernel once for each kind of arguments, and prints its resources."""
+
+    def __init__(self):
+        self.done = set()
+
+    def __call__(self, kernel, args, words=(), **options):
+        """args: those of a launch, with tensors of the meta device."""
+        signature, constants, attributes = {}, {}, {}
+        for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):
+            is_tensor = isinstance(x, torch.Tensor)
+            if parameter.is_constexpr or x is None or not is_tensor and x == 1:
+                signature[parameter.name], constants[i,] = 'constexpr', x
+                continue
+            signature[parameter.name] = TYPES[x.dtype if is_tensor else type(x)]
+            address = x.storage_offset() * x.itemsize if is_tensor else x
+            if not isinstance(x, float) and address % 16 == 0:  # as a launch finds it
+                attributes[i,] = [['tt.divisibility', 16]]
+        key = (kernel.__name__, *words, *signature.values(), *constants.values())
+        if key in self.done:
+            return
+        self.done.add(key)
+        source = K.triton.compiler.ASTSource(kernel, signature, constants, attributes)
+        target = K.triton.backends.compiler.GPUTarget('cuda', 90, 32)
+        built = K.triton.compile(source, target=target, options=options)
+        with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+            file.write(built.asm['cubin'])
+            file.flush()
+            cuobjdump = Path(K.triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+            usage = subprocess.run([cuobjdump, '-res-usage', file.name], capture_output=True, text=True).stdout
+        dtype = next(x.dtype for x in args if isinstance(x, torch.Tensor))
+        print(kernel.__name__, dtype, *words, re.search(r'REG:(\d+)', usage)[1], re.search(r'STACK:(\d+)', usage)[1],
+              built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'), sep=', ', flush=True)
+
+
+class Launcher:
+    """Stands for an attention kernel: a launch compiles it."""
+
+    def __init__(self, kernel, compiler, words):
+        self.kernel, self.compiler, self.words = kernel, compiler, words
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.compiler(self.kernel, args, self.words, **options)
+
+
+def attention():
+    B, T, H, reaches, compiler = 2, 4096, 8, [4096, 64], Compiler()
+    kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
+    for streams, D, dtype, group in VARIANTS:
+        for name, kernel in kernels.items():
+            setattr(K, name, Launcher(kernel, compiler, (streams, D, group)))
+        NQ, NK, first = STREAMS[streams]
+        q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
+        k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')
+        doc_start = torch.empty(B, T, dtype=torch.int64, device='meta')
+        out, lse = K._forward(q, k, k, doc_start, reaches[:NK], T, first)
+        K._backward(out, q, k, k, doc_start, out, lse, reaches[:NK], T, first)
+
+
+def gpn():
+    """At the paper's sizes."""
+    K.KERNELS_ON_CPU = True
+    from scans import gpn as scan
+    compiler, B, S, L = Compiler(), 2, 2, 2
+    scan._launch = lambda kernel, grid, warps, *args: compiler(kernel, args, num_warps=warps, num_stages=1)
+    for documents, dtype, sizes in ((False, torch.bfloat16, (2496, 6656, 15, 128, 256)),
+                                    (True, torch.float32, (2496, 6656, 15, 128, 256)),
+                                    (True, torch.bfloat16, (3184, 8448, 0, 128, 256))):
+        C, n_ffn, H, D_k, D_v = sizes
+        sizes, full = scan.Sizes(*sizes, L), lambda *shape: torch.empty(shape, device='meta')
+        shapes = [(C, C), (C,)]
+        for i in range(L):
+            shapes += [(sum(sizes.columns(i)), C), (sum(sizes.columns(i)),), (C, n_ffn + H * D_v)]
+        w = scan.KernelSteps([full(*shape) for shape in (*shapes, (H,), (H, D_k))], sizes, 1e-6, dtype)
+        carry, u, k, memory = full(S, B, 1) if documents else None, full(S, B, C), full(B, H, D_k), full(B, H, D_k, D_v)
+        outputs = w.steps(u[:1], k[None], memory[None], u, carry)[3]
+        saved = [x for i, x in enumerate(outputs) if i != L - 1]
+        w.backward(False, u, carry, u, k, memory, u, u[0], k, memory, *saved)
+
+
+if __name__ == '__main__':
+    {'attention': attention, 'gpn': gpn}[sys.argv[1]]()

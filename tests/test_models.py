@@ -502,7 +502,8 @@ def test_parameters_at_the_papers_sizes(path, millions):
     *((name, dict(horizon=0), 'horizon = 0: expected at least 1') for name in ('nextlat', 'mtp', 'jtp')),
     *(('context_ready', values, sentence) for values, sentence in [
         (dict(K=3, k_min=4), 'k_min = 4'), (dict(K=1, bptt=True), 'needs a correction'),
-        (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(bptt=True, checkpoint_unrolls=True), 'has no unrolls'), (dict(scan='fast'), 'bptt = True'),
+        (dict(variant='extra_ffn'), 'nothing to unroll'), (dict(scan='fast'), 'bptt = True'),
+        (dict(bptt=True, checkpoint_unrolls=True), 'has no unrolls'),
         (dict(scan='fast', bptt=True, block='llama'), "block = 'gpt'"),
         (dict(qk_norm=True), "settings of block = 'llama'"),
         (dict(block='llama', variant='tied'), "needs block = 'gpt'"),

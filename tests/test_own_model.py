@@ -14,6 +14,7 @@ from common.decoding import generate, roomy_cache
 from common.files import say_once
 from common.scoring import Scorer
 from common.speculative import speculative_generate
+from data.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
 

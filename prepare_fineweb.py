@@ -49,7 +49,6 @@ import numpy as np
 
 from common.files import (
     UserError,
-    checked_json,
     friendly_errors,
     locked,
     read_json,
@@ -197,8 +196,8 @@ def save_progress(folder: Path, arguments: dict, writer: ShardWriter, position: 
             name = f'.pending_{split}_{position["documents"]}.bin'
             write_file(folder / name, ids.tobytes())
             pending[split] = {'file': name, 'tokens': len(ids), 'sha256': hashlib.sha256(ids).hexdigest()}
-    write_json(folder / 'progress.json', checked_json(
-        {'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending}))
+    write_json(folder / 'progress.json', {
+        'arguments': arguments, 'splits': writer.splits, 'position': position, 'pending': pending})
     kept = {record['file'] for record in pending.values()}
     for path in folder.glob('.pending_*'):
         if path.name not in kept:

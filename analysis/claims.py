@@ -57,7 +57,7 @@ from analysis.seeds import difference, interval, lower_test
 from analysis.shootout import n_at_inference
 from analysis.sweep import is_done, loss_of, train_at_best_rates
 from bench import markdown_table, one_line, where_and_when
-from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
+from common.files import UserError, friendly_errors, read_json, write_file, write_json
 from common.machine import pick_device
 from common.run_settings import model_config, read_settings
 from common.runs import blank_model, load_run, model_file, read_log, run_data, saved_config
@@ -569,7 +569,7 @@ def measure(claims: list[Claim], runs: dict[str, list[Path]], path: Path) -> dic
         if statistic not in found.get(folder.name, {}):
             of_run = found.get(folder.name, {'measured_as': measured_as(folder)})
             found[folder.name] = of_run | STATISTICS[statistic](folder)
-            write_json(path, checked_json(found))
+            write_json(path, found)
     return found
 
 
@@ -735,7 +735,7 @@ def write(out: Path, rows: list[dict], parts: list[dict]) -> None:
     """claims.csv, parts.json and claims.md; prints the last."""
     out.mkdir(parents=True, exist_ok=True)
     write_csv(out / 'claims.csv', rows)
-    write_json(out / 'parts.json', checked_json({'parts': parts}))
+    write_json(out / 'parts.json', {'parts': parts})
     text = markdown(rows, parts)
     write_file(out / 'claims.md', text.encode())
     print(f'{text}\nwritten to {out}/claims.md, claims.csv and parts.json')

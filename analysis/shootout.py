@@ -39,7 +39,7 @@ from analysis.seeds import between, difference, interval
 from analysis.sweep import best_rates, one_dtype, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, generate, roomy_cache
-from common.files import UserError, checked_json, friendly_errors, read_json, write_file, write_json
+from common.files import UserError, friendly_errors, read_json, write_file, write_json
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
 from common.runs import blank_model, blank_run, count_parameters, load_run
@@ -298,7 +298,7 @@ def decoding(runs: dict[str, Path], data, s: Settings, path: Path) -> dict[str, 
         if kept.get('asked') == asked:
             return kept['found']
     found = measure_decoding(runs, data, s)
-    write_json(path, checked_json({'asked': asked, 'found': found}))
+    write_json(path, {'asked': asked, 'found': found})
     return found
 
 

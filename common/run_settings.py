@@ -170,25 +170,27 @@ def last_before_decay(s) -> int | None:
     return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
 
 
-def describe(s, model, data) -> int:
-    """Print the size and cost of a run. Returns the number of steps."""
+def n_steps(s) -> int:
+    return math.ceil(s.max_tokens / (s.batch_size * s.block_size))
+
+
+def describe(s, model, data) -> None:
+    """Print the size and cost of a run."""
     try:
         flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     except ValueError as error:  # block_size does not suit the model
         raise UserError(str(error))
-    n_steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
     print(f'model {s.model}: {runs.count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
-          f'{n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
+          f'{n_steps(s):,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
     constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
     if s.warmup_tokens > constant_until and not s.eval_only:
         what = 'decay begins' if constant_until < s.max_tokens else 'run ends'
         print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
               f'and the {what} after {constant_until:,.0f}')
-    return n_steps
 
 
 def is_new(s) -> bool:

@@ -15,7 +15,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from common.files import UserError, checked_json, read_json, sha256, sync_folder, write_json
+from common.files import UserError, read_json, sha256, sync_folder, write_json
 from data.shards import ShardWriter, check_meta, check_not_empty, expect, keep_tokenizer, read_checksums
 
 
@@ -37,7 +37,7 @@ def part_folder(folder: Path, part: str) -> Path:
 def finish_part(writer: ShardWriter, arguments: dict) -> None:
     """As `ShardWriter.finish`, of a part: writes what is pending, a copy of the tokenizer's file and part.json."""
     writer.flush()
-    write_json(writer.folder / 'part.json', checked_json({'arguments': arguments, **writer.meta()}))
+    write_json(writer.folder / 'part.json', {'arguments': arguments, **writer.meta()})
 
 
 def read_part(folder: Path) -> dict:
@@ -83,7 +83,7 @@ def merge_parts(folders: list[str], out_dir: str, built: Path) -> tuple[Path, di
         check_not_empty(folder, splits)
         meta = {name: value for name, value in parts[first].items() if name != 'arguments'}
         keep_tokenizer(temporary, str(first / meta['tokenizer']))  # nothing where it is a name, as byte
-        write_json(temporary / 'meta.json', checked_json({**meta, 'splits': splits}))
+        write_json(temporary / 'meta.json', {**meta, 'splits': splits})
         os.replace(temporary, folder)
         sync_folder(folder.parent)
     finally:

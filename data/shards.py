@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.files import UserError, checked_json, read_json, say_once, sha256, write_file, write_json
+from common.files import UserError, read_json, say_once, sha256, write_file, write_json
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
 VAL_SHARE = 0.05  # of the documents of built-in data and of texts
@@ -103,7 +103,7 @@ class ShardWriter:
         """
         self.flush()
         check_not_empty(self.folder, self.splits)
-        write_json(self.folder / 'meta.json', checked_json(self.meta()))
+        write_json(self.folder / 'meta.json', self.meta())
 
     def flush(self) -> None:
         """Writes what is pending."""

@@ -25,7 +25,7 @@ def write_run(folder, model, tokens, loss, settings=None, **values):
         'settings': {'model': model, 'block_size': 8, 'max_tokens': tokens, 'learning_rate': 1e-3, 'eval_seed': 42}
         | (settings or {}),
         'model_config': asdict(config), 'versions': {},
-        'data': {'tokenizer': 'byte', 'tokenizer_digest': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False,
+        'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False,
                  'sha256': ''}}))
     (folder / 'log.jsonl').write_text(json.dumps({'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss,
                                                   'tokens_per_s': 1234}) + '\n')

@@ -468,7 +468,7 @@ def main(argv: list[str] | None = None) -> None:
                 if s.verify:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)
-                run_settings.check_settings(s, config, data, machine.world)
+                run_settings.check_settings(s, data, machine.world)
                 lock = contextlib.nullcontext()
                 if machine.rank == 0 and not s.eval_only:
                     lock = runs.claimed(s.out_dir, run_settings.is_new(s), s.overwrite)

@@ -94,23 +94,6 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
         fully_shard(module, mesh=mesh)
 
 
-def gathered_bytes(model: torch.nn.Module, accumulates: bool) -> tuple[int, int]:
-    """Estimate what a process holds besides its own shards: (bytes in training, bytes in evaluation).
-
-    In training: the weights that stay gathered and their gradients; and the larger of the send buffer of those
-    gradients and the buffers of the blocks (a block, the prefetched one, one receive buffer, gradients, one send
-    buffer). If gradients accumulate over micro-batches, also those of all blocks. In evaluation, all weights. Derived
-    from `fully_shard`'s code, not measured.
-    """
-    blocks = [sum(p.numel() for p in module.parameters()) for module in gathered_modules(model)]
-    n_params = sum(p.numel() for p in model.parameters())
-    always = n_params - sum(blocks)
-    numbers = 2 * always + max(always, 5 * max(blocks, default=0))
-    if accumulates:
-        numbers += sum(blocks)
-    return 4 * numbers, 4 * n_params
-
-
 def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 

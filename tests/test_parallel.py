@@ -16,6 +16,7 @@ import train
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError
 from common.machine import Machine
+from common.memory import held_bytes
 from data import open_data
 
 STEPS = 50
@@ -149,7 +150,7 @@ def test_all_processes_have_as_many_micro_batches(tiny_data, monkeypatch):
     for batch_size, micro, world in itertools.product((3, 4, 5, 7), (1, 2, 3), (2, 3)):
         s = train.Settings(batch_size=batch_size, micro_batch_size=micro, block_size=8, parallel='fsdp')
         try:
-            run_settings.check_settings(dataclasses.replace(s, sample_tokens=0), c, data, world)
+            run_settings.check_settings(dataclasses.replace(s, sample_tokens=0), data, world)
         except UserError as error:
             refused.append((batch_size, micro, world))
             assert '--micro_batch_size=2' in str(error)
@@ -216,16 +217,11 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
             '--batch_size=64', '--dry_run', '--memory=8']
     in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
     model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    always = 50304 * 512 + 512
-    assert parallel.gathered_bytes(model, False) == (4 * (2 * always + max(always, 5 * block)),
-                                                     4 * (always + 3 * block))
-    assert parallel.gathered_bytes(model, True)[0] == parallel.gathered_bytes(model, False)[0] + 4 * 3 * block
-    no_head = runs.blank_model('standard', runs.make_config('standard', {
-        'n_layer': 2, 'n_head': 2, 'n_embd': 512, 'vocab_size': 2, 'n_ids': 1, 'eos_id': None}))
-    assert parallel.gathered_bytes(no_head, False)[0] == 4 * (2 * 3 * 512 + 5 * block)
-    held = 16 * (always + 3 * block) / 64 + parallel.gathered_bytes(model, False)[0]
-    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments, and gathered weights' in in_parts
+    block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
+    held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
+    assert held_bytes(model, 1, 64, 0) == held
+    assert held_bytes(model, 1, 1, 0) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, 0) * 16 / 20
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
     assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 

@@ -478,7 +478,7 @@ def test_live_bytes_are_those_of_tensors_that_live():
     ('standard', {}), ('sps', {'checkpoint_blocks': True}), ('context_ready', {'K': 3}), ('nextlat', {'horizon': 2}),
     ('mtp', {'horizon': 2}), ('jtp', {}), ('bst', {'pair_share': 0.5})])
 def test_the_estimated_memory_is_what_the_tensors_of_a_step_take(name, values):
-    """The estimate on meta tensors is what LiveBytes counts in a real step; only tiles also keep probabilities."""
+    """The estimate on meta tensors is the peak of a real step, in which only tiles also keep probabilities."""
     T, rows = 64, 40
     c = runs.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
     fixed, per_row = bytes_by_rows(runs.blank_model(name, c), torch.float32, T)

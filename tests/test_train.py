@@ -519,6 +519,13 @@ def test_false_and_none_are_not_taken_for_a_run_to_go_on_with(tiny_data, tmp_pat
         run_settings.with_model_of_run(['--extend=None', '--init_from=no_such_run'])
 
 
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason='there is an Apple GPU')
+def test_an_apple_gpu_that_is_not_there_is_a_sentence():
+    with pytest.raises(UserError, match='device is mps, but PyTorch sees no Apple GPU here: use --device=cpu'):
+        machine.pick_device('mps')
+    assert machine.pick_dtype('auto', 'mps') == torch.float32
+
+
 def test_without_a_decay_the_last_step_has_the_full_rate():
     s = train.Settings(learning_rate=1.0, warmup_tokens=0, max_tokens=1000, decay_fraction=0.0)
     assert train.learning_rate(s, 1100) == 1

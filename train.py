@@ -15,6 +15,7 @@ if __name__ == '__main__':
     quiet_start()
 
 import contextlib
+import json
 import math
 import os
 import random
@@ -215,17 +216,18 @@ def skip_if_not_finite(optimizer, norm, skips):
     skips.copy_(torch.stack([skips[0] + bad, in_a_row, torch.maximum(skips[2], in_a_row)]))
 
 
-def read_skips(s, step, skips, lr) -> int:
-    """Return the number of steps skipped since the last call. Raises UserError after three in a row."""
+def read_skips(s, step, skips, lr) -> dict[str, int]:
+    """Return {'skipped': steps skipped since the last call}, {} for none. Raises UserError after three in a row."""
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
         raise UserError(f'the gradients were not finite three steps in a row, at or before step {step}, at a learning '
                         f'rate of {lr:.2e}; these steps changed nothing. {checkpoint.last_good(s.out_dir)}')
-    if n_skipped:
-        say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last line of the log, because '
-            'gradients were not finite')
+    if not n_skipped:
+        return {}
+    say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last line of the log, because '
+        'gradients were not finite')
     skips[0] = 0
-    return n_skipped
+    return {'skipped': n_skipped}
 
 
 def read_numbers(parts, norm, world) -> dict[str, float]:
@@ -238,172 +240,199 @@ def read_numbers(parts, norm, world) -> dict[str, float]:
 
 # ---- evaluation ----
 
-def evaluate(model, data, s, machine) -> dict[str, float]:
-    """Return 'val', the validation loss in nats per token, and 'val_<name>' for each further part of the loss.
-
-    On the same tokens each time, for any number of processes.
-    """
-    model.eval()
-    with machine.autocast():
-        parts, _ = validation_loss(model, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
-                                   machine.device)
-    model.train()
-    return {'val': parts['nll'], **{f'val_{k}': mean for k, mean in parts.items() if k not in ('loss', 'nll')}}
-
-
 @torch.no_grad()
-def scores(model, data, s, machine) -> dict[str, float]:
-    """Return a task's exact scores and, with acceptance_prompts, 'acceptance', the fraction of accepted drafts.
+def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
+    """Return 'val', the validation loss in nats per token, 'val_<name>' for each further part of the loss, and scores.
 
-    model: not compiled. Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
+    The tokens are the same each time and for any number of processes. Only rank 0 computes scores: those of a task, and
+    with acceptance_prompts 'acceptance', the fraction of accepted drafts.
     """
     model.eval()
     with machine.autocast():
-        found = data.score(model, machine.device, s.micro_batch_size) if hasattr(data, 'score') else {}
-        if s.acceptance_prompts:
-            from common.speculative import speculative_generate
-            length, T = min(5, model.longest_draft), s.block_size // 2
-            n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
-            prompts = data.val_batch(range(n_prompts), T)[0].tolist()
-            _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
-            found['acceptance'] = sum(drafts.accepted) / max(1, drafts.drafted)
+        parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
+                                   machine.device)
+        found = {'val': parts['nll'], **{f'val_{k}': mean for k, mean in parts.items() if k not in ('loss', 'nll')}}
+        if machine.rank == 0 and not s.eval_only:
+            if hasattr(data, 'score'):
+                found |= data.score(model, machine.device, s.micro_batch_size)
+            if s.acceptance_prompts:
+                found['acceptance'] = acceptance(model, data, s)
     model.train()
     return found
 
 
+def acceptance(model, data, s) -> float:
+    """Return the fraction of drafted tokens that are accepted when validation text is continued.
+
+    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
+    """
+    from common.speculative import speculative_generate
+    length, T = min(5, model.longest_draft), s.block_size // 2
+    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
+    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
+    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
+    return sum(drafts.accepted) / max(1, drafts.drafted)
+
+
 # ---- the training run ----
 
-def train(s, config, data, record, machine, argv):
-    """Make or load the model, then train it (or only evaluate it).
+def make_model(s, config, data, record, machine) -> torch.nn.Module:
+    """Return the model on its device, with seeded random weights or another run's, sharded if the settings say so.
 
-    record: config.json of the run that is continued, None for a new one. argv: for the command that resumes.
+    record: config.json of the run that is continued, None for a new one. Sets machine.dtype.
     """
-    # the model, from seeded random weights or from another run's
-    device, world = machine.device, machine.world
     source, source_step, weights = run_settings.initial_weights(s, record)
     torch.manual_seed(s.seed)
-    model = runs.model_file(s.model).Model(config).to(device)
-    n_steps = run_settings.describe(s, model, data)
+    model = runs.model_file(s.model).Model(config).to(machine.device)
+    run_settings.describe(s, model, data)
     if source:
         n_windows = min(2, data.n_windows('val', s.block_size))
         runs.start_from(model, source, weights, data.val_batch(range(n_windows), s.block_size)[0])
-        del weights
-
-    # its dtype, its shards, the optimizer
-    machine.dtype = pick_dtype(s.dtype, device.type, runs.count_parameters(model) >= BF16_PARAMETERS)
-    is_compiled = s.compile if s.compile is not None else device.type == 'cuda'
-    is_sharded = s.parallel == 'fsdp' and world > 1 and not s.eval_only
-    print(f'{world} process{"es" * (world > 1)} on {device.type}, products in {str(machine.dtype)[6:]}, '
-          f'{"" if is_compiled else "not "}compiled'
-          + (f', weights sharded over {s.shard or world} processes' if is_sharded else ''))
+        print(f'weights of step {source_step} of {source}')
+    big_enough = runs.count_parameters(model) >= BF16_PARAMETERS
+    machine.dtype = pick_dtype(s.dtype, machine.device.type, big_enough)
+    is_sharded = s.parallel == 'fsdp' and machine.world > 1 and not s.eval_only
+    print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, products in '
+          f'{str(machine.dtype)[6:]}'
+          + (f', weights sharded over {s.shard or machine.world} processes' if is_sharded else ''))
     if is_sharded:
-        parallel.shard_model(model, device, s.shard)
-    if device.type == 'cuda':  # FlexAttention is compiled, even if the model is not
-        set_compiler_options()
-    compiled = compile_model(model) if is_compiled else model
-    if s.eval_only:
-        val = evaluate(compiled, data, s, machine)['val']
-        print(f'validation loss {val:.4f} nats per token at step {source_step} of {source}')
-        return
-    optimizer = make_optimizer(model, s)
-    step, seconds = run_settings.restore(s, record, model, optimizer)
-    ddp = compiled
-    if world > 1 and not is_sharded:
-        ddp = torch.nn.parallel.DistributedDataParallel(
-            compiled, device_ids=[device] if device.type == 'cuda' else None)
+        parallel.shard_model(model, machine.device, s.shard)
+    return model
 
-    # the run folder and its records
-    log = wandb = None
-    if machine.rank == 0:
+
+class Records:
+    """What a run leaves in its folder: log.jsonl (and wandb), which rank 0 writes, and checkpoints."""
+
+    def __init__(self, s, config, data, machine, step):
+        """Open the log, in a new run folder or in that of the run that is continued from `step`."""
+        self.s, self.log, self.wandb = s, None, None
+        if machine.rank > 0:
+            return
         if run_settings.is_new(s):
             runs.start_run(s, config, data, machine)
         if run_settings.is_extension(s):
             runs.copy_log(s.extend, s.out_dir, step)
-        log = runs.open_log(s.out_dir, step)
+        self.log = runs.open_log(s.out_dir, step)
         if s.wandb_project:
             import wandb
-            wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)})
-    last_before_decay = run_settings.last_before_decay(s)  # its checkpoint is kept
-    saver = checkpoint.Saver(s.out_dir, model, optimizer, s.keep_checkpoints, last_before_decay)
+            self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)})
+
+    def write(self, line: dict) -> None:
+        """Append a line to the log, without values that are not finite: JSON has none."""
+        line = {name: value for name, value in line.items() if math.isfinite(value)}
+        if self.log:
+            self.log.write(json.dumps(line) + '\n')
+        if self.wandb:
+            self.wandb.log(line, step=line['step'])
+
+    def save(self, model, optimizer, step, seconds) -> None:
+        """Save a checkpoint. All processes call it."""
+        if self.log:
+            os.fsync(self.log.fileno())  # never behind the checkpoint
+        checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
+                                 run_settings.last_before_decay(self.s))
+
+    def close(self) -> None:
+        if self.log:
+            self.log.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+class Meter:
+    """Measures training time and speed since the last line of the log. Evaluation and saving do not count."""
+
+    def __init__(self, s, model, machine, step, seconds):
+        self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
+        self.first_step, self.first_seconds = step, seconds
+        self.flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
+        self.peak = self.flops and machine.peak_flops()
+        self.restart(step)
+
+    def restart(self, step):
+        self.since, self.since_step = time.perf_counter(), step
+
+    def read(self, step) -> dict[str, float]:
+        """Return what the log says about speed: seconds of training, tokens/s, MFU, memory."""
+        elapsed = time.perf_counter() - self.since
+        self.seconds += elapsed
+        speed = (step - self.since_step) * self.tokens_per_step / elapsed
+        found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_memory() / 2 ** 30}
+        if self.flops:
+            found['mfu'] = speed * self.flops / self.peak
+        return found
+
+    def time_left(self, n_steps, step) -> str:
+        left = (n_steps - step) * (self.seconds - self.first_seconds) / (step - self.first_step)
+        return f'{left // 60:.0f}m{left % 60:02.0f}s'
+
+
+def train(s, config, data, record, machine, argv):
+    """Train a model, or only evaluate it. argv: for the command that resumes. Other arguments: see `make_model`."""
+    model = make_model(s, config, data, record, machine)
+    if machine.device.type == 'cuda':  # FlexAttention is compiled, even if the model is not
+        set_compiler_options()
+    is_compiled = s.compile if s.compile is not None else machine.device.type == 'cuda'
+    compiled = compile_model(model) if is_compiled else model
+    if s.eval_only:
+        print(f'validation loss {evaluate(model, compiled, data, s, machine)["val"]:.4f} nats per token')
+        return
+    optimizer = make_optimizer(model, s)
+    step, seconds = run_settings.restore(s, record, model, optimizer)
+    ddp = compiled
+    if machine.world > 1 and not parallel.is_sharded(model):
+        ddp = torch.nn.parallel.DistributedDataParallel(
+            compiled, device_ids=[machine.device] if machine.device.type == 'cuda' else None)
+    records = Records(s, config, data, machine, step)
     if run_settings.is_extension(s):
-        saver.save(step, seconds)
-    tokens_per_step = s.batch_size * s.block_size
-    flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-    peak = flops and machine.peak_flops()
+        records.save(model, optimizer, step, seconds)
+    n_steps, last_before_decay = run_settings.n_steps(s), run_settings.last_before_decay(s)
+    meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
 
-    with log or contextlib.nullcontext(), saver, caught_signals() as stop:
-        progress, stopping = make_progress(), False
-        skips = torch.zeros(3, device=device)
-        first_step, first_seconds = step, seconds
-        since, since_step = time.perf_counter(), step
+    with contextlib.closing(records), caught_signals() as stop:
+        stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # this step is the last
             parts, norm = train_step(model, ddp, optimizer, data, s, step, machine, skips)
             step += 1
             log_due, save_due, eval_due = (step % n == 0 or step == n_steps for n in (
                 s.log_interval, s.save_interval, s.eval_interval))
-            save_due |= stopping or step == last_before_decay
+            save_due |= stopping or step == last_before_decay  # which --extend continues from
             if not (log_due or save_due or eval_due):
                 continue
-            numbers = read_numbers(parts, norm, world)
-            now = time.perf_counter()
-            seconds += now - since
-            speed = (step - since_step) * tokens_per_step / (now - since)
             lr = optimizer.param_groups[0]['lr']
-            n_skipped = read_skips(s, step, skips, lr)
-            line = {'step': step, 'tokens': step * tokens_per_step, 'seconds': seconds, **numbers, 'lr': lr,
-                    'tokens_per_s': speed}
-            if flops:
-                line['mfu'] = speed * flops / peak
-            if held := machine.peak_memory():
-                line['memory_gib'] = held / 2 ** 30
-            if n_skipped:
-                line['skipped'] = n_skipped
-            left = (n_steps - step) * (seconds - first_seconds) / (step - first_step)
-            progress(f'step {step}/{n_steps} | loss {numbers["loss"]:.4f} | {speed:,.0f} tokens/s | '
-                     f'ETA {left // 60:.0f}m{left % 60:02.0f}s')
+            line = {'step': step, 'tokens': step * s.batch_size * s.block_size, 'lr': lr,
+                    **read_numbers(parts, norm, machine.world), **meter.read(step), **read_skips(s, step, skips, lr)}
+            progress(f'step {step}/{n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
+                     f'ETA {meter.time_left(n_steps, step)}')
             if eval_due:
                 with parallel.whole_weights(model):
-                    found = evaluate(compiled, data, s, machine) | (scores(model, data, s, machine) if log else {})
-                line |= found
+                    found = evaluate(model, compiled, data, s, machine)
                 further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
-                say(f'step {step}: training loss {numbers["nll"]:.4f}, validation loss {line["val"]:.4f} nats per token'
+                say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats per token'
                     + further)
-            line = {name: value for name, value in line.items() if math.isfinite(value)}  # JSON has no NaN
-            if log:
-                log.write(runs.log_line(line))
-            if wandb:
-                wandb.log(line, step=step)
-            saver.check()
+                line |= found
+            records.write(line)
             if save_due:
-                if log:
-                    os.fsync(log.fileno())  # never behind the checkpoint
-                saver.save(step, seconds)
-            since, since_step = time.perf_counter(), step  # evaluation and saving do not count as training time
+                records.save(model, optimizer, step, meter.seconds)
+            meter.restart(step)
 
     if stopping:
-        say(f'stopped after step {step}. Continue with: {run_settings.resume_command(argv, world, s.out_dir)}')
+        command = run_settings.resume_command(argv, machine.world, s.out_dir)
+        say(f'stopped after step {step}. Continue with: {command}')
     else:
-        with parallel.whole_weights(model):
-            if machine.rank == 0:
-                finish(s, model, data, machine, seconds)
-    if wandb:
-        wandb.finish()
+        finish(s, model, data, machine, meter.seconds)
 
 
 def finish(s, model, data, machine, seconds):
     """Draw the loss curve, print a sample and what to do next."""
-    runs.plot_loss(s.out_dir)
-    if s.sample_tokens:
-        from common.decoding import generate
-        from data.tokenizers import load_tokenizer
-        prompt, n_new = data.example(s.block_size, s.sample_tokens)
-        with machine.autocast():
-            new, = generate(model.eval(), [prompt], n_new, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)
-        tokenizer = load_tokenizer(data.tokenizer)
-        before, after = (tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new))
-        print(f'\na sample, with its prompt between the first two bars:\n|{before}|{after}\n')
+    with parallel.whole_weights(model):
+        if machine.rank > 0:
+            return
+        runs.plot_loss(s.out_dir)
+        if s.sample_tokens:
+            print_sample(s, model, data, machine)
     look = f'python sample.py {s.out_dir} "Return the"    generates text'
     if hasattr(data, 'score'):
         look = f'python -m analysis.scores {s.out_dir}    plots its scores'
@@ -411,6 +440,17 @@ def finish(s, model, data, machine, seconds):
           f'  {look}\n'
           f'  {s.out_dir}/loss.png                   is the loss curve; log.jsonl has its numbers\n'
           f'  python train.py --help                     lists every setting')
+
+
+def print_sample(s, model, data, machine):
+    from common.decoding import generate
+    from data.tokenizers import load_tokenizer
+    prompt, n_new = data.example(s.block_size, s.sample_tokens)
+    with machine.autocast():
+        new, = generate(model.eval(), [prompt], n_new, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)
+    tokenizer = load_tokenizer(data.tokenizer)
+    before, after = (tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new))
+    print(f'\na sample, with its prompt between the first two bars:\n|{before}|{after}\n')
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -428,7 +468,7 @@ def main(argv: list[str] | None = None) -> None:
                 if s.verify:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)
-                run_settings.check_settings(s, config, data, machine.world)
+                run_settings.check_settings(s, data, machine.world)
                 lock = contextlib.nullcontext()
                 if machine.rank == 0 and not s.eval_only:
                     lock = runs.claimed(s.out_dir, run_settings.is_new(s), s.overwrite)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from common import checkpoint, parallel, runs
 from common.files import UserError, first_line
 from common.machine import pick_dtype
-from common.memory import bytes_by_rows
+from common.memory import bytes_by_rows, held_bytes
 from common.run_settings import check_settings, describe, initial_weights, is_new, model_config
 from data import has_data, open_data
 
@@ -17,7 +17,7 @@ def dry_run(s, given: dict, record, machine) -> None:
     data = open_data(s.data) if has_data(s.data) else assumed_data(s, record)
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # --shard=64 stands for 64 processes
-    check_settings(s, config, data, n_processes)
+    check_settings(s, data, n_processes)
     if is_new(s):
         try:
             runs.check_out_dir(s.out_dir, s.overwrite)
@@ -57,35 +57,31 @@ def print_memory(s, model, n_processes: int) -> None:
 
     model: on the meta device.
     """
-    n_params = runs.count_parameters(model)
     most = math.ceil(s.batch_size / n_processes)  # sequences of a process
     n_rows = min(s.micro_batch_size, most)
-    held = 16 * n_params  # weights, gradients, two moments
+    n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
+    n_one_moment = 0
     if s.optimizer == 'muon':
         from common.muon import hidden_matrices
-        held -= 4 * sum(p.numel() for p in hidden_matrices(model))  # which have one moment
-    what, evaluation = 'weights, gradients and moments', 0
-    if s.parallel == 'fsdp' and n_processes > 1:
-        n_shards = s.shard or n_processes
-        gathered, evaluation = parallel.gathered_bytes(model, n_rows < most)
-        held, evaluation = held / n_shards + gathered, held / n_shards + evaluation
-        what = f'1/{n_shards} of {what}, and gathered weights'
-    elif n_processes > 1:
-        held += 4 * n_params  # DDP's buckets
+        n_one_moment = sum(p.numel() for p in hidden_matrices(model))
+    held = held_bytes(model, n_processes // n_shards, n_shards, n_one_moment)
+    if n_shards > 1 and n_rows < most:  # gradients of the blocks add up over micro-batches
+        held += 4 * sum(p.numel() for module in parallel.gathered_modules(model) for p in module.parameters())
+    share = f'1/{n_shards} of ' if n_shards > 1 else ''
+    print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='')
     dtype = pick_dtype(s.dtype, 'cuda')
-    print(f'estimated memory per process: {held / 2**30:.2f} GiB for {what}', end='', flush=True)
     try:
         fixed, per_row = bytes_by_rows(model, dtype, s.block_size)
-    except Exception as error:  # operators that do not run on meta tensors, as some recurrent models have
+    except (RuntimeError, NotImplementedError) as error:  # operators that do not run on meta tensors
         print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
         return
-    needed = max(held + fixed + per_row * n_rows, evaluation)
+    needed = held + fixed + per_row * n_rows
     print(f', {needed / 2**30:.2f} GiB at the peak of a step, with micro-batches of {n_rows} and products in '
           f'{str(dtype)[6:]} on a GPU')
     if s.memory is None:
         return
     room = 0.95 * s.memory * 2 ** 30  # the rest is for the driver and lost to fragmentation
-    largest = min(most, int((room - held - fixed) / per_row)) if evaluation <= room else 0
+    largest = min(most, int((room - held - fixed) / per_row))
     advice = f'the largest micro_batch_size that fits is {largest}'
     if largest < 1:
         advice = 'no micro_batch_size fits: choose a smaller block_size or model, or see checkpoint_ in --help'

@@ -3,6 +3,7 @@ import ctypes
 import os
 import platform
 import re
+import resource
 import signal
 import sys
 import time
@@ -22,7 +23,6 @@ DType = Literal['auto', 'bfloat16', 'float32']
 PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
     'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
     'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
-HANG_UP = getattr(signal, 'SIGHUP', signal.SIGTERM)  # not available on Windows
 
 
 @dataclass
@@ -46,14 +46,10 @@ class Machine:
         """Return the FLOP/s that all processes together can reach."""
         return peak_flops(self.device, self.dtype) * self.world
 
-    def peak_memory(self) -> int | None:
-        """Return the most bytes that this process has held, on the GPU or else on the host; None if unknown."""
+    def peak_memory(self) -> int:
+        """Return the most bytes that this process has held, on the GPU or else on the host."""
         if self.device.type == 'cuda':
             return torch.cuda.max_memory_allocated(self.device)
-        try:
-            import resource
-        except ImportError:  # Windows
-            return None
         unit = 1 if sys.platform == 'darwin' else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -202,7 +198,7 @@ def show(text: str, end: str = '\n') -> None:
     try:
         print(text, end=end, flush=True)
     except OSError:
-        signal.raise_signal(HANG_UP)
+        signal.raise_signal(signal.SIGHUP)
 
 
 @contextmanager
@@ -216,8 +212,8 @@ def caught_signals() -> Iterator[list]:
 
     def on_signal(number, _):
         stop.append(number)
-        signal.signal(number, signal.SIG_IGN if number == HANG_UP else signal.SIG_DFL)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, HANG_UP)}
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, on_signal)

@@ -1,6 +1,7 @@
-"""Estimate of the activation memory of a training step, for dry runs.
+"""Estimate of the memory of a training step on a GPU, for dry runs.
 
-The step runs on meta tensors, which have no storage, and the bytes that they would take are counted.
+Weights, gradients and moments are counted from the parameters. For activations, the step runs on meta tensors, which
+have no storage, and the bytes that they would take are counted.
 """
 import math
 import weakref
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from common.parallel import gathered_modules
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
@@ -101,3 +104,20 @@ def bytes_by_rows(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[f
     low, high = (activation_bytes(model, dtype, n, T) for n in (few, 2 * few))
     per_row = (high - low) / few
     return low - few * per_row, per_row
+
+
+def held_bytes(model: torch.nn.Module, n_copies: int, n_shards: int, n_one_moment: int) -> float:
+    """Return the bytes per process of weights, gradients and two moments in fp32, and of what sharing them takes.
+
+    n_shards: processes that share one copy of the weights, of which n_copies are trained together. n_one_moment:
+    parameters with one moment (Muon's). With FSDP, a process also holds the weights outside the blocks with their
+    gradients, and the larger of their send buffer and the buffers of the blocks (a block, the prefetched one, its
+    gradients, two buffers). With DDP it holds the buckets of gradients. From the code of PyTorch, not measured.
+    """
+    n_params = sum(p.numel() for p in model.parameters())
+    held = 16 * n_params - 4 * n_one_moment
+    if n_shards == 1:
+        return held + 4 * n_params * (n_copies > 1)
+    blocks = [sum(p.numel() for p in module.parameters()) for module in gathered_modules(model)]
+    outside = n_params - sum(blocks)
+    return held / n_shards + 4 * (2 * outside + max(outside, 5 * max(blocks, default=0)))

@@ -10,10 +10,7 @@ other times each process keeps only its rows, with their gradients and AdamW's m
 A model whose blocks read each other's weights sets `shard_blocks = False`: all its weights are then in the second
 group. So are those of a model without `blocks`.
 """
-import functools
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +18,7 @@ import torch.distributed as dist
 
 from common.files import UserError
 
-# torch.distributed.fsdp and .checkpoint are imported where they are used: the import takes a second.
+# torch.distributed.fsdp is imported where it is used: the import takes a second.
 
 
 def rank() -> int:
@@ -97,23 +94,6 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
         fully_shard(module, mesh=mesh)
 
 
-def gathered_bytes(model: torch.nn.Module, accumulates: bool) -> tuple[int, int]:
-    """Estimate what a process holds besides its own shards: (bytes in training, bytes in evaluation).
-
-    In training: the weights that stay gathered and their gradients; and the larger of the send buffer of those
-    gradients and the buffers of the blocks (a block, the prefetched one, one receive buffer, gradients, one send
-    buffer). If gradients accumulate over micro-batches, also those of all blocks. In evaluation, all weights. Derived
-    from `fully_shard`'s code, not measured.
-    """
-    blocks = [sum(p.numel() for p in module.parameters()) for module in gathered_modules(model)]
-    n_params = sum(p.numel() for p in model.parameters())
-    always = n_params - sum(blocks)
-    numbers = 2 * always + max(always, 5 * max(blocks, default=0))
-    if accumulates:
-        numbers += sum(blocks)
-    return 4 * numbers, 4 * n_params
-
-
 def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
@@ -156,51 +136,3 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
-
-
-# ---- sharded checkpoint files ----
-
-def write_parts(folder, tensors: dict, file_of: dict) -> Future:
-    """Write each process's shards of named tensors. The Future is done when all have written: see `wait_for`.
-
-    The shards are copied to the host before this returns. file_of {tensor name: number of its file, from 1}: the files
-    are shard-<rank + 1>-model-<number>-of-<most>.safetensors; a header says where each shard belongs.
-    """
-    from torch.distributed import checkpoint
-    writer = checkpoint.HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
-    return checkpoint.async_save(tensors, storage_writer=writer, process_group=writers())
-
-
-def wait_for(written: Future) -> None:
-    """Wait for the Future of `write_parts`. Raises OSError with the message of the first process that failed."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    try:
-        written.result()
-    except CheckpointException as error:  # a BaseException
-        failed, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise OSError(f'process {failed}: {cause}')
-
-
-@functools.cache
-def writers() -> dist.ProcessGroup:
-    """A process group of its own for writing, because its messages must not mix with those of training."""
-    return dist.new_group(backend='gloo')
-
-
-def tensors_in_files(folder) -> dict[str, torch.Tensor]:
-    """Return {name: meta tensor} of the tensors in a folder's safetensors files, sharded or not."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device='meta')
-            for name, tensor in found.items()}
-
-
-def read_parts(folder, tensors: dict) -> None:
-    """Fill named tensors from a folder's safetensors files, sharded or not, whichever process wrote them.
-
-    Each process reads its own shard of a sharded tensor, independently of the others.
-    """
-    from torch.distributed import checkpoint
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='.*torch.distributed is disabled')
-        checkpoint.load(tensors, storage_reader=checkpoint.HuggingFaceStorageReader(str(folder)), no_dist=True)

@@ -16,7 +16,6 @@ from common import checkpoint, parallel, runs
 from common.files import UserError
 from common.machine import torchrun_ranks
 from common.settings import load_settings, make_settings
-from data import has_data
 from data.tokenizers import load_tokenizer, padded_vocab
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models that only change memory and speed
@@ -37,31 +36,46 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     if s.out_dir is None:
         s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
     record = None
-    if is_extension(s):
-        s, record = extended_settings(s, given)
-    elif s.resume or (s.eval_only and not s.init_from):
-        s, record = resumed_settings(s, given)
+    if is_extension(s) or s.resume or s.eval_only and not s.init_from:
+        s, record = continued_settings(s, given)
     elif s.init_from:
         s, given = with_model_of_source(s, given)
     own = {f.name for f in fields(Settings)}
     return s, {k: v for k, v in given.items() if k not in own}, record
 
 
-def resumed_settings(s, given: dict) -> tuple:
-    """Return (settings of the run in s.out_dir, which is resumed or evaluated, updated with `given`; its record)."""
-    record = runs.read_run(s.out_dir)
+def continued_settings(s, given: dict) -> tuple:
+    """Return (settings of the run that is resumed, evaluated or extended, updated with `given`; its record)."""
+    folder = run_of(s)
+    record = runs.read_run(folder)
+    saved = make_settings(type(s), record['settings'], f'in {folder}/config.json')
+    may_change = MAY_CHANGE
+    if is_extension(s):
+        check_extension(s, saved, given)
+        may_change = MAY_CHANGE | {'extend', 'max_tokens'}
     if s.dtype == 'auto':
         given.pop('dtype', None)  # the run has recorded the dtype that auto stood for
-    saved = make_settings(type(s), record['settings'], f'in {s.out_dir}/config.json')
     own = {f.name for f in fields(s)}
-    of_model = {name: value for name, value in given.items() if name not in own or name in ('model', 'documents')}
-    check_unchanged(s.out_dir, {**asdict(saved), **asdict(runs.saved_config(record, s.out_dir))},
-                    given if s.resume else of_model)
+    if s.eval_only and not s.resume:
+        may_change = MAY_CHANGE | own - {'model', 'documents'}
+    known = asdict(saved) | asdict(runs.saved_config(record, folder))
+    check_unchanged(folder, known, {name: value for name, value in given.items() if name not in may_change})
     asked = {name: value for name, value in given.items() if name in own}
-    s = replace(saved, **{**asked, 'out_dir': s.out_dir})
+    s = replace(saved, **{**asked, 'out_dir': s.out_dir, 'overwrite': s.overwrite})
     if not s.data:
         raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
     return s, record
+
+
+def check_extension(s, saved, given: dict) -> None:
+    """Raise UserError unless the run s.extend, whose settings are `saved`, can be made longer as asked."""
+    if saved.schedule == 'cosine':
+        raise UserError(f'{s.extend} has schedule = cosine, whose learning rates depend on max_tokens from the start, '
+                        'so it cannot be made longer: train anew with more max_tokens, or use wsd or constant')
+    if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(s.extend).resolve():
+        raise UserError(f'--extend={s.extend} leaves that run as it is: give a new folder, --out_dir=NEW')
+    if s.max_tokens <= saved.max_tokens or 'max_tokens' not in given:
+        raise UserError(f'{s.extend} has max_tokens = {saved.max_tokens}: give --max_tokens, more than that')
 
 
 def with_model_of_source(s, given: dict) -> tuple:
@@ -79,28 +93,6 @@ def with_model_of_source(s, given: dict) -> tuple:
     return s, {k: v for k, v in values.items() if k not in ('n_ids', 'eos_id')} | given
 
 
-def extended_settings(s, given: dict) -> tuple:
-    """Return (settings of a run that extends the run s.extend, that run's record)."""
-    record = runs.read_run(s.extend)
-    saved = make_settings(type(s), record['settings'], f'in {s.extend}/config.json')
-    if saved.schedule == 'cosine':
-        raise UserError(f'{s.extend} has schedule = cosine, whose learning rates depend on max_tokens from the start, '
-                        'so it cannot be made longer: train anew with more max_tokens, or use wsd or constant')
-    if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(s.extend).resolve():
-        raise UserError(f'--extend={s.extend} leaves that run as it is: give a new folder, --out_dir=NEW')
-    if s.max_tokens <= saved.max_tokens or 'max_tokens' not in given:
-        raise UserError(f'{s.extend} has max_tokens = {saved.max_tokens}: give --max_tokens, more than that')
-    if s.init_from and 'init_from' in given:
-        raise UserError('--extend and --init_from name two runs to start from: give one')
-    if s.dtype == 'auto':
-        given.pop('dtype', None)
-    known = {**asdict(saved), **asdict(runs.saved_config(record, s.extend))}
-    check_unchanged(s.extend, known, {k: v for k, v in given.items() if k not in ('extend', 'max_tokens')})
-    own = {f.name for f in fields(s)} - {'overwrite'}
-    asked = {name: value for name, value in given.items() if name in own}
-    return replace(saved, **{**asked, 'overwrite': s.overwrite}), record
-
-
 def with_model_of_run(argv):
     """Return argv, with --model of the run that is continued, unless argv names a model or a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
@@ -113,10 +105,9 @@ def with_model_of_run(argv):
     return argv
 
 
-def check_unchanged(folder, saved, given):
-    """Raise UserError if the settings given for a saved run differ from its own, except for MAY_CHANGE."""
-    # model first: another has other settings
-    for name in sorted(given.keys() - MAY_CHANGE, key=lambda name: (name != 'model', name)):
+def check_unchanged(folder, saved: dict, given: dict) -> None:
+    """Raise UserError if settings given for a saved run differ from its own."""
+    for name in sorted(given, key=lambda name: (name != 'model', name)):  # another model has other settings
         if name not in saved:
             raise UserError(f'the run in {folder} has model = {saved["model"]!r}, which has no setting {name!r}: leave '
                             f'{name} out (a saved run needs no config file either)')
@@ -170,25 +161,27 @@ def last_before_decay(s) -> int | None:
     return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
 
 
-def describe(s, model, data) -> int:
-    """Print the size and cost of a run. Returns the number of steps."""
+def n_steps(s) -> int:
+    return math.ceil(s.max_tokens / (s.batch_size * s.block_size))
+
+
+def describe(s, model, data) -> None:
+    """Print the size and cost of a run."""
     try:
         flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     except ValueError as error:  # block_size does not suit the model
         raise UserError(str(error))
-    n_steps = math.ceil(s.max_tokens / (s.batch_size * s.block_size))
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
     print(f'model {s.model}: {runs.count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
-          f'{n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
+          f'{n_steps(s):,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
     constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
     if s.warmup_tokens > constant_until and not s.eval_only:
         what = 'decay begins' if constant_until < s.max_tokens else 'run ends'
         print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
               f'and the {what} after {constant_until:,.0f}')
-    return n_steps
 
 
 def is_new(s) -> bool:
@@ -218,12 +211,12 @@ def resume_command(argv: list[str], world: int, out_dir: str) -> str:
     return f'{start} {shlex.join(["train.py", *args, "--resume"])}'
 
 
-def check_settings(s, config, data, world):
+def check_settings(s, data, world):
     """Raise UserError for settings that would fail later."""
     if s.optimizer == 'muon' and s.parallel == 'fsdp':
         raise UserError('optimizer = muon needs whole matrices, but with parallel = fsdp each process has a part: use '
                         '--parallel=ddp or --optimizer=adamw')
-    if s.sample_tokens and not s.eval_only and has_data(s.data):
+    if s.sample_tokens and not s.eval_only and not s.dry_run:
         load_tokenizer(data.tokenizer)  # fails now, not after training
     parallel.check_sharding(s.parallel, s.shard, world)
     if s.batch_size < world and not s.eval_only:
@@ -236,15 +229,12 @@ def check_settings(s, config, data, world):
         raise UserError(f'--memory={s.memory:g} checks whether a step fits: add --dry_run, or leave it out to train')
     if s.acceptance_prompts and hasattr(data, 'score'):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0')
+    if s.acceptance_prompts and not hasattr(runs.model_file(s.model).Model, 'draft'):
+        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but model {s.model!r} cannot '
+                        'draft for itself: use 0')
     if s.wandb_project and not s.eval_only and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or use '
                         '--wandb_project=None')
-    if s.acceptance_prompts:
-        from common.speculative import longest_draft
-        try:
-            longest_draft(runs.blank_model(s.model, config), None, 'auto')
-        except ValueError as error:
-            raise UserError(str(error))
     for split in ('train', 'val'):
         if data.n_windows(split, s.block_size) < 1:
             raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '

@@ -4,8 +4,7 @@ A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
     tokenizer.json          a copy of the tokenizer's file, if it has one (or tokenizer.model, or gpt2_vocabulary/)
-    log.jsonl               one line per logged step, and {"resumed_from": step} where a run was resumed; each line ends
-                            with a checksum
+    log.jsonl               one line per logged step, and {"resumed_from": step} where a run was resumed
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
 
@@ -18,31 +17,25 @@ import inspect
 import json
 import os
 import platform
-import re
 import shutil
 import sys
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TextIO
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from common.checkpoint import check_weights, checkpoints, load_checkpoint, load_weights
-from common.files import ROOT, UserError, checked_json, first_line, locked, read_json, write_file, write_json
+from common.checkpoint import checkpoints, load_checkpoint, load_weights
+from common.files import ROOT, UserError, first_line, locked, read_json, write_file, write_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
-from data.tokenizers import GPT2_SHA256, tokenizer_digest
+from data.tokenizers import tokenizer_digest
 
-REPLACED = '.config.json.replaced'  # config.json of a run that --overwrite is removing
 EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder by eval.py and analysis.speculative
-UNFINISHED_FILES = {'.lock', *TOKENIZER_FILES,  # in a folder whose run was killed before it had a config.json
-                    *(f'.{name}.writing' for name in ('config.json', *TOKENIZER_FILES))}
 
 
 # ---- models ----
@@ -79,24 +72,10 @@ def saved_config(record: dict, folder):
     return make_settings(model_file(record['model']).Config, record['model_config'], f'in {folder}/config.json')
 
 
-class WithoutInit(TorchFunctionMode):
-    """Turn the functions of torch.nn.init into no-ops, for models whose weights are loaded or have no storage.
-
-    Drawing 131M random weights takes a second.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        tensor = kwargs.get('tensor', args[0] if args else None)
-        if getattr(func, '__module__', None) == 'torch.nn.init' and isinstance(tensor, torch.nn.Parameter):
-            return tensor
-        return func(*args, **kwargs)
-
-
 def blank_model(model_name: str, config) -> torch.nn.Module:
     """Return a model on the meta device, for its names, shapes and costs; UserError for impossible sizes."""
     try:
-        with torch.device('meta'), WithoutInit():
+        with torch.device('meta'):
             return model_file(model_name).Model(config)
     except (RuntimeError, TypeError) as error:
         if 'overflow' not in str(error).lower():
@@ -136,12 +115,9 @@ def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor)
     model.train()
     worst = (have - want).abs().max().item()
     if not worst < 1e-4:
-        lost = {f.name for f in dataclasses.fields(original.config)
-                if not hasattr(model.config, f.name) and getattr(original.config, f.name) != f.default}
         raise UserError(f'{source} cannot become this model: with {", ".join(new)} at their initial values, its logits '
                         f'change by {worst:.1e}. Settings that are not about the new weights (window, documents, '
-                        'n_head) must equal the source\'s'
-                        + (f'; this model has no {", ".join(sorted(lost))}' if lost else ''))
+                        'n_head) must equal the source\'s, and this model must have them')
     print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
           f'{worst:.1e} at step 0')
 
@@ -156,11 +132,8 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
     record = read_run(folder)
     config = saved_config(record, folder)
     state, files = load_checkpoint(folder, ('model.safetensors',))
-    tensors = files['model.safetensors']
-    check_weights(blank_model(record['model'], config), tensors, folder)  # before memory is allocated
-    with WithoutInit():
-        model = model_file(record['model']).Model(config)
-    load_weights(model, tensors, folder)
+    model = model_file(record['model']).Model(config)
+    load_weights(model, files['model.safetensors'], folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
 
@@ -178,15 +151,14 @@ def read_run(folder) -> dict:
         known = f'runs here: {", ".join(runs)}' if runs else 'train one first: python train.py config/quickstart.py'
         raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); {known}')
     remedy = 'copy the run again or train it anew'
-    record = {'model': None, **read_json(path, remedy)}
+    record = read_json(path, remedy)
     if 'model_type' in record:
         name = f'out/{Path(folder).resolve().name}'
         raise UserError(f'{folder} is a Hugging Face folder: make it a run with python -m common.export {name} '
                         f'--from_llama={folder}, and use {name}')
-    typed('model', record['model'], str, f'in {path}')
     needed = {'settings': {'block_size': int, 'eval_seed': int | None}, 'model_config': {}, 'versions': {},
-              'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'bos': bool, 'sha256': str,
-                       'tokenizer_digest': str | None}}
+              'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'bos': bool, 'sha256': str}}
+    typed('model', record.get('model'), str, f'in {path}')
     for part, types_of in needed.items():
         if not isinstance(record.get(part), dict):
             raise UserError(f'{path} is damaged ({part} is missing, or no object): {remedy}')
@@ -194,14 +166,11 @@ def read_run(folder) -> dict:
             raise UserError(f'{path} is damaged ({part} has no {", ".join(sorted(missing))}): {remedy}')
         for name, kind in types_of.items():
             record[part][name] = typed(name, record[part][name], kind, f'in {path}')
-    data, eval_seed = record['data'], record['settings']['eval_seed'] or 0
-    if not (record['settings']['block_size'] >= 1 and eval_seed >= 0 and 0 <= data['eos_id'] < data['n_ids']):
-        raise UserError(f'{path} is damaged (block_size, eval_seed, n_ids or eos_id out of range): {remedy}')
+    data = record['data']
+    if not (record['settings']['block_size'] >= 1 and data['eos_id'] < data['n_ids']):
+        raise UserError(f'{path} is damaged (block_size, n_ids or eos_id out of range): {remedy}')
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
-    if tokenizer_digest(data['tokenizer']) != data['tokenizer_digest']:
-        raise UserError(f'{path}: the tokenizer {data["tokenizer"]} is missing, or not the one that the run was '
-                        f'trained with: {remedy}')
     return {key: record[key] for key in ('model', *needed)}
 
 
@@ -242,29 +211,18 @@ def check_out_dir(folder, overwrite: bool) -> None:
         return
     if not folder.is_dir():
         raise UserError(f'{folder} is a file: give another --out_dir')
-    names = {path.name for path in folder.iterdir()}
-    if (folder / 'config.json').exists():
-        if not overwrite:
-            raise UserError(f'{folder} holds a run already: --resume continues it, --overwrite replaces it, '
-                            'another --out_dir keeps both')
-        if not is_own_config(folder / 'config.json'):
-            raise UserError(f'{folder}/config.json is damaged or not one that train.py wrote, so --overwrite removes '
-                            'nothing: give another --out_dir, or remove the folder yourself')
-    elif (folder / REPLACED).exists():
-        if not overwrite:
-            raise UserError(f'{folder} holds what is left of a run that was being replaced: --overwrite replaces '
-                            'the rest')
-    elif names and ('.lock' not in names or names - UNFINISHED_FILES):
-        raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
-
-
-def is_own_config(path: Path) -> bool:
-    """Return True if this is an undamaged config.json of a run."""
-    try:
-        record = read_json(path, '')
-    except (OSError, UserError):
-        return False
-    return {'model', 'settings', 'model_config', 'data'} <= record.keys()
+    if not (folder / 'config.json').exists():
+        names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
+        was_starting = '.lock' in names and names <= {'.lock', *TOKENIZER_FILES}  # a run that was killed early
+        if names and not was_starting:
+            raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
+    elif not overwrite:
+        raise UserError(f'{folder} holds a run already: --resume continues it, --overwrite replaces it, '
+                        'another --out_dir keeps both')
+    elif not {'model', 'settings', 'model_config', 'data'} <= read_json(
+            folder / 'config.json', 'give another --out_dir, or remove the folder yourself').keys():
+        raise UserError(f'{folder}/config.json was not written by train.py, so --overwrite removes nothing: give '
+                        'another --out_dir, or remove the folder yourself')
 
 
 @contextmanager
@@ -289,48 +247,21 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
 
 
 def remove_run(folder) -> None:
-    """Remove what train.py and eval.py wrote to a run folder. Other files are kept and listed.
-
-    config.json is renamed first, and `save_run` removes it last: if the process is killed in between, the folder is
-    recognized as a run that was being replaced.
-    """
+    """Remove what train.py and eval.py wrote to a run folder, except config.json, which `save_run` replaces."""
     folder = Path(folder)
-    if (folder / 'config.json').exists():
-        os.replace(folder / 'config.json', folder / REPLACED)
-    if not (folder / REPLACED).exists():
+    if not (folder / 'config.json').exists():
         return
     for checkpoint in (*checkpoints(folder), *(folder / 'ckpt').glob('.writing_*')):
         shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png', *EVALUATION_FILES, *tokenizer_files(folder / REPLACED)):
-        if not (folder / name).is_dir():
-            (folder / name).unlink(missing_ok=True)
-    for name in ('ckpt', 'gpt2_vocabulary'):
-        with suppress(OSError):  # not empty, a link, or missing
-            (folder / name).rmdir()
-    kept = sorted({path.name for path in folder.iterdir()} - {REPLACED, '.lock'})
-    if kept:
-        print(f'{folder}: these files are not of the run, and stay: {", ".join(kept)}')
-
-
-def tokenizer_files(config: Path) -> list[str]:
-    """Return the names of the tokenizer files in a run folder, read from its config.json."""
-    with suppress(ValueError, TypeError, KeyError):  # damaged
-        name = json.loads(config.read_bytes())['data']['tokenizer']
-        if name == 'gpt2_vocabulary':
-            return [f'gpt2_vocabulary/{file}' for file in GPT2_SHA256]
-        if name in TOKENIZER_FILES:
-            return [name]
-    return []
+    for name in ('log.jsonl', 'loss.png', *EVALUATION_FILES):
+        (folder / name).unlink(missing_ok=True)
 
 
 def save_run(folder, record: dict) -> None:
     """Write a new run folder's config.json, which `read_run` reads, and a copy of the tokenizer's file."""
-    data = record['data']
     Path(folder).mkdir(parents=True, exist_ok=True)
-    own = {'tokenizer': keep_tokenizer(folder, data['tokenizer']),
-           'tokenizer_digest': tokenizer_digest(data['tokenizer'])}
-    write_json(Path(folder) / 'config.json', checked_json({**record, 'data': {**data, **own}}))
-    (Path(folder) / REPLACED).unlink(missing_ok=True)  # the replaced run is gone only now
+    tokenizer = keep_tokenizer(folder, record['data']['tokenizer'])
+    write_json(Path(folder) / 'config.json', {**record, 'data': {**record['data'], 'tokenizer': tokenizer}})
 
 
 def start_run(s, config, data, machine) -> None:
@@ -357,58 +288,38 @@ def open_log(folder, step: int) -> TextIO:
     log = open(path, 'a', buffering=1)
     if before:
         log.write('' if before.endswith(b'\n') else '\n')  # end a line that was cut off
-        log.write(log_line({'resumed_from': step}))
+        log.write(json.dumps({'resumed_from': step}) + '\n')
     return log
 
 
 def copy_log(source, folder, step: int) -> None:
     """Start the log of a run that extends another with the other's lines up to a step."""
-    lines = [log_line(record) for record in read_log(source) if record['step'] <= step]
+    lines = [json.dumps(record) + '\n' for record in read_log(source) if record['step'] <= step]
     write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
-
-
-def log_line(record: dict) -> str:
-    """Return a record as a line of log.jsonl: JSON that ends with the crc32 of everything before it."""
-    text = json.dumps(record)[:-1]
-    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
 
 
 def read_log(folder) -> list[dict]:
     """Return the records of a run's logged steps, without steps that a resumed run repeated.
 
-    Prints the number of damaged lines to stderr.
+    Prints the number of lines that are not records, such as one that was cut off, to stderr.
     """
     path, records, n_damaged = Path(folder) / 'log.jsonl', [], 0
-    for line in path.read_bytes().split(b'\n') if path.exists() else []:
-        for record in log_records(line):
-            if record is None:
-                n_damaged += 1
-            elif 'resumed_from' in record:
-                records = [earlier for earlier in records if earlier['step'] <= record['resumed_from']]
-            else:
-                records.append(record)
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            step = record.get('step', record.get('resumed_from'))
+            if type(step) is not int:
+                raise ValueError('no step')
+        except (ValueError, AttributeError, RecursionError):
+            n_damaged += bool(line)
+            continue
+        if 'resumed_from' in record:
+            records = [earlier for earlier in records if earlier['step'] <= step]
+        else:
+            records.append(record)
     if n_damaged:
         print(f'{path}: left out {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)
     return records
-
-
-def log_records(line: bytes) -> list[dict | None]:
-    """Return the records in a line of log.jsonl, None for a damaged one. Two if the newline between them is damaged."""
-    found = re.findall(rb'(\{".*?), "crc32": "(\w{8})"\}', line)
-    if found:
-        return [record_of(text + b'}') if b'%08x' % zlib.crc32(text) == crc32 else None for text, crc32 in found]
-    if line.endswith(b'"}'):  # its checksum is damaged
-        return [None]
-    return [record_of(line)] if line.strip() else []  # written by hand, without a checksum
-
-
-def record_of(text: bytes) -> dict | None:
-    """Parse a log record; None if it is not one."""
-    with suppress(ValueError):
-        record = json.loads(text)
-        if isinstance(record, dict) and isinstance(record.get('step', record.get('resumed_from')), int):
-            return record
-    return None
 
 
 def plot_loss(folder) -> None:

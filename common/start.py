@@ -1,6 +1,5 @@
 """Process setup that must run before the slow imports."""
 import os
-import signal
 import sys
 
 # Iterations that an idle OpenMP thread spins before it sleeps. With libgomp's default (300,000), training is 5 times
@@ -10,14 +9,12 @@ SPIN_COUNT = '5000'
 
 
 def quiet_start() -> None:
-    """Prepare the process: Ctrl-C during imports exits without a traceback, closed standard streams are reopened.
+    """Prepare the process: closed standard streams are reopened.
 
     Characters that the terminal cannot show are printed as escapes. Libraries show no progress bars in a log file.
     Environment variables that the user has set are kept.
     """
     os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number, name, mode in ((0, 'stdin', 'r'), (1, 'stdout', 'w'), (2, 'stderr', 'w')):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)

@@ -17,7 +17,7 @@ def write_run(folder, losses, model='standard', seed=0, settings=None, **values)
     settings = {'model': model, 'block_size': 8, 'seed': seed, 'learning_rate': 1.0, 'eval_seed': 42} | (settings or {})
     (folder / 'config.json').write_text(json.dumps({'model': model, 'settings': settings, 'model_config': values,
                                                     'versions': {},
-                                                    'data': {'tokenizer': 'byte', 'tokenizer_digest': 'byte',
+                                                    'data': {'tokenizer': 'byte',
                                                              'n_ids': 257, 'eos_id': 256, 'bos': False,
                                                              'sha256': ''}}))
     lines = [json.dumps({'step': i, 'tokens': 100 * i, 'seconds': 60.0 * i} | ({} if loss is None else {'val': loss}))

@@ -4,8 +4,6 @@ import dataclasses
 import importlib
 import itertools
 import json
-import re
-import shutil
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +11,11 @@ from typing import Literal
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT
 
 import model_nextlat
 import train
-from common import checkpoint, run_settings, runs
+from common import run_settings, runs
 from common.files import UserError
 from common.settings import load_settings, make_settings
 from data.tokenizers import padded_vocab
@@ -129,7 +127,7 @@ def with_warmup():
     ('raise SystemExit(3)', 'config file {} does not run: SystemExit: 3'),
     ('raise BaseException("odd")', 'config file {} does not run: BaseException: odd'),
     ('def f():\n    f()\nf()', 'config file {} does not run: RecursionError'),
-    ('rate = float("nan")', 'rate is nan in {}: expected a number'),
+    ('rate = float("nan")', 'rate is nan in {}: expected a number'), ('rate = -1', 'rate is -1.0 in {}'),
     ('n_layer = 10 ** 5000', 'n_layer is ... in {}: expected a number of at most 9e+15'),
     ('class Odd:\n    def __repr__(self):\n        raise ValueError\nn_layer = Odd()', "is ..., a Odd: expected int"),
     ('import torch\nrate = torch.ones(())', "setting 'rate' in {} is tensor(1.), a Tensor: expected float")])
@@ -161,25 +159,9 @@ def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_
     assert 'config/${m}_s.py --max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'docs/sps.md').read_text()  # 20M tokens
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
-@pytest.mark.parametrize('method', ['standard', 'sps', 'two_x_memory', 'delayed_state', 'reverse_sps'])
-def test_a_step_of_every_sps_config_fits_80_gib_by_the_estimate(method, scale):
-    folder = '' if method in ('standard', 'sps') else 'sps/'
-    result = run('train.py', f'config/{folder}{method}_{scale}.py', '--dry_run', '--memory=80')
-    assert 'a step fits 80 GiB' in result.stdout, result.stdout + result.stderr
-
-
 def test_missing_config_file_names_the_nearest():
     with pytest.raises(UserError, match='did you mean config/quickstart.py'):
         load_settings(Example, ['config/quikstart.py'], config_of=model_config_class)
-
-
-def test_a_config_file_like_no_other_names_a_few_that_are_there():
-    with pytest.raises(UserError) as error:
-        load_settings(Example, ['zzz'], config_of=model_config_class)
-    named = re.findall(r'config/\w+\.py', str(error.value))
-    assert 1 < len(named) < 6 and all((ROOT / name).is_file() for name in named)
 
 
 def test_help_lists_every_setting_with_type_default_and_comment(capsys):
@@ -231,15 +213,6 @@ def test_every_number_of_every_model_has_a_range_on_the_command_line(model):
             print(name, value, config_from(model, [f'--model={model}', f'--{name}={value}']))
 
 
-@pytest.mark.parametrize('model', MODELS)
-def test_every_number_has_a_range_in_a_config_file(tmp_path, model):
-    for name in (*numbers(model_config_class(model)), *(numbers(train.Settings) if model == 'standard' else ())):
-        for value in ('float("nan")', '1e400', '-1e400', '10 ** 18', '10 ** 5000', '-1'):
-            path = write(tmp_path / 'mine.py', f'model = {model!r}\n{name} = {value}\n')
-            with pytest.raises(UserError, match=name):
-                print(name, value, config_from(model, [path]))
-
-
 @pytest.mark.parametrize('option', ['--threads=0', '--eval_tokens=-5', '--block_size=0', '--beta1=1',
                                     '--decay_fraction=1.5', '--keep_checkpoints=1', '--shard=1'])
 def test_values_that_end_in_a_crash_are_out_of_range(option):
@@ -256,15 +229,6 @@ def test_a_model_too_large_for_any_machine_is_a_sentence(model, values):
         runs.blank_model(model, runs.make_config(model, VOCABULARY | values))
 
 
-def test_sizes_in_config_json_that_are_not_the_weights_own_are_a_sentence(tmp_path):
-    """Before memory is taken for them."""
-    model = runs.model_file('standard').Model(runs.make_config('standard', VOCABULARY | dict(n_layer=1, n_embd=24)))
-    checkpoint.save_checkpoint(tmp_path, 1, {'model.safetensors': dict(model.named_parameters())}, {'step': 1})
-    runs.save_run(tmp_path, record_of('standard', n_layer=1, n_embd=10 ** 6, n_head=1))
-    with pytest.raises(UserError, match='embed.weight has shape'):
-        runs.load_run(tmp_path)
-
-
 # ---- config.json ----
 
 def record_of(model, **changes):
@@ -272,8 +236,7 @@ def record_of(model, **changes):
     config = runs.make_config(model, VOCABULARY | changes)
     return {'model': model, 'settings': dataclasses.asdict(train.Settings(model=model, block_size=32)),
             'model_config': dataclasses.asdict(config),
-            'data': {'folder': 'x', 'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': '',
-                     'tokenizer_digest': 'byte'},
+            'data': {'folder': 'x', 'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': ''},
             'versions': {'torch': '2'}}
 
 
@@ -283,22 +246,8 @@ def read_all(folder):
     return record, make_settings(train.Settings, record['settings'], f'in {folder}'), runs.saved_config(record, folder)
 
 
-@pytest.mark.parametrize('model', MODELS)
-def test_every_number_has_a_range_in_config_json(tmp_path, model):
-    (tmp_path / 'config.json').write_text(json.dumps(record_of(model)))
-    read_all(tmp_path)
-    fields = [('model_config', name) for name in numbers(model_config_class(model))]
-    fields += [('settings', name) for name in numbers(train.Settings) if model == 'standard']
-    for (part, name), value in itertools.product(fields, ('NaN', '1e400', '-1e400', '1e18', '9' * 40, '-1')):
-        record = record_of(model)
-        record[part][name] = '@'
-        (tmp_path / 'config.json').write_text(json.dumps(record).replace('"@"', value))
-        with pytest.raises(UserError, match=name):
-            print(name, value, read_all(tmp_path))
-
-
 def test_wrong_types_in_config_json_are_sentences(tmp_path):
-    """Each value as another type: it is refused in a sentence, or was free, as the name of the data folder."""
+    """Each value as another type is refused, unless it is one that nothing computes with."""
     whole = record_of('nextlat')
     places = [(part,) for part in whole] + [(part, name) for part in whole if part != 'model' for name in whole[part]]
     free = set()
@@ -330,111 +279,12 @@ def test_what_config_json_must_have_is_named_where_it_is_missing(tmp_path, place
         read_all(tmp_path)
 
 
-def test_a_flipped_bit_in_config_json_is_found(tmp_path):
-    runs.save_run(tmp_path, record_of('standard'))
-    path = tmp_path / 'config.json'
-    whole, content, n_found = read_all(tmp_path), path.read_bytes(), 0
-    for i in range(0, 8 * len(content), 101):
-        damaged = bytearray(content)
-        damaged[i // 8] ^= 1 << i % 8
-        path.write_bytes(damaged)
-        try:
-            assert read_all(tmp_path) == whole  # in a blank, or in the name crc32
-        except UserError as error:
-            assert f'{path} is damaged' in str(error)
-            n_found += 1
-    assert n_found > len(content) * 8 // 101 * 0.9
-
-
-def test_config_json_can_be_edited_by_hand(tmp_path):
-    runs.save_run(tmp_path, record_of('standard'))
-    path = tmp_path / 'config.json'
-    path.write_text(path.read_text().replace('"threads": null', '"threads": 2'))
-    with pytest.raises(UserError, match='if you changed it by hand, remove that line'):
-        read_all(tmp_path)
-    path.write_text(''.join(line for line in path.read_text().splitlines(True) if 'crc32' not in line))
-    assert read_all(tmp_path)[1].threads == 2
-
-
-@pytest.mark.parametrize('content', [b'', b'\0' * 100, b'\xff\xfe', b'[' * 200_000, b'null', b'[1]', b'{"crc32": 1}',
+@pytest.mark.parametrize('content', [b'', b'\0' * 100, b'\xff\xfe', b'[' * 200_000, b'null', b'[1]',
                                      b'{"model": ' + b'9' * 5000 + b'}'])
 def test_a_config_json_that_is_none_is_a_sentence(tmp_path, content):
     (tmp_path / 'config.json').write_bytes(content)
     with pytest.raises(UserError, match='config.json is damaged'):
         read_all(tmp_path)
-
-
-# ---- checkpoints ----
-
-@pytest.fixture
-def run_folder(tmp_path):
-    for step in (1, 2):
-        checkpoint.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}},
-                             {'step': step})
-    return tmp_path
-
-
-def load(folder):
-    state, files = checkpoint.load_checkpoint(folder, ('model.safetensors',))
-    return state['step'], files['model.safetensors']['w'][0].item()
-
-
-def test_the_newest_whole_checkpoint_is_loaded_and_old_ones_go(run_folder):
-    assert load(run_folder) == (2, 2.0)
-    checkpoint.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.zeros(3)}}, {'step': 3})
-    assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
-
-
-def test_a_new_checkpoint_outlives_damaged_ones_with_higher_steps(run_folder):
-    for step in (8, 9):
-        shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
-        (run_folder / f'ckpt/step_0000000{step}/model.safetensors').write_bytes(b'')
-    checkpoint.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
-    assert load(run_folder) == (3, 3.0)
-    assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
-
-
-@pytest.mark.parametrize('name, damage', [
-    ('model.safetensors', lambda b: b[:-1]), ('model.safetensors', lambda b: b[:-1] + bytes([b[-1] ^ 1])),
-    ('state.json', lambda b: b''),
-    ('state.json', lambda b: b.replace(b'2', b'3')), ('SHA256SUMS', lambda b: b[:10]), ('SHA256SUMS', lambda b: b'')])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(run_folder, capsys, name, damage):
-    path = run_folder / 'ckpt/step_00000002' / name
-    path.write_bytes(damage(path.read_bytes()))
-    assert load(run_folder) == (1, 1.0)
-    assert 'step_00000002 is damaged' in capsys.readouterr().err
-
-
-def test_no_whole_checkpoint_is_a_sentence(run_folder):
-    for path in run_folder.glob('ckpt/*/model.safetensors'):
-        path.unlink()
-    with pytest.raises(UserError, match='has no whole checkpoint to load'):
-        checkpoint.load_checkpoint(run_folder)
-
-
-def test_a_pickle_is_never_executed(run_folder, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (open, (str(tmp_path / 'executed'), 'w'))
-    import hashlib
-    import pickle
-    for folder in checkpoint.checkpoints(run_folder):
-        evil = pickle.dumps(Evil())
-        (folder / 'model.safetensors').write_bytes(evil)
-        sums = folder / 'SHA256SUMS'
-        lines = [line for line in sums.read_text().splitlines() if 'model' not in line]
-        sums.write_text('\n'.join([*lines, f'{hashlib.sha256(evil).hexdigest()}  model.safetensors']) + '\n')
-    with pytest.raises(UserError):
-        load(run_folder)
-    assert not (tmp_path / 'executed').exists()
-
-
-def test_weights_of_another_shape_are_a_sentence():
-    model = torch.nn.Linear(2, 3)
-    with pytest.raises(UserError, match=r'weight has shape \(3, 4\), the model needs \(3, 2\)'):
-        checkpoint.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
-    with pytest.raises(UserError, match='bias is only in the model'):
-        checkpoint.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')
 
 
 @pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])

@@ -1,8 +1,5 @@
-"""One flipped bit, at a random place of each file that is read again: detected, or harmless."""
-import importlib.util
-import json
+"""One flipped bit, at a random place of each file of a run: detected in checkpoints, never a traceback elsewhere."""
 import random
-import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def flip_a_bit(path: Path, rng: random.Random) -> str:
-    """Flips one bit of a file. Returns which, for messages."""
+    """Flip one bit of a file. Returns which, for messages."""
     content = bytearray(path.read_bytes())
     byte, bit = rng.randrange(len(content)), rng.randrange(8)
     content[byte] ^= 1 << bit
@@ -33,124 +30,46 @@ def trained(tiny_data, tmp_path_factory):
     return out
 
 
-def weights(out):
-    return checkpoint.load_checkpoint(out, ('model.safetensors',))[1]['model.safetensors']
-
-
-def test_a_flipped_bit_in_a_log_costs_its_line_alone_and_is_said(trained, tmp_path, capsys):
-    rng, n = random.Random(0), 50
-    out = tmp_path / 'run'
-    shutil.copytree(trained, out)
-    whole = (out / 'log.jsonl').read_bytes()
-    records = runs.read_log(out)
+def flips(path, n, seed=0):
+    """Yield a description of each of n flips. The file is whole again after each."""
+    rng, whole = random.Random(seed), path.read_bytes()
     for _ in range(n):
-        (out / 'log.jsonl').write_bytes(whole)
-        place = flip_a_bit(out / 'log.jsonl', rng)
-        found = runs.read_log(out)
-        lost = [record for record in records if record not in found]
-        assert len(found) + len(lost) == len(records) and len(lost) <= 1, place  # and none is other than it was
-        assert ('left out' in capsys.readouterr().err) == bool(lost), place
+        yield flip_a_bit(path, rng)
+        path.write_bytes(whole)
 
 
-def test_a_run_with_a_damaged_log_goes_on_and_keeps_what_it_says(trained, tmp_path):
-    rng, n = random.Random(0), 4
-    for i in range(n):
-        out = shutil.copytree(trained, tmp_path / f'run{i}')
+@pytest.mark.parametrize('name', ['model.safetensors', 'optimizer.safetensors', 'state.json', 'SHA256SUMS'])
+def test_a_flipped_bit_in_a_checkpoint_is_found_and_the_one_before_is_used(trained, tmp_path, name):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    newest, before = map(checkpoint.step_of, checkpoint.checkpoints(out)[:2])
+    for place in flips(out / f'ckpt/step_{newest:08d}' / name, 25):
+        assert checkpoint.load_checkpoint(out)[0]['step'] == before, place
+    assert checkpoint.load_checkpoint(out)[0]['step'] == newest
+
+
+@pytest.mark.parametrize('name', ['config.json', 'log.jsonl'])
+def test_a_run_with_a_flipped_bit_continues_or_says_why_not(trained, tmp_path, name):
+    for place in flips(trained / name, 50):
+        out = shutil.copytree(trained, tmp_path / 'run')
         shutil.rmtree(out / 'ckpt/step_00000020')
-        place = flip_a_bit(out / 'log.jsonl', rng)
         before = (out / 'log.jsonl').read_bytes()
         result = run('train.py', f'--out_dir={out}', '--resume')
-        assert result.returncode == 0, (place, result.stderr)
+        if result.returncode:
+            assert name == 'config.json', (place, result.stderr)
+            assert_sentence(result)
         assert (out / 'log.jsonl').read_bytes().startswith(before), place
-        steps = [record['step'] for record in runs.read_log(out)]
-        assert set(range(1, 21)) - set(steps) <= {*range(1, 16)} and len(steps) >= 19, place
+        assert len(runs.read_log(out)) >= 18, place
+        shutil.rmtree(out)
 
 
-def test_a_flipped_bit_in_config_json_changes_no_training_in_silence(trained, tmp_path):
-    rng, n = random.Random(0), 50
-    detected = 0
-    for i in range(n):
-        out = shutil.copytree(trained, tmp_path / f'run{i}')
-        shutil.rmtree(out / 'ckpt/step_00000020')
-        place = flip_a_bit(out / 'config.json', rng)
-        result = run('train.py', f'--out_dir={out}', '--resume')
-        if result.returncode:
-            assert_sentence(result, str(out / 'config.json'))
-            detected += 1
-        else:
-            assert all((a == b).all() for a, b in zip(weights(out).values(), weights(trained).values())), place
-    assert detected > n // 2
-
-
-def test_a_flipped_bit_in_meta_json_is_a_sentence_or_harmless(trained, tiny_data, tmp_path):
-    rng, n = random.Random(0), 50
-    data, detected = shutil.copytree(tiny_data, tmp_path / 'data'), 0
-    whole = (data / 'meta.json').read_bytes()
-    for _ in range(n):
-        (data / 'meta.json').write_bytes(whole)
-        place = flip_a_bit(data / 'meta.json', rng)
-        result = run('eval.py', trained, '--val', f'--data={data}')
-        if result.returncode:
-            assert_sentence(result, str(data))
-            detected += 1
-        assert 'Traceback' not in result.stderr, place
-    assert detected > n // 4
-
-
-def test_a_flipped_bit_in_a_shard_is_found_by_verify(tiny_data, tmp_path):
-    rng, n = random.Random(0), 100
+def test_verify_finds_a_flipped_bit_in_a_shard(tiny_data, tmp_path):
     data = shutil.copytree(tiny_data, tmp_path / 'data')
-    files = sorted(data.glob('*.bin'))
-    assert len(files) >= 3
-    for _ in range(n):
-        path = rng.choice(files)
-        whole = path.read_bytes()
-        place = flip_a_bit(path, rng)
-        with pytest.raises(UserError, match=re.escape(path.stem)):
-            Data(data).verify()
-            raise AssertionError(f'{place} was not found')
-        path.write_bytes(whole)
+    for shard in data.glob('*.bin'):
+        for place in flips(shard, 10):
+            with pytest.raises(UserError, match=shard.name):
+                Data(data).verify()
+                raise AssertionError(f'{place} was not found')
     Data(data).verify()
-
-
-# Ends prepare_fineweb.py when its first shards are written, as a kill would.
-HALF = '''
-import os, sys
-import prepare_fineweb
-save, calls = prepare_fineweb.save_progress, []
-def save_progress(*args):
-    save(*args)
-    calls.append(1)
-    if len(calls) == 2:
-        os._exit(0)
-prepare_fineweb.save_progress = save_progress
-prepare_fineweb.main()
-'''
-
-
-@pytest.mark.skipif(not importlib.util.find_spec('datasets'), reason='needs datasets')
-def test_a_flipped_bit_in_progress_json_changes_no_shard_in_silence(tmp_path):
-    rng, n = random.Random(0), 50
-    source, half = tmp_path / 'texts.jsonl', tmp_path / 'half'
-    source.write_text(''.join(json.dumps({'text': f'text {i} of some words', 'id': str(i)}) + '\n' for i in range(600)))
-    command = [source, '--tokenizer=byte', '--val_share=0.3', '--workers=1', '--shard_tokens=500']
-    assert run('-c', HALF, *command, f'--out_dir={half}', timeout=60).returncode == 0
-    assert run('prepare_fineweb.py', *command, f'--out_dir={tmp_path / "whole"}').returncode == 0
-    want, detected = contents(tmp_path / 'whole'), 0
-    for i in range(n):
-        out = shutil.copytree(half, tmp_path / f'half{i}')
-        place = flip_a_bit(out / 'progress.json', rng)
-        result = run('prepare_fineweb.py', *command, f'--out_dir={out}')
-        if result.returncode:
-            assert_sentence(result, str(out))
-            detected += 1
-        else:
-            assert contents(out) == want, place
-    assert detected > n // 2
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != '.lock'}
 
 
 def test_a_line_of_the_log_without_tokens_is_not_drawn(tmp_path):

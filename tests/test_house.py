@@ -22,7 +22,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
                             'common.speculative', 'data', *GROUND},
     'common.validation': {'common.parallel'},
     'common.muon': {'common.files', 'common.machine'},
-    'common.memory': set(),
+    'common.memory': {'common.parallel'},
     'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.parallel',
                        'common.memory', 'common.muon', 'common.run_settings', 'data'},
     'common.speculative': {'common.decoding'},

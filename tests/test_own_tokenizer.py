@@ -184,6 +184,22 @@ def test_overwrite_removes_the_tokenizer_of_the_run_and_no_other(trained, tiny_d
     assert not (out / 'tokenizer.json').exists()
 
 
+def test_gpt2_is_gpt2_by_name_and_from_files(trained, tmp_path):
+    """Its two files are compared with those that OpenAI published when they are loaded."""
+    folder, out = tmp_path / 'vocabulary', tmp_path / 'run'
+    folder.mkdir()
+    for name in ('encoder.json', 'vocab.bpe'):
+        (folder / name).write_text(name)
+    record = runs.read_run(trained)
+    data = {'tokenizer': str(folder), 'n_ids': 50257, 'eos_id': 50256}
+    runs.save_run(out, {**record, 'data': {**data, 'bos': False, 'sha256': ''}})
+    shutil.rmtree(folder)
+    saved = runs.read_run(out)['data']
+    assert saved['tokenizer'] == f'{out}/gpt2_vocabulary' and (out / 'gpt2_vocabulary/vocab.bpe').is_file()
+    assert runs.same_vocabulary(saved, {**data, 'tokenizer': 'gpt2'})
+    assert not runs.same_vocabulary(saved, {**data, 'tokenizer': 'byte'})
+
+
 def test_a_kill_before_config_json_is_written_leaves_a_folder_for_a_run_and_a_tokenizer_alone_is_none(tmp_path):
     (tmp_path / 'tokenizer.json').write_text('{}')
     with pytest.raises(UserError, match='is not a run folder'):

@@ -1,8 +1,8 @@
-"""The run folder: one writer, records that outlive damage, nothing removed that training did not write, no checkpoint
-with a number that is not finite."""
+"""The run folder: one writer, an append-only log, whole checkpoints of finite numbers, nothing foreign removed."""
 import contextlib
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -31,17 +31,6 @@ def trained(tiny_data, tmp_path_factory):
 def contents(folder):
     """{path: content} of a folder's files, without its lock."""
     return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
-
-
-# ---- its weights ----
-
-def test_loading_a_run_draws_no_random_weights_and_loads_all(trained):
-    saved = load_file(checkpoint.checkpoints(trained)[0] / 'model.safetensors')
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
-        model, _ = runs.load_run(trained)
-        assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(p, saved[name]) for name, p in model.named_parameters())
 
 
 # ---- one writer ----
@@ -100,7 +89,6 @@ def test_of_two_processes_on_one_folder_one_trains(tiny_data, trained, tmp_path,
 
 def edit_config(out, **settings):
     record = json.loads((out / 'config.json').read_text())
-    record.pop('crc32', None)
     record['settings'] |= settings
     (out / 'config.json').write_text(json.dumps(record))
 
@@ -134,30 +122,10 @@ def processes_with(argument):
 
 # ---- log.jsonl ----
 
-def write_log(folder, records):
-    (folder / 'log.jsonl').write_text(''.join(map(runs.log_line, records)))
-
-
-def test_damage_costs_a_log_no_other_line(tmp_path, capsys):
-    records = [{'step': step, 'loss': step / 7} for step in range(1, 6)]
-    write_log(tmp_path, records)
-    whole = (tmp_path / 'log.jsonl').read_bytes()
-    n_damaged = 0
-    for bit in range(8 * len(whole)):
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        (tmp_path / 'log.jsonl').write_bytes(flipped)
-        found = runs.read_log(tmp_path)
-        is_reported = 'left out 1 damaged line' in capsys.readouterr().err
-        assert all(record in records for record in found) and len(found) == 5 - is_reported
-        n_damaged += is_reported
-    assert n_damaged > 7 * len(whole)
-
-
 def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path, capsys):
     (tmp_path / 'log.jsonl').write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
     with runs.open_log(tmp_path, 1) as log:
-        log.write(runs.log_line({'step': 2, 'loss': 2.125}))
+        log.write('{"step": 2, "loss": 2.125}\n')
     assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
     assert 'left out 1 damaged line' in capsys.readouterr().err
 
@@ -169,7 +137,7 @@ def test_a_log_is_only_appended_to(tiny_data, trained, tmp_path):
     before = (out / 'log.jsonl').read_bytes()
     assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
     after = (out / 'log.jsonl').read_bytes()
-    assert after.startswith(before) and b'{"resumed_from": 9, ' in after[len(before):]
+    assert after.startswith(before) and b'{"resumed_from": 9}\n' in after[len(before):]
     again, first = ([(record['step'], record['loss']) for record in runs.read_log(folder)] for folder in (out, trained))
     assert again == first and len(first) == 10
 
@@ -185,7 +153,7 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
     (foreign / 'config.json').write_text('{"editor": "vi"}')
     (foreign / 'log.jsonl').write_text('of another program')
     before = contents(foreign)
-    assert_sentence(replaced(foreign), 'not one that train.py wrote', 'removes nothing')
+    assert_sentence(replaced(foreign), 'was not written by train.py', 'removes nothing')
     assert contents(foreign) == before
 
     disk, link = shutil.copytree(trained, tmp_path / 'disk'), tmp_path / 'link'
@@ -196,7 +164,7 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
         (disk / name).parent.mkdir(exist_ok=True)
         (disk / name).write_text('years of work')
     result = replaced(link)
-    assert result.returncode == 0 and 'not of the run, and stay: ckpt, notes.txt' in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
     assert link.is_symlink() and [record['step'] for record in runs.read_log(disk)] == [1, 2]
     assert not any((disk / name).exists() for name in runs.EVALUATION_FILES)
     names = sorted(path.name for path in (disk / 'ckpt').iterdir())
@@ -205,7 +173,7 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_kill_while_a_run_is_replaced_leaves_a_folder_that_says_so(tiny_data, trained, tmp_path, monkeypatch):
+def test_a_run_can_be_replaced_after_a_kill_while_it_was_replaced(tiny_data, trained, tmp_path, monkeypatch):
     out = shutil.copytree(trained, tmp_path / 'run')
     (out / 'notes.txt').write_text('mine')
 
@@ -214,8 +182,7 @@ def test_a_kill_while_a_run_is_replaced_leaves_a_folder_that_says_so(tiny_data, 
     with monkeypatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(runs.shutil, 'rmtree', killed)
         runs.remove_run(out)
-    assert_sentence(train_tiny(tiny_data, out, steps=2), 'being replaced', '--overwrite replaces')
-    assert_sentence(train_tiny(tiny_data, out, '--resume', steps=2), 'is not a run folder')
+    assert_sentence(train_tiny(tiny_data, out, steps=2), 'holds a run already')
     assert train_tiny(tiny_data, out, '--overwrite', steps=2).returncode == 0
     assert len(runs.read_log(out)) == 2 and (out / 'notes.txt').exists()
 
@@ -241,6 +208,70 @@ def test_stray_files_are_no_checkpoints_and_files_have_the_usual_permissions(tra
     os.umask(umask)
     for path in trained.rglob('*'):
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
+
+
+# ---- checkpoints ----
+
+@pytest.fixture
+def run_folder(tmp_path):
+    for step in (1, 2):
+        checkpoint.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}},
+                                   {'step': step})
+    return tmp_path
+
+
+def write_sums(folder, *names):
+    (folder / 'SHA256SUMS').write_text(''.join(f'{sha256(folder / name)}  {name}\n' for name in names))
+
+
+def load(folder):
+    state, files = checkpoint.load_checkpoint(folder, ('model.safetensors',))
+    return state['step'], files['model.safetensors']['w'][0].item()
+
+
+def test_the_newest_whole_checkpoint_is_loaded_and_old_ones_go(run_folder):
+    assert load(run_folder) == (2, 2.0)
+    checkpoint.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.zeros(3)}}, {'step': 3})
+    checkpoint.remove_older(run_folder, 3, keep=2, always=None)
+    assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000002']
+
+
+def test_a_new_checkpoint_outlives_damaged_ones_with_higher_steps(run_folder):
+    for step in (8, 9):
+        shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
+        (run_folder / f'ckpt/step_0000000{step}/model.safetensors').write_bytes(b'')
+    checkpoint.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
+    checkpoint.remove_older(run_folder, 3, keep=1, always=1)
+    assert load(run_folder) == (3, 3.0)
+    assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000001']
+
+
+def test_no_whole_checkpoint_is_a_sentence(run_folder):
+    for path in run_folder.glob('ckpt/*/model.safetensors'):
+        path.unlink()
+    with pytest.raises(UserError, match='has no undamaged checkpoint to load'):
+        checkpoint.load_checkpoint(run_folder)
+
+
+def test_a_pickle_is_never_executed(run_folder, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / 'executed'), 'w'))
+    for folder in checkpoint.checkpoints(run_folder):
+        evil = pickle.dumps(Evil())
+        (folder / 'model.safetensors').write_bytes(evil)
+        write_sums(folder, 'model.safetensors', 'state.json')
+    with pytest.raises(UserError):
+        load(run_folder)
+    assert not (tmp_path / 'executed').exists()
+
+
+def test_weights_of_another_shape_are_a_sentence():
+    model = torch.nn.Linear(2, 3)
+    with pytest.raises(UserError, match=r'weight has shape \(3, 4\), the model needs \(3, 2\)'):
+        checkpoint.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
+    with pytest.raises(UserError, match='bias is only in the model'):
+        checkpoint.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')
 
 
 # ---- numbers that are not finite ----
@@ -339,28 +370,14 @@ def test_a_poisoned_checkpoint_is_not_used(trained, tmp_path):
         weights = load_file(folder / 'model.safetensors')
         weights['embed.weight'][0, 0] = float('nan')
         save_file(weights, folder / 'model.safetensors')
-        sums = [f'{sha256(folder / name)}  {name}' for name in ('model.safetensors', 'optimizer.safetensors',
-                                                               'state.json')]
-        (folder / 'SHA256SUMS').write_text('\n'.join(sums))
+        write_sums(folder, 'model.safetensors', 'optimizer.safetensors', 'state.json')
         result = run('sample.py', out, 'abc', '--max_new_tokens=2', '--temperature=0')
         assert 'embed.weight in model.safetensors holds numbers that are not finite' in result.stderr
         assert result.returncode == (step == 5)
-    assert_sentence(result, 'has no whole checkpoint')
+    assert_sentence(result, 'has no undamaged checkpoint')
 
 
 # ---- errors and hang-ups ----
-
-def test_an_error_that_is_none_of_ours_names_its_place(monkeypatch):
-    def ending():
-        with pytest.raises((SystemExit, TypeError)) as end, friendly_errors():
-            runs.log_line({'step': open})
-        return str(end.value)
-    assert 'TypeError: Object of type builtin_function_or_method is not JSON serializable' in ending()
-    assert 'at common/runs.py, line' in ending() and 'in log_line: text = json.dumps' in ending()
-    assert 'TRACEBACK=1' in ending()
-    monkeypatch.setenv('TRACEBACK', '1')
-    assert ending() == 'Object of type builtin_function_or_method is not JSON serializable'
-
 
 @pytest.mark.parametrize('variables', [{'RANK': 'x'}, {'RANK': '-1'}, {'RANK': '1'}, {'WORLD_SIZE': '9' * 40},
                                        {'LOCAL_RANK': ''}, {'LOCAL_WORLD_SIZE': '0'}])
@@ -384,11 +401,11 @@ def test_output_that_nobody_reads_is_a_hang_up(monkeypatch, signals_of_a_termina
     assert stop == [signal.SIGHUP]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('script', [['train.py'], ['-m', 'data.tokenizers'], ['-m', 'analysis.scores']])
-def test_ctrl_c_during_the_imports_is_silent(script, signals_of_a_terminal):
-    process = subprocess.Popen([sys.executable, *script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate()
-    assert (process.returncode, stdout, stderr) == (-signal.SIGINT, b'', b'')
+@pytest.mark.parametrize('error, status', [(UserError('a sentence'), 'a sentence'), (KeyboardInterrupt(), 130),
+                                           (MemoryError('x'), 'not enough memory'), (OSError(28, 'full'), 'free some')])
+def test_errors_that_a_person_can_fix_are_a_sentence_and_bugs_a_traceback(error, status):
+    with pytest.raises(SystemExit) as end, friendly_errors():
+        raise error
+    assert end.value.code == status or status in str(end.value.code)
+    with pytest.raises(RuntimeError, match='a bug'), friendly_errors():
+        raise RuntimeError('a bug')

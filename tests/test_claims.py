@@ -239,7 +239,10 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
             assert result.returncode == 0, (folder, result)
     monkeypatch.setattr(compare, 'train_all', train_all)  # in this process, which spares the imports
     monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: {n: first[n] for n in methods})
-    monkeypatch.setattr(claims, 'RUNS', {name: replace(made, tokens=None) for name, made in RUNS.items()})
+    monkeypatch.setattr(claims, 'RUNS', {name: replace(made, tokens=0) for name, made in RUNS.items()})
+    for module, few in ((claims.gradient_flow, dict(n_documents=2)), (claims.context_ready, dict(tokens=1024)),
+                        (claims.probes, dict(steps=2)), (claims.manhattan, dict(n_walks=20, n_prefixes=20))):
+        monkeypatch.setattr(module, 'Settings', lambda made=module.Settings, few=few, **own: made(**own | few))
     result = run('-m', 'analysis.claims', f'--only={paper}', '--max_tokens=2000', '--seeds=2',
                  f'--out_dir={tmp_path}/out')
     assert result.returncode == 0, result.stderr

@@ -344,23 +344,6 @@ def test_without_a_whole_shard_other_arguments_are_as_good(source, tmp_path):
     assert prepare_source(source, tmp_path / 'out', '--max_tokens=50_000').returncode == 0
 
 
-def test_a_flipped_bit_of_progress_json_is_a_sentence_or_changes_nothing(half, tmp_path):
-    out, rng, n_found = shutil.copytree(half, tmp_path / 'data'), random.Random(0), 0
-    path = out / 'progress.json'
-    whole, want = path.read_bytes(), prepare_fineweb.read_progress(out)
-    for _ in range(200):
-        content = bytearray(whole)
-        content[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        path.write_bytes(content)
-        try:
-            have = prepare_fineweb.read_progress(out)
-            assert all(have[name] == want[name] for name in ('arguments', 'splits', 'position', 'pending'))
-        except UserError as error:
-            assert 'progress.json is damaged' in str(error)
-            n_found += 1
-    assert n_found > 150
-
-
 @pytest.mark.parametrize('path, value', [
     *(((name,), value) for name in ('arguments', 'splits', 'position', 'pending') for value in (None, 5, [])),
     (('splits', 'train'), None), (('splits', 'train', 'tokens'), '5'), (('splits', 'train', 'shards'), [{}]),
@@ -368,7 +351,6 @@ def test_a_flipped_bit_of_progress_json_is_a_sentence_or_changes_nothing(half, t
     (('position', 'skip'), -1), (('position', 'documents'), None), (('position', 'state'), 7)])
 def test_wrong_types_in_progress_json_are_sentences(half, tmp_path, path, value):
     saved = json.loads((half / 'progress.json').read_text())
-    del saved['crc32']  # so that it is the values that are judged
     inner = saved
     for key in path[:-1]:
         inner = inner[key]

@@ -119,7 +119,7 @@ def test_an_interrupted_preparation_goes_on_with_the_share_that_it_began_with(is
     progress = json.loads((tmp_path / 'out/progress.json').read_text())
     assert progress['position']['documents'] > 100
     if is_old:
-        del progress['crc32']
+        progress.pop('crc32', None)
         for later in ('fitting_share', 'split_lines', 'val_hash', 'shuffle'):
             del progress['arguments'][later]
         (tmp_path / 'out/progress.json').write_text(json.dumps(progress))

@@ -176,14 +176,6 @@ def test_what_needs_one_tokenizer_compares_its_content(trained, tokenizers, tmp_
         load_draft(trained, {'data': draft}, 'cpu', 'float32')
 
 
-def test_overwrite_removes_the_tokenizer_of_the_run_and_no_other(trained, tiny_data, tmp_path):
-    out = shutil.copytree(trained, tmp_path / 'run')
-    (out / 'tokenizer.model').write_text('mine')
-    result = train_tiny(tiny_data, out, '--overwrite', steps=1)
-    assert result.returncode == 0 and (out / 'tokenizer.model').exists(), result.stderr
-    assert not (out / 'tokenizer.json').exists()
-
-
 def test_gpt2_is_gpt2_by_name_and_from_files(trained, tmp_path):
     """Its two files are compared with those that OpenAI published when they are loaded."""
     folder, out = tmp_path / 'vocabulary', tmp_path / 'run'

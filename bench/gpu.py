@@ -34,7 +34,7 @@ STEPS = {  # name: (seconds at most, arguments of python). Compiling takes most 
     'attention': (90, ['-m', 'bench.attention']),
     'scales': (90, ['-m', 'bench.train_step', 'scales']),
     'drafting': (80, ['train.py', 'config/quickstart_nextlat.py', '--out_dir=out/gpu_nextlat', *TRAINING]),
-    'speculative': (60, ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
+    'speculative': (40, ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
                           '--new_tokens=128']),
     'scans': (90, ['-m', 'bench.scans']),
     'generate': (60, ['-m', 'bench.generate']),

@@ -41,7 +41,6 @@ from common.machine import (
     Device,
     DType,
     decoding_dtype,
-    join_processes,
     pick_device,
     pick_dtype,
     take_gpu,
@@ -244,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError('which run? python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
         if torchrun_ranks()[1] > 1:
-            join_processes('gloo')
+            dist.init_process_group('gloo')
         columns = {}
         for run in runs:
             line = evaluate(run, s, tasks, corpora)

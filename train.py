@@ -26,13 +26,12 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, friendly_errors
 from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
-from common.settings import check_ranges, join_values
-from common.validation import counted, validation_loss
+from common.settings import check_ranges
+from common.validation import acceptance, counted, validation_loss
 from data import open_data
 
 
@@ -133,24 +132,6 @@ def make_optimizer(model: torch.nn.Module, s: Settings):
     return MuonAndAdamW(hidden, adamw, s.learning_rate, s.weight_decay) if s.optimizer == 'muon' else adamw
 
 
-def compile_model(model: torch.nn.Module):
-    set_compiler_options()
-    return torch.compile(model)
-
-
-def set_compiler_options():
-    """Set the options of torch.compile that training needs."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled again, for its layer number
-    torch._dynamo.config.recompile_limit = 64  # block masks are one function for all patterns and pairs of streams
-    torch._dynamo.config.optimize_ddp = False  # DDP's graph splitter does not support FlexAttention
-    if hasattr(functorch, 'backward_pass_autocast'):
-        functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32
-    if hasattr(inductor.triton, 'mix_order_reduction'):
-        inductor.triton.mix_order_reduction = False  # silently wrong gradients: pytorch issue 193061
-
-
 # ---- one training step ----
 
 def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
@@ -168,10 +149,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
     parts = list(zip(idx.tensor_split(n), targets.tensor_split(n)))
     counts = [counted(x, y, model.config.eos_id) for x, y in parts]
     loss_counts = [model.loss_count(x, y) for x, y in parts] if hasattr(model, 'loss_count') else counts
-    total = torch.tensor([sum(counts), sum(loss_counts)])
-    if world > 1:
-        dist.all_reduce(total)  # on the host: does not wait for the GPU
-    total, loss_total = total.clamp(min=1).tolist()
+    total, loss_total = parallel.all_reduce(torch.tensor([sum(counts), sum(loss_counts)])).clamp(min=1).tolist()
     if device.type == 'cuda':  # one asynchronous copy, which needs contiguous memory
         idx, targets = (t.contiguous().pin_memory().to(device, non_blocking=True) for t in (idx, targets))
         parts = zip(idx.tensor_split(n), targets.tensor_split(n))
@@ -230,11 +208,9 @@ def read_skips(s, step, skips, lr) -> dict[str, int]:
     return {'skipped': n_skipped}
 
 
-def read_numbers(parts, norm, world) -> dict[str, float]:
+def read_numbers(parts, norm) -> dict[str, float]:
     """Return the means of the loss parts over the global batch, and the gradient norm. Waits for the device."""
-    values = torch.stack([value.float() for value in parts.values()])
-    if world > 1:
-        dist.all_reduce(values)
+    values = parallel.all_reduce(torch.stack([value.float() for value in parts.values()]))
     return {**dict(zip(parts, values.tolist())), 'grad_norm': norm.item()}
 
 
@@ -259,19 +235,6 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
                 found['acceptance'] = acceptance(model, data, s)
     model.train()
     return found
-
-
-def acceptance(model, data, s) -> float:
-    """Return the fraction of drafted tokens that are accepted when validation text is continued.
-
-    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
-    """
-    from common.speculative import speculative_generate
-    length, T = min(5, model.longest_draft), s.block_size // 2
-    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
-    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
-    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
-    return sum(drafts.accepted) / max(1, drafts.drafted)
 
 
 # ---- the training run ----
@@ -344,7 +307,6 @@ class Meter:
 
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
-        self.first_step, self.first_seconds = step, seconds
         self.flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
         self.peak = self.flops and machine.peak_flops()
         self.restart(step)
@@ -358,31 +320,19 @@ class Meter:
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
         found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_memory() / 2 ** 30}
-        if self.flops:
-            found['mfu'] = speed * self.flops / self.peak
-        return found
-
-    def time_left(self, n_steps, step) -> str:
-        left = (n_steps - step) * (self.seconds - self.first_seconds) / (step - self.first_step)
-        return f'{left // 60:.0f}m{left % 60:02.0f}s'
+        return {**found, 'mfu': speed * self.flops / self.peak} if self.flops else found
 
 
 def train(s, config, data, record, machine, argv):
     """Train a model, or only evaluate it. argv: for the command that resumes. Other arguments: see `make_model`."""
     model = make_model(s, config, data, record, machine)
-    if machine.device.type == 'cuda':  # FlexAttention is compiled, even if the model is not
-        set_compiler_options()
-    is_compiled = s.compile if s.compile is not None else machine.device.type == 'cuda'
-    compiled = compile_model(model) if is_compiled else model
+    compiled = machine.compiled(model, s.compile)
     if s.eval_only:
         print(f'validation loss {evaluate(model, compiled, data, s, machine)["val"]:.4f} nats per token')
         return
     optimizer = make_optimizer(model, s)
     step, seconds = run_settings.restore(s, record, model, optimizer)
-    ddp = compiled
-    if machine.world > 1 and not parallel.is_sharded(model):
-        ddp = torch.nn.parallel.DistributedDataParallel(
-            compiled, device_ids=[machine.device] if machine.device.type == 'cuda' else None)
+    ddp = parallel.averaging_gradients(model, compiled, machine.device)
     records = Records(s, config, data, machine, step)
     if run_settings.is_extension(s):
         records.save(model, optimizer, step, seconds)
@@ -403,9 +353,10 @@ def train(s, config, data, record, machine, argv):
                 continue
             lr = optimizer.param_groups[0]['lr']
             line = {'step': step, 'tokens': step * s.batch_size * s.block_size, 'lr': lr,
-                    **read_numbers(parts, norm, machine.world), **meter.read(step), **read_skips(s, step, skips, lr)}
+                    **read_numbers(parts, norm), **meter.read(step), **read_skips(s, step, skips, lr)}
+            minutes_left = (n_steps - step) * meter.tokens_per_step / line['tokens_per_s'] / 60
             progress(f'step {step}/{n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
-                     f'ETA {meter.time_left(n_steps, step)}')
+                     f'{minutes_left:.1f} minutes left')
             if eval_due:
                 with parallel.whole_weights(model):
                     found = evaluate(model, compiled, data, s, machine)
@@ -417,7 +368,6 @@ def train(s, config, data, record, machine, argv):
             if save_due:
                 records.save(model, optimizer, step, meter.seconds)
             meter.restart(step)
-
     if stopping:
         command = run_settings.resume_command(argv, machine.world, s.out_dir)
         say(f'stopped after step {step}. Continue with: {command}')
@@ -433,13 +383,10 @@ def finish(s, model, data, machine, seconds):
         runs.plot_loss(s.out_dir)
         if s.sample_tokens:
             print_sample(s, model, data, machine)
-    look = f'python sample.py {s.out_dir} "Return the"    generates text'
+    command = f'python sample.py {s.out_dir} "Return the"'
     if hasattr(data, 'score'):
-        look = f'python -m analysis.scores {s.out_dir}    plots its scores'
-    print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
-          f'  {look}\n'
-          f'  {s.out_dir}/loss.png                   is the loss curve; log.jsonl has its numbers\n'
-          f'  python train.py --help                     lists every setting')
+        command = f'python -m analysis.scores {s.out_dir}'
+    print(f'done in {seconds / 60:.1f} minutes of training. {s.out_dir}/loss.png is the loss curve. Next: {command}')
 
 
 def print_sample(s, model, data, machine):
@@ -455,7 +402,7 @@ def print_sample(s, model, data, machine):
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        argv = join_values(sys.argv[1:] if argv is None else argv, Settings)
+        argv = sys.argv[1:] if argv is None else argv
         s, given, record = run_settings.read_settings(Settings, argv)
         machine = start_processes(s)
         with contextlib.redirect_stdout(sys.stdout if machine.rank == 0 else open(os.devnull, 'w')):

@@ -57,7 +57,7 @@ def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callab
 
 def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]:
     """A step of one of our models as train.py does it."""
-    called = train.compile_model(model) if compile else model
+    called = machine.compile_model(model) if compile else model
     optimizer = train.make_optimizer(model, train.Settings())
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 

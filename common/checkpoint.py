@@ -164,9 +164,7 @@ def refuse_not_finite(folder, step: int, bad: str | None) -> None:
 
 def last_good(folder) -> str:
     """Return a sentence that names the newest checkpoint of a run that diverged, and what to do with it."""
-    newest = next(iter(checkpoints(folder)), None)
-    if newest is None:
-        return 'There is no checkpoint from before: start again with a lower learning_rate or more warmup_tokens'
+    newest = next(iter(checkpoints(folder)), 'none')
     return (f'The last good checkpoint is {newest}: start another run with a lower learning_rate or more '
             f'warmup_tokens, from its weights with --init_from={folder} or from the beginning')
 
@@ -198,7 +196,7 @@ def remove_older(folder, step: int, keep: int, always: int | None) -> None:
 
     Those of higher steps are damaged: this run has resumed from an earlier one.
     """
-    up_to_step = [path for path in candidates(folder, step) if step_of(path) != always]
+    up_to_step = [path for path in checkpoints(folder, step) if step_of(path) != always]
     kept = {*up_to_step[:keep], checkpoint_paths(folder, always or 0)[0]}
     for path in checkpoints(folder):
         if path not in kept:
@@ -207,31 +205,27 @@ def remove_older(folder, step: int, keep: int, always: int | None) -> None:
 
 # ---- reading ----
 
-def checkpoints(folder) -> list[Path]:
-    """Return the checkpoint folders of a run, newest first."""
-    found = [path for path in (Path(folder) / 'ckpt').glob('step_*') if re.fullmatch(r'step_\d{8,}', path.name)]
-    return sorted(filter(Path.is_dir, found), key=step_of, reverse=True)
+def checkpoints(folder, up_to: int | None = None) -> list[Path]:
+    """Return the checkpoint folders of a run, of step up_to at most, newest first."""
+    found = [path for path in (Path(folder) / 'ckpt').glob('step_*')
+             if re.fullmatch(r'step_\d{8,}', path.name) and path.is_dir()]
+    return sorted((p for p in found if up_to is None or step_of(p) <= up_to), key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix('step_'))
 
 
-def candidates(folder, up_to: int | None) -> list[Path]:
-    """Return the checkpoints to try, newest first: all, or up to a step."""
-    return [path for path in checkpoints(folder) if up_to is None or step_of(path) <= up_to]
-
-
 def first_undamaged(folder, read: Callable, up_to: int | None):
     """Return read(path) of the newest checkpoint that is not damaged. Names each damaged one on stderr."""
-    for path in candidates(folder, up_to):
+    for path in checkpoints(folder, up_to):
         try:
             return read(path)
         except UserError:
             raise
         except DAMAGE as error:
             say_once(f'checkpoint {path} is damaged ({error}); the one before it is tried')
-    raise UserError(f'{folder} has no {"undamaged " if candidates(folder, up_to) else ""}checkpoint to load')
+    raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load')
 
 
 def load_checkpoint(folder, names=FILES, up_to: int | None = None) -> tuple[dict, dict]:

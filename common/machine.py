@@ -39,6 +39,12 @@ class Machine:
         """Return True if the torchrun that started this process has died."""
         return self.launcher is not None and os.getppid() != self.launcher
 
+    def compiled(self, model: torch.nn.Module, on: bool | None):
+        """Return the model as training calls it, compiled if `on`; None: on GPUs only."""
+        if self.device.type == 'cuda':  # FlexAttention is compiled, even if the model is not
+            set_compiler_options()
+        return compile_model(model) if on or on is None and self.device.type == 'cuda' else model
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
@@ -101,7 +107,7 @@ def start_processes(s) -> Machine:
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
-        join_processes('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
+        dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
     device = torch.device(kind, local) if kind == 'cuda' else torch.device(kind)
     return Machine(rank, world, device, launcher=launcher)
 
@@ -129,23 +135,8 @@ def take_gpu(local: int) -> None:
 
 def torchrun_ranks() -> tuple[int, int, int, int]:
     """Return torchrun's (rank, world size, local rank, local world size); (0, 1, 0, 1) without torchrun."""
-    defaults = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
-    texts = {name: os.environ.get(name, default) for name, default in defaults.items()}
-    if all(re.fullmatch('[0-9]{1,7}', text) for text in texts.values()):
-        rank, world, local, local_world = map(int, texts.values())
-        if rank < world and local < local_world:
-            return rank, world, local, local_world
-    given = ', '.join(f'{name}={text!r}' for name, text in texts.items())
-    raise UserError(f'the environment has {given}: expected the numbers that torchrun sets. For one process: unset '
-                    f'{" ".join(defaults)}')
-
-
-def join_processes(backend: str) -> None:
-    """Join torchrun's processes; UserError if something else started them."""
-    try:
-        dist.init_process_group(backend)
-    except ValueError as error:  # no MASTER_ADDR, for example
-        raise UserError(f'the processes cannot be joined: start them with torchrun. {error}')
+    defaults = {'RANK': 0, 'WORLD_SIZE': 1, 'LOCAL_RANK': 0, 'LOCAL_WORLD_SIZE': 1}
+    return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
 
 
 def keep_freed_memory() -> None:
@@ -170,6 +161,27 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         (a @ b)[0, 0].item()
         best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
+
+
+# ---- torch.compile ----
+
+def compile_model(model: torch.nn.Module):
+    """Return the compiled model."""
+    set_compiler_options()
+    return torch.compile(model)
+
+
+def set_compiler_options():
+    """Set the options of torch.compile that training needs."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled again, for its layer number
+    torch._dynamo.config.recompile_limit = 64  # block masks are one function for all patterns and pairs of streams
+    torch._dynamo.config.optimize_ddp = False  # DDP's graph splitter does not support FlexAttention
+    if hasattr(functorch, 'backward_pass_autocast'):
+        functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32
+    if hasattr(inductor.triton, 'mix_order_reduction'):
+        inductor.triton.mix_order_reduction = False  # silently wrong gradients: pytorch issue 193061
 
 
 # ---- terminal and signals ----

@@ -42,12 +42,16 @@ def first_given(value):
     return next((v for v in all_gather(value) if v is not None), None)
 
 
+def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all processes, in the same tensor. Does not wait for the GPU if the tensor is on the host."""
+    if world() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
 def any_rank(flag: bool) -> bool:
     """Return True if the flag is set on any process."""
-    flags = torch.tensor([flag], dtype=torch.int64)
-    if world() > 1:
-        dist.all_reduce(flags)  # on the host
-    return bool(flags)
+    return bool(all_reduce(torch.tensor([flag], dtype=torch.int64)))
 
 
 @contextmanager
@@ -96,6 +100,13 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
 
 def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
+
+
+def averaging_gradients(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Return the compiled model as it is called in training: in DistributedDataParallel if processes have copies."""
+    if world() == 1 or is_sharded(model):
+        return compiled
+    return torch.nn.parallel.DistributedDataParallel(compiled, device_ids=[device] if device.type == 'cuda' else None)
 
 
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:

@@ -3,8 +3,8 @@
 `read_settings` reads train.py's command line. With --resume and --eval_only, settings that are not given are those of
 the run in out_dir; with --extend, those of the run that is extended; with --init_from, the model's settings are those
 of the run whose weights are loaded. A resumed or extended run refuses changed settings, except `MAY_CHANGE`.
-`model_config` makes the model's Config, `check_settings` finds problems that would otherwise come up later, and
-`initial_weights` and `restore` load what the run starts from.
+`model_config` makes the model's Config, `check_settings` and `describe` find problems that would otherwise come up
+later, and `initial_weights` and `restore` load what the run starts from.
 """
 import importlib.util
 import math
@@ -62,8 +62,6 @@ def continued_settings(s, given: dict) -> tuple:
     check_unchanged(folder, known, {name: value for name, value in given.items() if name not in may_change})
     asked = {name: value for name, value in given.items() if name in own}
     s = replace(saved, **{**asked, 'out_dir': s.out_dir, 'overwrite': s.overwrite})
-    if not s.data:
-        raise UserError(f'the run in {s.out_dir} has no data of its own: give --data=FOLDER')
     return s, record
 
 
@@ -148,7 +146,7 @@ def restore(s, record, model, optimizer) -> tuple[int, float]:
                             f'--extend={s.extend} --max_tokens={s.max_tokens} --overwrite instead of --resume')
         return checkpoint.restore_training(s.out_dir, model, optimizer)
     up_to = last_before_decay(make_settings(type(s), record['settings'], f'in {s.extend}/config.json'))
-    if not checkpoint.candidates(s.extend, up_to):
+    if not checkpoint.checkpoints(s.extend, up_to):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
         raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train a new run with more '
                         'max_tokens')
@@ -166,7 +164,10 @@ def n_steps(s) -> int:
 
 
 def describe(s, model, data) -> None:
-    """Print the size and cost of a run."""
+    """Print the size and cost of a run. Raises UserError for settings that do not suit the model."""
+    if s.acceptance_prompts and not getattr(model, 'longest_draft', 0):
+        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
+                        'cannot draft for itself: use 0')
     try:
         flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     except ValueError as error:  # block_size does not suit the model
@@ -179,9 +180,8 @@ def describe(s, model, data) -> None:
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
     constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
     if s.warmup_tokens > constant_until and not s.eval_only:
-        what = 'decay begins' if constant_until < s.max_tokens else 'run ends'
         print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
-              f'and the {what} after {constant_until:,.0f}')
+              f'and the decay begins, or the run ends, after {constant_until:,.0f}')
 
 
 def is_new(s) -> bool:
@@ -225,13 +225,8 @@ def check_settings(s, data, world):
         raise UserError(f'batch_size = {s.batch_size} gives some of the {world} processes one sequence and, with '
                         'micro_batch_size = 1, one micro-batch more than others, which parallel = fsdp does not allow: '
                         f'use --micro_batch_size=2, or a batch_size that is a multiple of {world}')
-    if s.memory is not None and not s.dry_run:
-        raise UserError(f'--memory={s.memory:g} checks whether a step fits: add --dry_run, or leave it out to train')
     if s.acceptance_prompts and hasattr(data, 'score'):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0')
-    if s.acceptance_prompts and not hasattr(runs.model_file(s.model).Model, 'draft'):
-        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but model {s.model!r} cannot '
-                        'draft for itself: use 0')
     if s.wandb_project and not s.eval_only and importlib.util.find_spec('wandb') is None:
         raise UserError(f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb, or use '
                         '--wandb_project=None')

@@ -35,6 +35,9 @@ from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
 from data.tokenizers import tokenizer_digest
 
+NEEDED = {  # what the scripts read of config.json, besides the settings of training and the model's Config
+    'settings': {'block_size': int, 'eval_seed': int | None}, 'model_config': {}, 'versions': {},
+    'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'bos': bool, 'sha256': str}}
 EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder by eval.py and analysis.speculative
 
 
@@ -115,9 +118,9 @@ def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor)
     model.train()
     worst = (have - want).abs().max().item()
     if not worst < 1e-4:
-        raise UserError(f'{source} cannot become this model: with {", ".join(new)} at their initial values, its logits '
-                        f'change by {worst:.1e}. Settings that are not about the new weights (window, documents, '
-                        'n_head) must equal the source\'s, and this model must have them')
+        raise UserError(f'{source} cannot become this model: its logits change by {worst:.1e} before any training. '
+                        'Settings that are not about the new weights (window, documents, n_head) must equal the '
+                        "source's, and this model must have them")
     print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
           f'{worst:.1e} at step 0')
 
@@ -156,22 +159,18 @@ def read_run(folder) -> dict:
         name = f'out/{Path(folder).resolve().name}'
         raise UserError(f'{folder} is a Hugging Face folder: make it a run with python -m common.export {name} '
                         f'--from_llama={folder}, and use {name}')
-    needed = {'settings': {'block_size': int, 'eval_seed': int | None}, 'model_config': {}, 'versions': {},
-              'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'bos': bool, 'sha256': str}}
     typed('model', record.get('model'), str, f'in {path}')
-    for part, types_of in needed.items():
-        if not isinstance(record.get(part), dict):
-            raise UserError(f'{path} is damaged ({part} is missing, or no object): {remedy}')
-        if missing := types_of.keys() - record[part].keys():
-            raise UserError(f'{path} is damaged ({part} has no {", ".join(sorted(missing))}): {remedy}')
-        for name, kind in types_of.items():
-            record[part][name] = typed(name, record[part][name], kind, f'in {path}')
+    for part, types_of in NEEDED.items():
+        values = record.get(part)
+        if missing := types_of.keys() - values.keys() if isinstance(values, dict) else {part}:
+            raise UserError(f'{path} is damaged (no {", ".join(sorted(missing))}): {remedy}')
+        values |= {name: typed(name, values[name], kind, f'in {path}') for name, kind in types_of.items()}
     data = record['data']
     if not (record['settings']['block_size'] >= 1 and data['eos_id'] < data['n_ids']):
         raise UserError(f'{path} is damaged (block_size, n_ids or eos_id out of range): {remedy}')
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
-    return {key: record[key] for key in ('model', *needed)}
+    return {key: record[key] for key in ('model', *NEEDED)}
 
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
@@ -179,10 +178,7 @@ def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
 
     UserError if there is none, or if its tokenizer differs from the run's.
     """
-    name = name or record['settings'].get('data')
-    if not name:
-        raise UserError('this run has no data of its own: give --data=FOLDER')
-    data = open_data(name)
+    data = open_data(name or record['settings'].get('data', ''))
     check_vocabulary(record, data, folder)
     return data
 
@@ -219,10 +215,8 @@ def check_out_dir(folder, overwrite: bool) -> None:
     elif not overwrite:
         raise UserError(f'{folder} holds a run already: --resume continues it, --overwrite replaces it, '
                         'another --out_dir keeps both')
-    elif not {'model', 'settings', 'model_config', 'data'} <= read_json(
-            folder / 'config.json', 'give another --out_dir, or remove the folder yourself').keys():
-        raise UserError(f'{folder}/config.json was not written by train.py, so --overwrite removes nothing: give '
-                        'another --out_dir, or remove the folder yourself')
+    else:
+        read_run(folder)  # what is replaced is a run
 
 
 @contextmanager
@@ -232,10 +226,7 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     was_there = folder.exists()
     if is_new:
         check_out_dir(folder, overwrite)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f'the run folder {folder} cannot be made ({error.strerror}): give another --out_dir')
+    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         try:
             if is_new:

@@ -1,8 +1,8 @@
 """Settings of the scripts: dataclasses filled from their defaults, a config file and the command line.
 
 The settings of a training run are `train.Settings` and the `Config` of the chosen model file. A config file is plain
-Python assignments; `--key=value` or `--key value` on the command line overrides it. Unknown names, wrong types and
-values that are not among a setting's `Literal` choices are errors, in a file as on the command line.
+Python assignments; `--key=value` on the command line overrides it. Unknown names, wrong types and values that are not
+among a setting's `Literal` choices are errors, in a file as on the command line.
 
 Scripts call `load_settings`. `make_settings` builds a dataclass from values, such as those of a run's config.json.
 """
@@ -13,6 +13,7 @@ import inspect
 import math
 import os
 import re
+import reprlib
 import runpy
 import sys
 import types
@@ -40,32 +41,27 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
 
     Settings is a dataclass; argv None means the process's arguments. With config_of, one positional argument is a
     config file, and the fields of the dataclass config_of(settings.model), a model's Config, are settings too; their
-    values are only in the returned dict. If the command line names another model than the file, settings that only the
-    file's model has are left out. Raises UserError for an unknown name, with the closest valid ones. `--help`
+    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. `--help`
     prints all settings and exits.
     """
-    given, where, positional, wants_help = _parse(join_values(sys.argv[1:] if argv is None else argv, Settings))
+    argv = sys.argv[1:] if argv is None else argv
+    wants_help, given = '-h' in argv or '--help' in argv, {}
+    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h']
+    for name, equals, text in (arg[2:].partition('=') for arg in argv if arg.startswith('--') and arg != '--help'):
+        given[name] = Text(text) if equals else True
+    where = dict.fromkeys(given, 'on the command line')
     if config_of and positional:
-        path, *more = positional
-        if more:
+        if len(positional) > 1:
             raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. '
                             'Overrides are --key=value')
-        from_file = read_config_file(path)
-        if 'model' in given and 'model' in from_file:  # a file for one model, used for another
-            theirs, ours = (typing.get_type_hints(config_of(str(x['model']))) for x in (from_file, given))
-            ours |= typing.get_type_hints(Settings)
-            from_file = {name: value for name, value in from_file.items() if name in ours or name not in theirs}
-        given = {**from_file, **given}
-        where = {**dict.fromkeys(from_file, f'in {path}'), **where}
+        from_file = settings_in_file(positional[0], given, Settings, config_of)
+        given, where = from_file | given, dict.fromkeys(from_file, f'in {positional[0]}') | where
     own = {f.name: f for f in dataclasses.fields(Settings)}
-    types_of = typing.get_type_hints(Settings)
-    Config = None
-    if config_of:
-        Config = config_of(str(given.get('model', own['model'].default)))
-        types_of |= typing.get_type_hints(Config)
+    classes = [Settings, config_of(str(given.get('model', own['model'].default)))] if config_of else [Settings]
     if wants_help:
-        print_help(Settings, Config)
+        print_help(*classes)
         sys.exit(0)
+    types_of = {name: kind for cls in classes for name, kind in typing.get_type_hints(cls).items()}
     for name in given:
         if name not in types_of:
             near = difflib.get_close_matches(name, types_of, 3, 0.6)
@@ -77,26 +73,14 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     return Settings(**{name: value for name, value in given.items() if name in own}), positional, given
 
 
-def join_values(argv: list[str], Settings: type) -> list[str]:
-    """Return the arguments with `--key value` joined to `--key=value`.
-
-    A boolean setting is a flag: after it, only True or False is read as its value. The settings of a model are not
-    known here: after one of them, a name ending in .py is a config file and anything else is its value.
-    """
-    types_of = typing.get_type_hints(Settings)
-    joined = []
-    for arg in argv:
-        name = joined[-1].removeprefix('--') if joined else ''
-        is_open = joined and joined[-1].startswith('--') and '=' not in name and name != 'help'
-        if name not in types_of:
-            is_value = not arg.endswith('.py')
-        else:
-            is_value = bool not in kinds(types_of[name])[0] or arg.lower() in ('true', 'false')
-        if is_open and is_value and not arg.startswith('--'):
-            joined[-1] += f'={arg}'
-        else:
-            joined.append(arg)
-    return joined
+def settings_in_file(path: str, given: dict, Settings: type, config_of: Callable) -> dict:
+    """Return the settings in a config file, without those of its model where `given` names another model."""
+    from_file = read_config_file(path)
+    if 'model' in given and 'model' in from_file:
+        theirs, ours = (typing.get_type_hints(config_of(str(values['model']))) for values in (from_file, given))
+        ours |= typing.get_type_hints(Settings)
+        return {name: value for name, value in from_file.items() if name in ours or name not in theirs}
+    return from_file
 
 
 def kinds(annotation) -> tuple[tuple, tuple]:
@@ -121,43 +105,21 @@ def expected(annotation) -> str:
     return ' or '.join(filter(None, [', '.join(names[:-1]), names[-1]]))
 
 
-def _parse(argv):
-    """Return ({name: value}, {name: where it was given}, positional arguments, whether --help was given)."""
-    given, where, positional, wants_help = {}, {}, [], False
-    for arg in argv:
-        if arg in ('-h', '--help'):
-            wants_help = True
-        elif re.fullmatch('-[A-Za-z]', arg):
-            raise UserError(f'unknown option {arg}: settings are --name=value, run with --help for the list')
-        elif arg.startswith('--'):
-            name, equals, text = arg[2:].partition('=')
-            given[name] = Text(text) if equals else True
-            where[name] = 'on the command line'
-        else:
-            positional.append(arg)
-    return given, where, positional, wants_help
-
-
 def read_config_file(path: str) -> dict:
     """Return the assignments of a config file, without modules, functions and names that start with an underscore."""
+    if os.path.isfile(f'{path}/config.json'):
+        raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
     if not os.path.isfile(path):
         files = (ROOT / 'config').rglob('*.py')
         known = sorted(str(p.relative_to(ROOT)) for p in files if p.name != '__init__.py')
-        if os.path.isfile(f'{path}/config.json'):
-            raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
-        near = difflib.get_close_matches(path, known, 3, 0.4)
-        hint = f'did you mean {" or ".join(near)}?' if near else f'expected one such as {", ".join(EXAMPLES)}'
-        raise UserError(f'there is no config file {path}: {hint}')
+        near = difflib.get_close_matches(path, known, 3, 0.4) or EXAMPLES
+        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
     try:
         names = runpy.run_path(str(path))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit included
+    except Exception as error:
         raise UserError(f'config file {path} does not run: {type(error).__name__}: {first_line(error)}')
-
-    def is_setting(name, value):
-        return not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))
-    return {name: value for name, value in names.items() if is_setting(name, value)}
+    return {name: value for name, value in names.items()
+            if not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
 
 
 def typed(name: str, value, annotation, where: str):
@@ -167,17 +129,10 @@ def typed(name: str, value, annotation, where: str):
     """
     options, choices = kinds(annotation)
     if isinstance(value, Text):
-        if not value and {str, type(None)} <= set(options):  # --init_from=$RUN with RUN unset, for example
-            raise UserError(f'setting {name!r} {where} is empty: expected text, or None for none')
-        if str in options and value not in ('None', "''", '""'):
-            value = str(value)
-        else:
-            try:
-                value = ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(value, value))
-            except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deeply nested
-                value = str(value)
-    if type(value) in (int, float) and not abs(value) <= LARGEST:
-        raise UserError(f'{name} is {shown(value)} {where}: expected a number of at most {LARGEST:.0e}')
+        value = parsed(name, str(value), options, where)
+    least = 1 if name in SIZES else 0
+    if type(value) in (int, float) and not least <= value <= LARGEST:
+        raise UserError(f'{name} is {reprlib.repr(value)} {where}: expected at least {least}, at most {LARGEST:.0e}')
     if float in options and type(value) is int:
         value = float(value)
     if int in options and type(value) is float and value.is_integer():
@@ -185,11 +140,8 @@ def typed(name: str, value, annotation, where: str):
     if type(value) not in options:
         if value is True and where == 'on the command line':
             raise UserError(f'--{name} needs a value: write --{name}=VALUE')
-        raise UserError(f'setting {name!r} {where} is {shown(value)}, a {type(value).__name__}: expected '
+        raise UserError(f'setting {name!r} {where} is {reprlib.repr(value)}, a {type(value).__name__}: expected '
                         f'{expected(annotation)}')
-    least = 1 if name in SIZES else 0
-    if type(value) in (int, float) and value < least:
-        raise UserError(f'{name} is {value} {where}: expected at least {least}')
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), map(str, choices), 1)
         hint = f'; did you mean {near[0]!r}?' if near else ''
@@ -197,13 +149,16 @@ def typed(name: str, value, annotation, where: str):
     return value
 
 
-def shown(value) -> str:
-    """Return the repr of any value, short enough for a sentence."""
+def parsed(name: str, text: str, options: tuple, where: str):
+    """Return the value of text from the command line for a setting that may have these types."""
+    if not text and {str, type(None)} <= set(options):  # --init_from=$RUN with RUN unset, for example
+        raise UserError(f'setting {name!r} {where} is empty: expected text, or None for none')
+    if str in options and text not in ('None', "''", '""'):
+        return text
     try:
-        text = repr(value)
-    except Exception:  # an int with too many digits to print, or a user's class
-        return '...'
-    return text if len(text) <= 80 else f'{text[:80]}...'
+        return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deeply nested
+        return text
 
 
 def make_settings(Settings: type, values: dict, where: str):
@@ -220,8 +175,6 @@ def make_settings(Settings: type, values: dict, where: str):
     values = {name: typed(name, value, types_of[name], where) for name, value in values.items()}
     try:
         return Settings(**values)
-    except UserError:
-        raise
     except (ValueError, ZeroDivisionError) as error:
         raise UserError(f'{error} ({where})')
 
@@ -238,14 +191,11 @@ def check_ranges(settings, **ranges: tuple) -> None:
             raise UserError(f'{name} is {value}: expected {expected}')
 
 
-def print_help(Settings: type, ModelConfig: type | None = None) -> None:
-    """Print every setting with its type, its default and its comment in the source."""
-    print(inspect.getmodule(Settings).__doc__.strip() + '\n')
-    sections = [(Settings, 'settings and their defaults, which a config may change')]
-    if ModelConfig:
-        sections.append((ModelConfig, f'model settings ({ModelConfig.__module__}.py)'))
-    for cls, title in sections:
-        print(f'{title}:')
+def print_help(*classes: type) -> None:
+    """Print every setting of a script, and of a model, with its type, its default and its comment in the source."""
+    print(inspect.getmodule(classes[0]).__doc__.strip())
+    for cls, title in zip(classes, ('settings and their defaults, which a config may change', 'settings of the model')):
+        print(f'\n{title} ({cls.__module__}.py):')
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):

@@ -43,6 +43,19 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     return {name: sum(totals.get(name, 0.0) for totals, _ in shares) / n_counted for name in names}, n_counted
 
 
+def acceptance(model, data, s) -> float:
+    """Return the fraction of drafted tokens that are accepted when validation text is continued.
+
+    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
+    """
+    from common.speculative import speculative_generate
+    length, T = min(5, model.longest_draft), s.block_size // 2
+    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
+    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
+    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
+    return sum(drafts.accepted) / max(1, drafts.drafted)
+
+
 def perplexity(nats: float) -> float:
     """Return exp of nats per token; infinity where a float cannot hold it."""
     try:

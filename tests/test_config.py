@@ -1,5 +1,4 @@
 """Settings: what is accepted, and the sentence for what is not."""
-import copy
 import dataclasses
 import importlib
 import itertools
@@ -17,7 +16,7 @@ import model_nextlat
 import train
 from common import run_settings, runs
 from common.files import UserError
-from common.settings import load_settings, make_settings
+from common.settings import load_settings
 from data.tokenizers import padded_vocab
 
 
@@ -60,32 +59,15 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
     ('--name=', "setting 'name' on the command line is empty: expected text, or None"),
     ('--count=' + '[' * 5000, "setting 'count' on the command line is '[[["),
-    ('-n', 'unknown option -n: settings are --name=value'),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
     ('--shape=3', "shape is '3' on the command line: expected 'round', 'square' or None"),
-    ('--rate=-1', 'rate is -1.0 on the command line: expected at least 0'),
-    ('--count=\0', 'expected int'), ('--count=\udcff', 'expected int')])
+    ('--rate=-1', 'rate is -1 on the command line: expected at least 0'),
+    ('--count=\0', 'expected int'), ('--rate=1e400', 'rate is inf on the command line'),
+    ('--count=1e18', 'at most 9e+15')])
 def test_bad_values_are_sentences(arg, sentence):
     with pytest.raises(UserError) as error:
         load_settings(Example, [arg])
     assert sentence in str(error.value)
-
-
-@pytest.mark.parametrize('argv, given, positional', [
-    (['--count', '4', 'a prompt'], {'count': 4}, ['a prompt']),
-    (['--rate', '1', '--text', 'x y'], {'rate': 1.0, 'text': 'x y'}, []),
-    (['run', '--flag', 'a prompt'], {'flag': True}, ['run', 'a prompt']),
-    (['--flag', 'False', '--name', 'f.py'], {'flag': False, 'name': 'f.py'}, []),
-    (['--count', '4', '5'], {'count': 4}, ['5'])])
-def test_a_value_may_stand_after_its_setting_and_a_flag_takes_no_other_argument(argv, given, positional):
-    assert load_settings(Example, argv)[1:] == (positional, given)
-
-
-def test_a_model_setting_takes_a_value_and_no_config_file(tmp_path):
-    path = write(tmp_path / 'mine.py', "model = 'context_ready'\n")
-    for argv in ([path, '--bptt', '--n_layer', '3'], ['--n_layer', '3', '--bptt', path]):
-        _, positional, given = load_settings(Example, argv, config_of=model_config_class)
-        assert positional == [path] and given['bptt'] is True and given['n_layer'] == 3
 
 
 @pytest.mark.parametrize('other, ours', [('lr', 'learning_rate'), ('max_iters', 'max_tokens'), ('d_model', 'n_embd')])
@@ -94,26 +76,14 @@ def test_names_of_other_repositories_are_hinted_at(other, ours):
         load_settings(train.Settings, [f'--{other}=1'], config_of=model_config_class)
 
 
-def write(path, text):
-    path.write_text(text)
-    return str(path)
-
-
 def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
-    path = write(tmp_path / 'mine.py', 'from config.standard_m import *\nimport math\nfrom math import sqrt\n'
-                 'n_layer = int(math.sqrt(49))\n_private = 1\ncount = 2e3\n')
-    settings, _, given = load_settings(with_warmup(), [path, '--count=5'], config_of=model_config_class)
+    path = tmp_path / 'mine.py'
+    path.write_text('from config.standard_m import *\nimport math\nfrom math import sqrt\n'
+                    'n_layer = int(math.sqrt(49))\n_private = 1\nseed = 2e3\n')
+    settings, _, given = load_settings(train.Settings, [str(path), '--seed=5'], config_of=model_config_class)
     assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'micro_batch_size': 6,
-                     'count': 5}
-    assert settings.count == 5
-
-
-def with_warmup():
-    @dataclass
-    class Settings(Example):
-        warmup_tokens: int = 0  # warm-up
-        micro_batch_size: int = 1  # sequences
-    return Settings
+                     'seed': 5}
+    assert settings.seed == 5
 
 
 @pytest.mark.parametrize('text, sentence', [
@@ -122,19 +92,15 @@ def with_warmup():
     ('model = "standrd"', "unknown model 'standrd': did you mean 'standard'?"),
     ('model = "../../etc/passwd"', 'unknown model'),
     ('n_layer = 1 +', 'config file {} does not run: SyntaxError'),
-    ('\0', 'config file {} does not run: SyntaxError'),
     ('from config.no_such_file import *', 'config file {} does not run: ModuleNotFoundError'),
-    ('raise SystemExit(3)', 'config file {} does not run: SystemExit: 3'),
-    ('raise BaseException("odd")', 'config file {} does not run: BaseException: odd'),
     ('def f():\n    f()\nf()', 'config file {} does not run: RecursionError'),
-    ('rate = float("nan")', 'rate is nan in {}: expected a number'), ('rate = -1', 'rate is -1.0 in {}'),
-    ('n_layer = 10 ** 5000', 'n_layer is ... in {}: expected a number of at most 9e+15'),
-    ('class Odd:\n    def __repr__(self):\n        raise ValueError\nn_layer = Odd()', "is ..., a Odd: expected int"),
+    ('rate = float("nan")', 'rate is nan in {}'),
     ('import torch\nrate = torch.ones(())', "setting 'rate' in {} is tensor(1.), a Tensor: expected float")])
 def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence):
-    path = write(tmp_path / 'mine.py', text)
+    path = tmp_path / 'mine.py'
+    path.write_text(text)
     with pytest.raises(UserError) as error:
-        load_settings(Example, [path], config_of=model_config_class)
+        load_settings(Example, [str(path)], config_of=model_config_class)
     assert sentence.format(path) in str(error.value)
 
 
@@ -157,6 +123,12 @@ def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_
         assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
         assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)
     assert 'config/${m}_s.py --max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'docs/sps.md').read_text()  # 20M tokens
+
+
+def test_settings_that_only_the_files_model_has_are_left_out_for_another_model():
+    _, _, given = load_settings(train.Settings, ['config/gpn_quick.py', '--model=standard'],
+                                config_of=model_config_class)
+    assert given['model'] == 'standard' and 'learning_rate' in given and 'd_emb' not in given
 
 
 def test_missing_config_file_names_the_nearest():
@@ -220,71 +192,27 @@ def test_values_that_end_in_a_crash_are_out_of_range(option):
         load_settings(train.Settings, [option])
 
 
-@pytest.mark.parametrize('model, values', [
-    ('standard', dict(n_embd=2 ** 52, n_head=1)), ('standard', dict(n_ffn=2 ** 52)), ('gpn', dict(n_head=2 ** 52)),
-    ('gpn', dict(d_k=2 ** 52, n_head=2 ** 52)), ('nextlat', dict(n_dynamics=2 ** 52)),
-    ('sps', dict(vocab_size=2 ** 52))])
-def test_a_model_too_large_for_any_machine_is_a_sentence(model, values):
-    with pytest.raises(UserError, match='cannot be so large'):
-        runs.blank_model(model, runs.make_config(model, VOCABULARY | values))
-
-
 # ---- config.json ----
 
-def record_of(model, **changes):
-    """A record as train.py writes it."""
-    config = runs.make_config(model, VOCABULARY | changes)
-    return {'model': model, 'settings': dataclasses.asdict(train.Settings(model=model, block_size=32)),
-            'model_config': dataclasses.asdict(config),
-            'data': {'folder': 'x', 'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': ''},
-            'versions': {'torch': '2'}}
-
-
-def read_all(folder):
-    """Reads config.json of a run as the scripts do: its record, the settings of training, the model's Config."""
-    record = runs.read_run(folder)
-    return record, make_settings(train.Settings, record['settings'], f'in {folder}'), runs.saved_config(record, folder)
-
-
-def test_wrong_types_in_config_json_are_sentences(tmp_path):
-    """Each value as another type is refused, unless it is one that nothing computes with."""
-    whole = record_of('nextlat')
-    places = [(part,) for part in whole] + [(part, name) for part in whole if part != 'model' for name in whole[part]]
-    free = set()
-    for place, value in itertools.product(places, ('x', [], {}, None, True, -1, 2.5, [[1]], {'a': {'b': 1}})):
-        record = copy.deepcopy(whole)
-        owner = record if len(place) == 1 else record[place[0]]
-        if type(value) is type(owner[place[-1]]):
-            continue
-        owner[place[-1]] = value
-        (tmp_path / 'config.json').write_text(json.dumps(record))
-        try:
-            read_all(tmp_path)
-            free.add(place[-1])
-        except UserError as error:
-            assert str(tmp_path) in str(error)
-    kinds = typing.get_type_hints(train.Settings) | typing.get_type_hints(model_config_class('nextlat'))
-    optional = {name for name, kind in kinds.items() if type(None) in typing.get_args(kind)}
-    floats = {name for name, kind in kinds.items() if kind is float}  # for which -1 and 2.5 are tried elsewhere
-    assert free - optional - floats <= {'folder', 'torch'}
 
 
 @pytest.mark.parametrize('place', [('model',), ('settings',), ('model_config',), ('data',), ('settings', 'block_size'),
                                    ('data', 'tokenizer'), ('data', 'n_ids'), ('data', 'eos_id'), ('data', 'sha256')])
 def test_what_config_json_must_have_is_named_where_it_is_missing(tmp_path, place):
-    record = record_of('standard')
-    del (record if len(place) == 1 else record[place[0]])[place[-1]]
+    record = {'model': 'standard', 'settings': {'block_size': 32, 'eval_seed': None}, 'model_config': {},
+              'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': ''}, 'versions': {}}
+    (tmp_path / 'config.json').write_text(json.dumps(record))
+    assert runs.read_run(tmp_path) == record
+    owner = record if len(place) == 1 else record[place[0]]
+    for value in ([], None):
+        owner[place[-1]] = value
+        (tmp_path / 'config.json').write_text(json.dumps(record))
+        with pytest.raises(UserError, match=place[-1]):
+            runs.read_run(tmp_path)
+    del owner[place[-1]]
     (tmp_path / 'config.json').write_text(json.dumps(record))
     with pytest.raises(UserError, match=place[-1]):
-        read_all(tmp_path)
-
-
-@pytest.mark.parametrize('content', [b'', b'\0' * 100, b'\xff\xfe', b'[' * 200_000, b'null', b'[1]',
-                                     b'{"model": ' + b'9' * 5000 + b'}'])
-def test_a_config_json_that_is_none_is_a_sentence(tmp_path, content):
-    (tmp_path / 'config.json').write_bytes(content)
-    with pytest.raises(UserError, match='config.json is damaged'):
-        read_all(tmp_path)
+        runs.read_run(tmp_path)
 
 
 @pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])

@@ -31,6 +31,7 @@ from conftest import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import train
 from common import machine, runs
 from common.start import quiet_start
 from data.shards import write_data
@@ -54,7 +55,6 @@ CONFIG = {'data': 'data', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size':
           'warmup_tokens': 16, 'eval_interval': 2, 'eval_tokens': 32, 'log_interval': 1, 'save_interval': 2,
           'sample_tokens': 2, 'threads': 1, 'device': 'cpu', 'dtype': 'float32'}
 PREPARE = '--tokenizer=byte --val_share=0.3 --workers=1'
-HALF = f'texts.jsonl --out_dir=half --shard_tokens=200 {PREPARE}'
 COMMANDS = {  # script and what it does: its share of the inputs, and commands that work in the folder `base` makes
     'train': (0.33, ['config.py --out_dir=new --dry_run',
                      'config.py --out_dir=new --dry_run --init_from=standard',
@@ -77,23 +77,21 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
     'analysis.speculative': (0.02, [
         'nextlat --n_prompts=2 --prompt_tokens=4 --new_tokens=3 --draft_lens=1,auto --out=figure']),
     'prepare_fineweb': (0.09, [f'texts.jsonl --out_dir=new {PREPARE}',
-                               f'texts.jsonl --out_dir=new {PREPARE} --tokenizer=tokenizer.json --max_tokens=100',
-                               HALF]),
+                               f'texts.jsonl --out_dir=new {PREPARE} --shard_tokens=200 --max_tokens=100']),
     'analysis.scores': (0.01, ['task --out=figure']),
     'analysis.loss_curves': (0.01, ['standard nextlat --out=figure']),
     'analysis.tables': (0.01, ['standard nextlat --out=figure']),
     'analysis.window_sweep': (0.01, ['standard nextlat --out=figure']),
 }
 RUNS = {'standard', 'nextlat', 'task'}
-OWN = {'train': RUNS, 'eval': RUNS, 'analysis.speculative': RUNS,
-       'prepare_fineweb': {'half'}}  # what it may change of `base`, if it names it
+OWN = {'train': RUNS, 'eval': RUNS, 'analysis.speculative': RUNS}  # what it may change of `base`, if it names it
 
 
 # ---- a folder in which the commands work ----
 
 @pytest.fixture(scope='module')
 def base(tmp_path_factory):
-    """Runs of two steps, a Llama, token data of which some is half built, texts, prompts, a tokenizer, a config."""
+    """Runs of three steps, a Llama, token data, texts, prompts, a config."""
     folder = tmp_path_factory.mktemp('fuzz') / 'base'
     texts = [f'text {i} of some words' for i in range(40)]
     records = ''.join(json.dumps({'id': str(i), 'text': text}) + '\n' for i, text in enumerate(texts))
@@ -104,40 +102,21 @@ def base(tmp_path_factory):
                        'bench/lambada_first_token.jsonl': records}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    write_tokenizer(folder / 'tokenizer.json')
     for command in ('train config.py --out_dir=standard', 'common.export standard --to_llama=llama',
                     'train config.py --out_dir=nextlat --model=nextlat --save_interval=1',
                     f'train config.py --out_dir=task --data={TASK} --block_size=17'):
-        here(folder, *command.split())
-    shutil.rmtree(folder / 'standard/ckpt/step_00000003')  # --resume goes on from step 2
-    if importlib.util.find_spec('datasets'):
-        status, stderr = in_a_fork('prepare_fineweb', HALF.split(), folder, prepare=die_before_the_end)
-        assert status == 0, stderr
+        must_work(folder, command)
+    shutil.rmtree(folder / 'standard/ckpt/step_00000003')  # --resume continues from step 2
     return folder
 
 
-def here(folder, program: str, *argv) -> None:
-    """A script in this process and in the folder; it must succeed."""
+def must_work(folder, command: str) -> None:
+    """Run a command in this process and in the folder."""
     before = os.getcwd()
     os.chdir(folder)
-    result = run('-m', program, *argv)
+    result = run('-m', *command.split())
     os.chdir(before)
     assert result.returncode == 0, result.stderr
-
-
-def write_tokenizer(path) -> None:
-    """A byte-level tokenizer.json without merges."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    pieces = ['<|endoftext|>', *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    fast = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    fast.save(str(path))
-
-
-def die_before_the_end():
-    """prepare_fineweb.py ends when all shards but the last of each split are written."""
-    import prepare_fineweb
-    prepare_fineweb.ShardWriter.finish = lambda *_: os._exit(0)
 
 
 # ---- faults in arguments ----
@@ -146,7 +125,7 @@ NUMBERS = ['0', '-0', '-1', '1', '2', '3', '100', '0.5', '1e-46', '1e39', '1e400
            '0x10', '9' * 19, '9' * 40, '-' + '9' * 40, '9' * 5000]
 TEXTS = ['', ' ', 'True', 'false', 'maybe', 'None', 'null', '[]', '{}', "''", '"a', '(' * 300, 'auto', 'cuda', 'byte',
          'gpt2', 'path_star', 'path_star:degree=x', 'path_star:degree=9,', 'a,b,,', ':', '=', '--', '-', '*', '[', '~',
-         '.', '..', 'data', 'standard', 'nextlat', 'half', 'texts', 'texts.jsonl', 'tokenizer.json', 'missing',
+         '.', '..', 'data', 'standard', 'nextlat', 'texts', 'texts.jsonl', 'missing',
          'standard,nextlat', 'x' * 300, 'é', '日本', '\u202eab', '\x1b[2J', '\n', '\\n', '%s', 'a\ud800']
 where = st.integers(0, 2 ** 16)  # which of the places that a fault can be at, modulo their number
 
@@ -197,10 +176,11 @@ def argvs(draw, kind: str) -> list[str]:
 ODD_JSON = ['null', 'true', '0', '-0', '-1', '1', '0.5', '1e400', '-1e400', 'NaN', '9' * 40, '9' * 5000, '1e-400', '""',
             '" "', '"a"', '"1"', '"byte"', '"standard"', '"gpn"', '"uint32"', '"../data"', '"\\u0000"', '"\\ud800"',
             '"' + 'x' * 5000 + '"', '[]', '[[]]', '[null]', '{}', '{"a": 1}', '[' * 100_000, '{"": {"": 0}}', '']
+MARK = 'this stands for the new value'
 json_texts = st.one_of(st.sampled_from(ODD_JSON), st.integers().map(str), st.text(max_size=8).map(json.dumps))
 damages = how_many.flatmap(lambda n: st.lists(st.one_of(  # (what is done, to which file, where in it, what with)
-    st.tuples(st.sampled_from(['set', 'set', 'add', 'rename', 'delete']), where, where, json_texts),
-    st.tuples(st.sampled_from(['flip', 'flip', 'cut', 'insert', 'remove', 'folder']), where, where,
+    st.tuples(st.sampled_from(['set', 'set', 'delete']), where, where, json_texts),
+    st.tuples(st.sampled_from(['flip', 'flip', 'cut', 'insert', 'remove']), where, where,
               st.binary(min_size=1, max_size=8))), min_size=n, max_size=n))
 
 
@@ -212,49 +192,36 @@ def files_read(program: str, argv: list[str], folder: Path) -> list[Path]:
 
 
 def damage(files: list[Path], kind: str, file: int, place: int, new) -> None:
-    """Puts a fault into one of the files: into its JSON, where `new` is a text, or into its bytes."""
+    """Damage one of the files: its JSON if `new` is a text, else its bytes."""
     is_json = isinstance(new, str)
-    if is_json:
-        files = [path for path in files if path.suffix in ('.json', '.jsonl') and 'ckpt' not in path.parts]
-    if not files:  # the argument that named them has a fault
+    files = [path for path in files if path.is_file() and not (
+        is_json and (path.suffix not in ('.json', '.jsonl') or 'ckpt' in path.parts))]
+    if not files:  # the argument that named them has a fault, or an earlier fault has removed them
         return
     path = files[file % len(files)]
-    if not path.is_file():  # after an earlier fault
-        return
     content = path.read_bytes()
-    place %= len(content) or 1
-    path.unlink()
-    if kind == 'folder':
-        path.mkdir()
-    elif kind == 'flip' and content:
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << new[0] % 8]) + content[place + 1:])
-    elif kind in ('cut', 'insert'):
-        path.write_bytes(content[:place] + (new + content[place:] if kind == 'insert' else b''))
-    elif is_json:
+    if is_json:
         with suppress(ValueError, RecursionError):  # after an earlier fault
-            content = damaged_json(content.decode(), path.suffix == '.jsonl', kind, place, new).encode()
-        path.write_bytes(content)
+            path.write_text(damaged_json(content.decode(), kind, place, new))
+        return
+    place %= len(content) or 1
+    rest = {'flip': bytes(byte ^ 1 << new[0] % 8 for byte in content[place:place + 1]) + content[place + 1:],
+            'cut': b'', 'insert': new + content[place:]}
+    path.unlink()
+    if kind != 'remove':
+        path.write_bytes(content[:place] + rest[kind])
 
 
-def damaged_json(text: str, has_lines: bool, kind: str, place: int, new: str) -> str:
-    """JSON with one of its values, itself included, set to `new`, renamed or deleted, or with another beside it."""
-    documents = [json.loads(line) for line in (text.splitlines() if has_lines else [text])]
+def damaged_json(text: str, kind: str, place: int, new: str) -> str:
+    """Return JSON lines or indented JSON with one of its values set to `new` or deleted."""
+    documents = [json.loads(line) for line in ([text] if text.startswith('{\n') else text.splitlines())]
     places = list(places_of(documents))
-    if not places:  # after an earlier fault
-        return text
-    holder, key = places[place % len(places)]
-    mark = 'here comes what no value of ours can be'
-    if kind == 'set':
-        holder[key] = mark
-    elif kind == 'delete':
+    holder, key = places[place % len(places)] if places else ([None], 0)
+    if kind == 'delete':
         del holder[key]
-    elif isinstance(holder, list):
-        holder.insert(key, mark)
-    elif kind == 'add':
-        holder['odd'] = mark
     else:
-        holder[key[:-1]] = holder.pop(key)
-    return '\n'.join(map(json.dumps, documents)).replace(json.dumps(mark), new)
+        holder[key] = MARK
+    return '\n'.join(map(json.dumps, documents)).replace(json.dumps(MARK), new)
 
 
 def places_of(value):
@@ -267,11 +234,8 @@ def places_of(value):
 
 # ---- a script in a fork ----
 
-def in_a_fork(program: str, argv: list[str], folder: Path, env=None, encoding='utf-8', stdin=b'', prepare=None):
-    """main(argv) of a script in a fork that works in the folder: (its wait status, what it wrote to stderr).
-
-    env {name: value} and the encoding of its output are those of its surroundings; `prepare` is called in the fork.
-    """
+def in_a_fork(program: str, argv: list[str], folder: Path, encoding: str, stdin: bytes):
+    """Run main(argv) of a script in a fork that works in the folder. Returns (its wait status, its stderr)."""
     main = importlib.import_module(program).main
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
         given.write(stdin)
@@ -283,10 +247,8 @@ def in_a_fork(program: str, argv: list[str], folder: Path, env=None, encoding='u
             code = 1
             try:
                 os.chdir(folder)
-                os.environ.update(env or {})
                 stand_alone((given, output, errors), encoding)
                 sys.argv = [f'{program}.py', *argv]
-                (prepare or (lambda: None))()
                 main(argv)
                 sys.stdout.flush()
                 code = 0
@@ -306,7 +268,10 @@ def in_a_fork(program: str, argv: list[str], folder: Path, env=None, encoding='u
 
 
 def stand_alone(standard_files, encoding: str) -> None:
-    """Makes a fork of the tests a process like that of a script, with limits, without a network or a GPU."""
+    """Make a fork of the tests a process like that of a script, with limits, without a network or a GPU.
+
+    Built data goes to its folder, training ends after STEPS, and what takes seconds is left out.
+    """
     os.setsid()
     for number, file in enumerate(standard_files):
         os.dup2(file.fileno(), number)
@@ -328,19 +293,7 @@ def stand_alone(standard_files, encoding: str) -> None:
     for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # which have read that already
         sys.modules[name].HF_HUB_OFFLINE = True
     gc.disable()  # it would copy the memory that the fork shares
-    replace_what_depends_on_the_machine()
-
-
-def no_network(*_, **__):
-    raise OSError('no network in tests')
-
-
-def replace_what_depends_on_the_machine() -> None:
-    """Built data goes to the folder of the test, training ends after STEPS, and what takes seconds is left out."""
-    import data
-    import prepare_fineweb
-    import train
-    for module in (data, data.shards, prepare_fineweb):
+    for module in map(importlib.import_module, ('data', 'data.shards', 'prepare_fineweb')):
         module.BUILT = Path('built')
     step, done = train.train_step, []
 
@@ -354,6 +307,10 @@ def replace_what_depends_on_the_machine() -> None:
     if lm_eval_adapter:
         lm_eval_adapter.task_manager = lambda: SimpleNamespace(all_tasks=[])
     torch.compile = lambda model, *_, **__: model
+
+
+def no_network(*_, **__):
+    raise OSError('no network in tests')
 
 
 # ---- the check ----
@@ -373,15 +330,15 @@ def as_in(base: Path) -> Path:
     return folder
 
 
-def check(base: Path, program: str, argv, faults, env, encoding, stdin) -> None:
-    """One input: fails as the docstring of this file says."""
+def check(base: Path, program: str, argv, faults, encoding, stdin) -> None:
+    """Check one input: fails where the docstring of this file says."""
     folder = as_in(base)
     files = files_read(program, argv, folder)
     for fault in faults:
         damage(files, *fault)
     before = contents(folder)
-    status, stderr = in_a_fork(program, argv, folder, env, encoding, stdin)
-    case = f'{program} {argv!r} faults={faults!r} env={env!r} encoding={encoding} stdin={stdin!r}\n{stderr[-5000:]}'
+    status, stderr = in_a_fork(program, argv, folder, encoding, stdin)
+    case = f'{program} {argv!r} faults={faults!r} encoding={encoding} stdin={stdin!r}\n{stderr[-5000:]}'
     assert os.WIFEXITED(status), f'{signal.Signals(os.WTERMSIG(status)).name}: {case}'
     assert 'Traceback' not in stderr, case
     assert os.WEXITSTATUS(status) == 0 or stderr.strip(), f'no sentence: {case}'
@@ -391,10 +348,8 @@ def check(base: Path, program: str, argv, faults, env, encoding, stdin) -> None:
     assert not changed, f'changed {changed}: {case}'
 
 
-surroundings = st.sampled_from([  # environment, encoding of the output, standard input
-    *[({}, 'utf-8', b'')] * 9, ({}, 'ascii', b''), ({}, 'utf-8', b'ab'), ({}, 'utf-8', b'\xff\0'),
-    *(({name: value}, 'utf-8', b'') for name, value in (('RANK', 'x'), ('RANK', '0'), ('LOCAL_RANK', '-1'),
-                                                        ('WORLD_SIZE', '0'), ('LOCAL_WORLD_SIZE', '0')))])
+surroundings = st.sampled_from([  # encoding of the output, standard input
+    *[('utf-8', b'')] * 5, ('ascii', b''), ('utf-8', b'ab'), ('utf-8', b'\xff\0')])
 
 
 @pytest.mark.parametrize('kind', COMMANDS)
@@ -404,7 +359,7 @@ def test_whatever_it_is_given_a_script_ends_with_its_result_or_a_sentence(base, 
         pytest.importorskip('datasets')
     share, commands = COMMANDS[kind]
     for command in commands:
-        here(as_in(base), program, *command.split())  # and what it imports is there for all forks
+        must_work(as_in(base), f'{program} {command}')  # and what it imports is there for all forks
 
     @settings(max_examples=round((FUZZ or 300) * share), derandomize=not FUZZ, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))

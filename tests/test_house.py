@@ -20,7 +20,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'common.runs': {'common.checkpoint', 'data', *GROUND},
     'common.run_settings': {'common.runs', 'common.checkpoint', 'common.machine', 'common.parallel',
                             'common.speculative', 'data', *GROUND},
-    'common.validation': {'common.parallel'},
+    'common.validation': {'common.parallel', 'common.speculative'},
     'common.muon': {'common.files', 'common.machine'},
     'common.memory': {'common.parallel'},
     'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.parallel',
@@ -39,7 +39,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
 LOADED_BY_QUICKSTART = 5000  # lines, at most
 
 # Documented settings of PyTorch, made once.
-ALLOWED_WRITES = {('train.py', name) for name in (
+ALLOWED_WRITES = {('common/machine.py', name) for name in (
     'torch._dynamo.config.allow_unspec_int_on_nn_module', 'torch._dynamo.config.optimize_ddp',
     'torch._dynamo.config.recompile_limit', 'functorch.backward_pass_autocast', 'inductor.triton.mix_order_reduction')}
 

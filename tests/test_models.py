@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model_standard
-import train
-from common import runs, settings
+from common import machine, runs, settings
 from common.export import to_llama
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
@@ -398,7 +397,7 @@ def test_compiled_cuda_training_equals_eager_and_is_compiled_once(variant, monke
     torch.compiler.reset()  # what another test has compiled
     counters.clear()
     model = make(variant, device).train()
-    compiled, graphs = train.compile_model(model), []
+    compiled, graphs = machine.compile_model(model), []
     for seed in range(3):
         idx = some_tokens(2, 64 if device == 'cuda' else 20, seed).to(device)
         results = []
@@ -426,7 +425,7 @@ def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
     layer, x = InFp32(32, 32), torch.randn(64, 32)
     gradients = []
     torch.compiler.reset()
-    for called in (layer, train.compile_model(layer)):
+    for called in (layer, machine.compile_model(layer)):
         layer.zero_grad()
         with torch.autocast('cpu', torch.bfloat16):
             y = called(x)
@@ -446,7 +445,7 @@ def test_compiled_blocks_share_their_graphs_on_a_cpu(name, monkeypatch):
         model, idx = small_model(name, dict(n_layer=n_layer, eos_id=None)), some_tokens(2, 64)
         with torch.autocast('cpu', torch.bfloat16):  # in which attention is outside of the graphs
             torch.compiler.reset()
-            loss = train.compile_model(model)(idx, idx)['loss']
+            loss = machine.compile_model(model)(idx, idx)['loss']
             torch.compiler.reset()
             torch.testing.assert_close(loss, model(idx, idx)['loss'])
         counts.append(len(graphs))

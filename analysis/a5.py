@@ -7,10 +7,6 @@ alone as an RNN as well, to which the Transformer gives the first state only. Wr
 each configuration, with a band from the lowest to the highest seed, over the position; a dotted line is the end of the
 words trained on.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import statistics
 from dataclasses import dataclass
 from math import inf

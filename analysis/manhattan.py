@@ -20,10 +20,6 @@ followed along streets that exist or were invented before. Where it cannot be, a
 the one from which the rest of the walk can be followed the furthest, as long as no place has more than `max_degree`
 streets. Places have no coordinates in the data, so they are laid out by the directions of the streets, each one long.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 from collections import Counter
 from dataclasses import dataclass
 from math import exp, inf

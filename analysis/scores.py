@@ -10,10 +10,6 @@ each score ends and when it is solved. With --bars each data (and each score, if
 one a configuration, with a mark from the lowest to the highest seed, of the runs whose training is at its end: the
 path-star figure of the NextLat paper.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import re
 from dataclasses import dataclass
 

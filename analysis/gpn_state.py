@@ -353,10 +353,10 @@ def main(argv=None):
         shown = {}
         for part, name, x, value in rows:
             text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
-            shown.setdefault((part, name), []).append(text)
-        for (part, name), values in shown.items():
             if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
-                print(f'{part}, {name}: {"  ".join(values)}')
+                shown.setdefault(f'{part}, {name}', []).append(text)
+        for name, values in shown.items():
+            print(f'{name}: {"  ".join(values)}')
         table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
         write_figure(s.out, runs, 'gpn_state', table, plot(rows))
 

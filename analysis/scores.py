@@ -67,7 +67,6 @@ def plot(curves: dict[str, dict[str, list[dict]]]):
                 lines[name if several else label] = draw_band(axes, steps, points, marker='o', markersize=2.5, **style)
         axes.set(xlabel='steps', ylabel='score' if several else title)
         axes.set_title(title if several else '', fontsize='medium')
-        axes.tick_params(labelleft=True, labelbottom=True)  # on shared axes too
     all_axes[0, 0].set(xlim=(0, None), ylim=(0, None))
     for axes in all_axes.flat[len(panels):]:
         axes.set_axis_off()

@@ -129,7 +129,7 @@ def test_seeds_are_tested_where_there_are_several(tmp_path):
     assert float(tests[0]['p']) == figures.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
     assert float(tests[3]['p']) == figures.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
     assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
-    found = run('-m', 'analysis.seeds', *runs[:3], f'--out={tmp_path}/one')  # without the defaults' groups
+    found = run('-m', 'analysis.seeds', *runs[:3], *runs[9:], f'--out={tmp_path}/one')  # one of two alike, no sps
     assert 'standard: 3.1133' in found.stdout and "no test: 'sps' should name one of standard" in found.stderr
     assert not (tmp_path / 'one_tests.csv').exists()
     assert_sentence(run('-m', 'analysis.seeds', *runs, '--alike=sps'), 'expected two labels')

@@ -41,7 +41,6 @@ class Settings:
     seed: int = 0  # random seed
     stop: str | None = None  # end a text where this string appears; \n means a newline
     file: str | None = None  # read prompts from this file, one per line
-    truncate: bool = False  # keep only the end of a prompt that is too long, instead of an error
     ignore_eos: bool = False  # continue after the end of a document
     draft_len: str | None = None  # tokens to draft before each verification, or auto; None: plain, with --draft auto
     draft: str | None = None  # run folder of a model that drafts; None: the model itself, if it can
@@ -77,14 +76,13 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
     if not all(prompts):
         raise UserError("a prompt has no tokens: give text that the run's tokenizer knows")
     longest, n_new = max(map(len, prompts)), s.max_new_tokens
+    room = block_size + 1 - longest  # the model does not read the last new token
     if n_new is None:
-        least = (block_size + 1) // 2 if s.truncate else 1
-        n_new = min(200, max(block_size + 1 - longest, least))
-    room = block_size + 1 - n_new  # the model does not read the last new token
-    if room < 1 or longest > room and not s.truncate:
+        n_new = min(200, max(room, 1))
+    if n_new > room:
         raise UserError(f'a prompt of {longest} tokens and {n_new} new ones do not fit the context of {block_size}: '
-                        'lower max_new_tokens, or use --truncate to keep the end of the prompt')
-    return [ids[-room:] for ids in prompts], n_new
+                        'lower max_new_tokens, or shorten the prompt')
+    return prompts, n_new
 
 
 # ---- drafts ----

@@ -24,3 +24,9 @@
 They write beside the runs, here to out/, or to --out. figures.py has what they share: reading runs, statistics over
 seeds, plots. documents.py reads the long documents of a run's data, edits.py has edited models to compare with.
 """
+import sys
+
+from common.start import quiet_start
+
+if sys.argv[0] == '-m':  # as Python has it while it imports the package of `python -m analysis.NAME`
+    quiet_start()

@@ -7,10 +7,6 @@ alone as an RNN as well, to which the Transformer gives the first state only. Wr
 each configuration, with a band from the lowest to the highest seed, over the position; a dotted line is the end of the
 words trained on.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import statistics
 from dataclasses import dataclass
 from math import inf
@@ -80,10 +76,9 @@ def main(argv: list[str] | None = None) -> None:
             for row in rows:
                 lines.setdefault(label + row['who'], []).append(row)
         for label, rows in lines.items():
-            trained = rows[0]['trained']
-            shown = sorted({min(trained, s.length), min(2 * trained, s.length), min(3 * trained, s.length), s.length})
+            shown = [row for row in rows if row['position'] in (row['trained'], s.length)]
             print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
-                                           f'{row["position"]}' for row in rows if row['position'] in shown))
+                                           f'{row["position"]}' for row in shown))
         rows = [{'label': label} | row for label, rows in lines.items() for row in rows]
         write_figure(s.out, runs, 'a5', rows, plot(lines))
 

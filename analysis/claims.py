@@ -13,23 +13,13 @@ are nats per byte: those of the papers, per sub-word, over 4 (tiktoken's README:
 The same command resumes an interrupted one. Claims that are not in --only keep the numbers that claims.csv in out_dir
 has, so the table can be filled in parts.
 
-The verdicts, at a level of 5%:
-
-    seen                       the test rejects in the direction of the claim
-    contradicted               the same test rejects in the other direction, at the same level
-    not seen at this size      neither, which says nothing about larger models
-
-So one in twenty claims about two equal things is called seen by chance, and another one contradicted. Each claim is
-tested by itself, without correction for their number. The tests are `t`: Welch's one-sided test over seeds, the
-one-sample test against a fixed number, and for `equal` both one-sided tests (TOST); `sign`: every seed is on one side,
-for scores of tasks, which are far from normal (by chance alone three seeds agree in one of eight cases).
+A claim is seen if its test rejects in the direction of the claim at 5%, contradicted if the same test rejects in the
+other direction. Each claim is tested by itself, without correction for their number. The tests are `t`: Welch's
+one-sided test over seeds, the one-sample test against a fixed number, and for `equal` both one-sided tests (TOST);
+`sign`: every seed is on one side, for scores of tasks, which are far from normal.
 
 Writes claims.csv (the numbers of every seed, both commands, the budget, the machine) and claims.md to out_dir.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import statistics
 from dataclasses import dataclass
 from functools import cache

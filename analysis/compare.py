@@ -8,14 +8,10 @@ models must have the same data, windows and dtype; where dtype is auto, all trai
 Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens sets one number for all.
 
 Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir: final validation loss with its
-95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with two 95%
-intervals, Welch's and one paired by seed. The state is the cache of decoding after a window of tokens in fp32,
+95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with its 95%
+interval (Welch). The state is the cache of decoding after a window of tokens in fp32,
 including what taking back one token needs.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import functools
 import re
 import shlex
@@ -27,18 +23,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from analysis.figures import (
-    between,
-    difference,
-    final_loss,
-    flops_per_token,
-    interval,
-    median,
-    n_parameters,
-    paired,
-    settings_of,
-    write_csv,
-)
+from analysis import figures
 from bench import markdown_table, one_line, where_and_when
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
@@ -72,7 +57,7 @@ class Settings:
 def loss_of(folder: Path) -> float | None:
     """Return the final loss of a run, inf if it diverged, None if it is not finished."""
     try:
-        return final_loss(folder)
+        return figures.final_loss(folder)
     except (UserError, OSError):
         return inf if (folder / DIVERGED).exists() else None
 
@@ -150,7 +135,7 @@ def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of
                 raise UserError(f'{name} diverges at learning rates of {first[name] / STEP:.3g} to '
                                 f'{first[name] * STEP:.3g}: start lower')
             wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
-    write_csv(folder(next(iter(methods)), 0).parent / 'rates.csv',
+    figures.write_csv(folder(next(iter(methods)), 0).parent / 'rates.csv',
               [{'model': name, 'lr': float(f'{first[name] * STEP ** i:.3g}'), 'loss': loss}
                for name, of_name in losses.items() for i, loss in sorted(of_name.items())])
     return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}
@@ -167,12 +152,12 @@ def train_seeds(methods: dict, rates: dict, folder_of, seeds: int, jobs: int) ->
 # ---- what runs cost ----
 
 def training_flops(run: Path) -> float:
-    return flops_per_token(run) * settings_of(run).max_tokens
+    return figures.flops_per_token(run) * figures.settings_of(run).max_tokens
 
 
 def speed(run: Path) -> float:
     """Return the median training tokens/s of a run's log."""
-    return median(read_log(run), 'tokens_per_s')
+    return figures.median(read_log(run), 'tokens_per_s')
 
 
 def core_hours(folder: Path) -> float:
@@ -231,21 +216,21 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
 
     Size, state, FLOPs and speed are those of the first seed.
     """
-    losses = {name: [final_loss(run) for run in folders] for name, folders in runs.items()}
+    losses = {name: [figures.final_loss(run) for run in folders] for name, folders in runs.items()}
     reference, *_ = losses.values()
     rows = []
     for name, values in losses.items():
-        run, loss, (low, high) = runs[name][0], statistics.mean(values), interval(values)
-        settings = settings_of(run)
-        row = {'model': name, 'parameters': n_parameters(run), 'state_bytes': cache_bytes(run, settings.block_size),
-               'lr': settings.learning_rate, 'tokens': settings.max_tokens, 'flops': training_flops(run),
+        run, loss, (low, high) = runs[name][0], statistics.mean(values), figures.interval(values)
+        settings = figures.settings_of(run)
+        row = {'model': name, 'parameters': figures.n_parameters(run),
+               'state_bytes': cache_bytes(run, settings.block_size), 'lr': settings.learning_rate,
+               'tokens': settings.max_tokens, 'flops': training_flops(run),
                'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
                'perplexity': perplexity(loss),
-               **dict.fromkeys(['minus_first', 'its_low', 'its_high', 'paired_low', 'paired_high']),
+               **dict.fromkeys(['minus_first', 'its_low', 'its_high']),
                'losses': ' '.join(map(repr, values))}
         if values is not reference:
-            row['minus_first'], row['its_low'], row['its_high'] = difference(values, reference)
-            row['paired_low'], row['paired_high'] = paired(values, reference)
+            row['minus_first'], row['its_low'], row['its_high'] = figures.difference(values, reference)
         rows.append(row)
     return rows
 
@@ -256,11 +241,10 @@ def loss_table(rows: list[dict]) -> str:
         'model': r['model'], 'parameters': f'{r["parameters"]:,}',
         'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
         'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}',
-        'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': between(r['low'], r['high']),
+        'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': figures.between(r['low'], r['high']),
         'perplexity': f'{r["perplexity"]:.3f}',
         f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
-        '95%, unpaired': between(r['its_low'], r['its_high'], '+'),
-        '95%, paired': between(r['paired_low'], r['paired_high'], '+')} for r in rows])
+        '95% (Welch)': figures.between(r['its_low'], r['its_high'], '+')} for r in rows])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -278,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
         side, *_ = sides.values()
         text = (f'{one_line(where_and_when())}. Data {side.settings.data}, {s.jobs} runs at a time, one thread each.'
                 f'\n\n{loss_table(rows)}\n')
-        write_csv(out / 'compare.csv', rows)
+        figures.write_csv(out / 'compare.csv', rows)
         write_file(out / 'compare.md', text.encode())
         print(f'{text}\nwritten to {out}/compare.md and .csv')
 

@@ -15,10 +15,6 @@ nothing. Three readings, of positions whose correction still moves:
     L_token          each position of each window has its ratio: the largest of all
     L_token_50 ...   the quantiles of these ratios: 50, 90 and 99 of 100 are smaller
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -93,8 +89,6 @@ def analyse(run, s):
         raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
     c, T = model.config, record['settings']['block_size']
     data = run_data(record, s.data, run)
-    if data.n_windows('val', T) < 1:
-        raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))
     totals, counted, moves, unrolls = {}, 0, [], []
     for a in range(0, len(windows), s.batch_size):

@@ -4,9 +4,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from common.files import UserError
+from common.runs import read_run
 from data.shards import Data
 
 PIECE = 2 ** 20  # tokens that are read at a time
+
+
+def fitting_block(runs: list[str], block_size: int) -> int:
+    """block_size, or the windows of the runs where these are shorter, with a line that says so."""
+    shortest = min(read_run(run)['settings']['block_size'] for run in runs)
+    if shortest < block_size:
+        print(f'these runs read windows of {shortest} tokens, not {block_size}: documents are read to {shortest}')
+    return min(block_size, shortest)
 
 
 def long_documents(data, least: int, most: int, n: int) -> list[np.ndarray]:

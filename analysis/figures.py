@@ -128,11 +128,6 @@ def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, d
     return found
 
 
-def short_texts(settings: dict) -> dict[str, str]:
-    """Return the settings of `differences` as texts for a label."""
-    return {key: short(key, value) for key, value in settings.items()}
-
-
 def short(name: str, value) -> str:
     """Return a setting for a label: 'lr=0.0013', 'tokens=2.5M', 'bptt', 'no window', 'data=fineweb_edu'."""
     if name == 'model':
@@ -160,7 +155,8 @@ def group(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, list[st
     """
     groups = {}
     for run, settings in differences(runs, besides).items():
-        groups.setdefault(repr(settings), (short_texts(settings), []))[1].append(run)
+        texts = {key: short(key, value) for key, value in settings.items()}
+        groups.setdefault(repr(settings), (texts, []))[1].append(run)
     configs, folders = zip(*groups.values())
     labels = tell_apart(configs)
     if len(set(labels)) < len(labels):  # values that are alike when they are short
@@ -212,13 +208,12 @@ def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset
 
     Runs that cannot be drawn are left out and named on stderr. Raises UserError if none is left.
     """
-    distinct = {os.path.realpath(run): run for run in runs}.values()
-    readable = list(of_each(distinct, read_run))
+    readable = list(of_each(runs, read_run))
     groups, settings = group(readable, besides), differences(readable, besides)
     curves = of_each(groups, lambda label: curve_of(groups[label]))
     for label in curves:
-        texts = short_texts(settings[groups[label][0]])
-        unsaid = [text for key, text in texts.items() if key != 'model' and text not in label.split(', ')]
+        texts = [short(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
+        unsaid = [text for text in texts if text not in label.split(', ')]
         if unsaid:
             print(f'{label}: also {", ".join(unsaid)}')
     if warning := not_comparable([run for label in curves for run in groups[label]]):
@@ -334,11 +329,6 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | N
     return gap, bounds.low, bounds.high
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95% interval of mean(a - b), paired by seed (Student's t)."""
-    return interval([x - y for x, y in zip(a, b, strict=True)])
-
-
 def lower_test(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
     from scipy import stats
@@ -366,8 +356,6 @@ def output_path(out: str | None, runs: list[str], name: str) -> Path:
     """Return where to write figures, without extension: `out`, or `name` beside the first run. Creates folders."""
     if out is None:
         path = Path(os.path.abspath(runs[0])).parent / name
-    elif out.endswith(os.sep) or Path(out).is_dir():
-        path = Path(out) / name
     else:
         path = Path(out.removesuffix('.png').removesuffix('.csv').removesuffix('.html'))
     path.parent.mkdir(parents=True, exist_ok=True)

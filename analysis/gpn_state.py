@@ -9,13 +9,8 @@ with the slow or the fast memory heads emptied. For a run on data/recall.py it a
 with each of these removed, which shows over how many tokens a pool of heads is needed.
 
 A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's half-life). The heads are
-split in two ways: at the largest gap between their lifetimes, and at `pool_tokens`. For a run with --documents=True all
-lags are within a document.
+split at the largest gap between their lifetimes. For a run with --documents=True all lags are within a document.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -43,26 +38,24 @@ class Settings:
     batch_size: int | None = None  # windows a batch; None: as many as make the paper's 16k states in all
     block_size: int | None = None  # tokens of a window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
-    pool_tokens: float = 4.0  # memory heads of a shorter lifetime are fast (paper: 6 of 1 to 3 tokens, 9 of 5 to 322)
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
 
     def __post_init__(self):
-        check_ranges(self, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf),
-                     pool_tokens=(0, inf))
+        check_ranges(self, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
 
 
 @contextmanager
 def empty_heads(model, heads):
     """Context manager: keeps these memory heads empty, whatever is written to them."""
-    hook = None
-    if heads:
-        index = torch.tensor(heads, device=model.fuse.weight.device)
-        hook = model.write.register_forward_hook(lambda module, inputs, memory: memory.index_fill(1, index, 0))
+    if not heads:
+        yield
+        return
+    index = torch.tensor(heads, device=model.fuse.weight.device)
+    hook = model.write.register_forward_hook(lambda module, inputs, memory: memory.index_fill(1, index, 0))
     try:
         yield
     finally:
-        if hook:
-            hook.remove()
+        hook.remove()
 
 
 @torch.no_grad()
@@ -177,14 +170,13 @@ def lifetime(curve, lags):
     return start + (lags[i] - start) * (high + 1) / (high - logs[i])
 
 
-def pools(lives, tokens=None):
-    """(fast heads, slow heads): those of lifetimes below `tokens` and the others.
+def pools(lives):
+    """(fast heads, slow heads), split at the largest ratio of a lifetime to the next shorter one.
 
-    None: split at the largest ratio of a lifetime to the next shorter one. Where all are equal, all are slow.
+    Where all lifetimes are equal, all heads are slow.
     """
-    if tokens is None:
-        ordered = sorted(min(life, 1e6) for life in lives)
-        tokens = max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] / pair[0], default=ordered)[-1]
+    ordered = sorted(min(life, 1e6) for life in lives)
+    tokens = max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] / pair[0], default=ordered)[-1]
     return [h for h, life in enumerate(lives) if life < tokens], [h for h, life in enumerate(lives) if life >= tokens]
 
 
@@ -248,11 +240,11 @@ def direction_rows(model, means, unigram, show):
 
 
 @torch.no_grad()
-def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, asked_distance=None):
+def measure(model, batches, unigram, show, asked_distance=None):
     """All measures: rows (part, name, x, value).
 
-    unigram (V,): counts of training tokens; show(id): a token as text; pool_tokens as in Settings; asked_distance, if
-    the data have one: idx (B, T) -> how far back each target's answer was read (B, T).
+    unigram (V,): counts of training tokens; show(id): a token as text; asked_distance, if the data have one:
+    idx (B, T) -> how far back each target's answer was read (B, T).
     """
     walked = [walk(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*walked))
@@ -276,11 +268,10 @@ def measure(model, batches, unigram, show, pool_tokens=Settings.pool_tokens, ask
         lives = [lifetime(curve, lags) for curve in curves]
         rows += [('retention', f'head {h}', k, float(v)) for h, curve in enumerate(curves) for k, v in zip(lags, curve)]
         rows += [('lifetime', f'head {h}', '', life) for h, life in enumerate(lives)]
-        for how, tokens in (('the largest gap', None), (f'{pool_tokens:g} tokens', pool_tokens)):
-            for pool, heads in zip(('fast', 'slow'), pools(lives, tokens)):
-                rows.append(('pool', f'{pool} heads, split at {how}', '', str(heads)))
-                if heads:
-                    tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
+        for pool, heads in zip(('fast', 'slow'), pools(lives)):
+            rows.append(('pool', f'{pool} heads', '', str(heads)))
+            if heads:
+                tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
     return rows + ablation_rows(model, batches, tests, asked_distance)
 
 
@@ -358,14 +349,14 @@ def main(argv=None):
         tokenizer = load_tokenizer(record['data']['tokenizer'])
         asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
         rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'),
-                       s.pool_tokens, asked_distance)
+                       asked_distance)
         shown = {}
         for part, name, x, value in rows:
             text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
-            shown.setdefault((part, name), []).append(text)
-        for (part, name), values in shown.items():
             if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
-                print(f'{part}, {name}: {"  ".join(values)}')
+                shown.setdefault(f'{part}, {name}', []).append(text)
+        for name, values in shown.items():
+            print(f'{name}: {"  ".join(values)}')
         table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
         write_figure(s.out, runs, 'gpn_state', table, plot(rows))
 

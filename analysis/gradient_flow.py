@@ -16,10 +16,6 @@ a at a position and gradient g at its output, the gradient of that position's we
 ||g|| ||a||. Read `gradient_norms` for what one backward computes, and `squared_norms` for the sum over layers. The
 losses of 1,000 documents are some 850,000 forwards and backwards over 540 tokens on average.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import random
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -29,25 +25,16 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from analysis.documents import long_documents
-from analysis.figures import (
-    curves_of,
-    ended,
-    line_styles,
-    new_figure,
-    number_log_axis,
-    runs_to_read,
-    smoothed,
-    write_figure,
-)
+from analysis import figures
+from analysis.documents import fitting_block, long_documents
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import load_run, read_run, run_data
+from common.runs import load_run, run_data
 from common.settings import check_ranges
 
 STREAMS = 'x', 'rho'
 TREND = 21  # offsets that the smoothed line is fitted over (the paper's script)
-IN_CSV = 'positions', 'first_position', 'block_size', 'max_k', 'dtype', 'seed', 'data'  # settings beside each ratio
+IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data'  # settings beside each ratio
 
 
 @dataclass
@@ -55,18 +42,20 @@ class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: gradient_flow beside the runs
     data: str | None = None  # data folder; None: the runs' own
     n_documents: int = 1000  # validation documents, the first that are long enough
-    positions: int = 8  # steps i of each document, drawn at random
+    positions: int = 8  # steps i of each document, drawn at random, from block_size / 16 on
     block_size: int = 1024  # tokens that are read of a document; of runs with shorter windows, theirs
     max_k: int | None = None  # largest k; None: half of block_size
-    first_position: int | None = None  # the earliest i; None: block_size / 16
     batch_size: int = 8  # losses of one backward
     dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
     device: str = 'auto'  # auto, cuda, cpu or mps
-    seed: int = 0  # of the positions
 
     def __post_init__(self):
         check_ranges(self, n_documents=(1, inf), positions=(1, inf), block_size=(2, inf), max_k=(1, inf),
-                     first_position=(0, inf), batch_size=(1, inf))
+                     batch_size=(1, inf))
+
+    @property
+    def first_position(self) -> int:
+        return self.block_size // 16
 
 
 # ---- the gradient of a position's own parameters ----
@@ -216,18 +205,13 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
 # ---- over documents and runs ----
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
-    """The settings with their lengths filled in; shorter ones, and a line that says so, for runs of short windows."""
-    shortest = min(read_run(run)['settings']['block_size'] for run in runs)
-    block = min(s.block_size, shortest)
-    filled = replace(s, block_size=block, max_k=s.max_k or block // 2,
-                     first_position=block // 16 if s.first_position is None else s.first_position)
-    if block < s.block_size:
-        print(f'these runs read windows of {shortest} tokens, not {s.block_size}: documents are read to {block}, '
-              f'k goes to {filled.max_k}, positions from {filled.first_position}')
+    """The settings with their lengths filled in, shorter ones for runs of short windows."""
+    block = fitting_block(runs, s.block_size)
+    filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
+    print(f'k goes to {filled.max_k}, positions from {filled.first_position}')
     if block < shortest_document(filled) - 1:
         raise UserError(f'block_size is {block}: expected room for {s.positions} positions from '
-                        f'{filled.first_position} on and max_k = {filled.max_k} after them. Lower max_k, '
-                        'first_position or positions')
+                        f'{filled.first_position} on and max_k = {filled.max_k} after them. Lower max_k or positions')
     return filled
 
 
@@ -243,7 +227,7 @@ def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
 
 def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the model'):
     """The mean of r(p, k) over documents (ids, (n,) each) and positions: (S, max_k + 1) float64."""
-    device, rng, total = model.embed.weight.device, random.Random(s.seed), 0
+    device, rng, total = model.embed.weight.device, random.Random(0), 0
     dtype = pick_dtype(s.dtype, device.type)
     model.requires_grad_(False)
     for done, document in enumerate(documents, 1):
@@ -281,14 +265,14 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
 def log_trend(ratios: list[float]) -> list:
     """The trend of the logarithms, up to where a ratio is 0 (no path leads so far back); '' from there on."""
     end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
-    trend = smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
+    trend = figures.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
     return [10 ** y for y in trend] + [''] * (len(ratios) - end)
 
 
 def plot(rows: list[dict]):
-    figure, axes = new_figure(figsize=(7, 4.5))
+    figure, axes = figures.new_figure(figsize=(7, 4.5))
     labels = list(dict.fromkeys(row['label'] for row in rows))
-    for label, style in zip(labels, line_styles(len(labels))):
+    for label, style in zip(labels, figures.line_styles(len(labels))):
         for stream, line in zip(STREAMS, ('-', ':')):
             points = [row for row in rows if (row['label'], row['stream']) == (label, stream) and row['smoothed'] != '']
             if not points:
@@ -299,22 +283,22 @@ def plot(rows: list[dict]):
                       label=f'{label}, {stream}')
     axes.set(xlabel='k, steps from a position to the loss', yscale='log',
              ylabel="gradient, relative to that of the position's own loss")
-    number_log_axis(axes.yaxis, *axes.get_ylim())
+    figures.number_log_axis(axes.yaxis, *axes.get_ylim())
     figure.legend(loc='outside right upper')
     return figure
 
 
 def main(argv=None):
     with friendly_errors():
-        s, runs = runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv)
+        s, runs = figures.runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv)
         s = fitted(s, runs)
-        measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
         for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
             line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
             print(f'{label}, {stream}: ' + ', '.join(f'k = {k} {line[k - 1]:.3g}' for k in shown))
-        write_figure(s.out, runs, 'gradient_flow', rows, plot(rows))
+        figures.write_figure(s.out, runs, 'gradient_flow', rows, plot(rows))
 
 
 if __name__ == '__main__':

@@ -20,10 +20,6 @@ followed along streets that exist or were invented before. Where it cannot be, a
 the one from which the rest of the walk can be followed the furthest, as long as no place has more than `max_degree`
 streets. Places have no coordinates in the data, so they are laid out by the directions of the streets, each one long.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 from collections import Counter
 from dataclasses import dataclass
 from math import exp, inf
@@ -328,11 +324,8 @@ def main(argv: list[str] | None = None) -> None:
         for run in runs:
             row, maps[run] = measure(run, s)
             rows.append(row)
-            print(f'{run}: {row["detours"]:.3f} of the ways with detours are valid, compression '
-                  f'{row["compression"]:.3f}, {row["same_way"]:.3f} of the walks are continued in the same way, '
-                  f'effective rank {row["rank"]:.1f}; {row["existing"]} streets, {row["invented"]} invented, '
-                  f'{row["not_taken"]} not taken by {row["walks"]} walks, of which {row["walks_without_a_place"]} have '
-                  'no place')
+            print('  '.join(f'{name} {value:.4g}' if isinstance(value, float) else f'{name} {value}'
+                            for name, value in row.items()))
         write_figure(s.out, runs, 'manhattan', rows, plot(maps))
 
 

@@ -8,10 +8,6 @@ all; the model learns nothing. The state is `trunk(idx)` if the model has it (MT
 encoder), else `final_hidden`. Offsets that leave the document do not count. Writes the validation nats of each offset
 to NAME.csv, and to NAME.png their difference to those of the first run's configuration: give next-token runs first.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import statistics
 from dataclasses import dataclass, replace
 from math import inf
@@ -105,10 +101,6 @@ def measure(run: str, s: Settings) -> list[float]:
         t.learning_rate = s.learning_rate
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows have no text to probe for: give --data=FOLDER')
-    for split in ('train', 'val'):
-        if data.n_windows(split, t.block_size) < 1:
-            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
-                            f'{t.block_size}, which {run} reads: give more with --data=FOLDER')
     if s.offsets > t.block_size:
         raise UserError(f'offsets is {s.offsets}, but {run} reads windows of {t.block_size} tokens: give fewer')
     model.requires_grad_(False)

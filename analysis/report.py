@@ -6,10 +6,6 @@ Writes one file, report.html beside the runs or --out, that loads nothing else. 
 they logged as curves over tokens, FLOPs, time or steps, the settings that differ, and the scores of synthetic tasks and
 of eval.py. Runs that differ only in the seed look alike. Runs that cannot be read are left out and named.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import html
 import math
 import os
@@ -17,23 +13,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import (
-    differences,
-    evaluations,
-    flops_per_token,
-    group,
-    is_number,
-    logged,
-    median,
-    model_name,
-    n_parameters,
-    not_comparable,
-    of_each,
-    output_path,
-    read_csv,
-    runs_to_read,
-    short_number,
-)
+from analysis import figures
 from common.files import UserError, friendly_errors, write_file
 from common.runs import read_log, read_run
 
@@ -62,7 +42,8 @@ class Settings:
 
 def read(run: str) -> dict:
     """Return the size, the log and the evaluations of a run; UserError if it has neither of the last two."""
-    found = {'parameters': n_parameters(run), 'log': read_log(run), 'results': evaluations(Path(run) / 'eval.jsonl')}
+    found = {'parameters': figures.n_parameters(run), 'log': read_log(run),
+             'results': figures.evaluations(Path(run) / 'eval.jsonl')}
     if not found['log'] and not found['results']:
         raise UserError(f'{run}: nothing logged or evaluated')
     return found
@@ -72,32 +53,23 @@ def task_scores(log: list[dict]) -> dict[str, float]:
     """Return a synthetic task's scores in the last evaluation: what is logged with a validation loss only."""
     last = ([{}] + [record for record in log if 'val' in record])[-1]
     parts = {key for record in log if 'val' not in record for key in record} | ALWAYS_LOGGED
-    return {key: value for key, value in last.items()
-            if key not in parts and f'val_{key}' not in last and not key.startswith('val_') and is_number(value)}
-
-
-def decoding(path: Path) -> str:
-    """Return the fastest draft length in speculative.csv (`analysis.speculative`) as text; '' without that file."""
-    if not path.exists():
-        return ''
-    best = max(read_csv(path), key=lambda row: float(row['speedup']))
-    return f'{float(best["tokens_per_s"]):,.0f} ({float(best["speedup"]):.2f} times, length {best["draft_len"]})'
+    return {key: value for key, value in last.items() if figures.is_number(value)
+            and key not in parts and f'val_{key}' not in last and not key.startswith('val_')}
 
 
 def run_row(run: str, about: dict, label: str, folder: Path) -> dict[str, str]:
     """Return a row of the table of runs. folder: where the page will be, for links."""
     log, link = about['log'], html.escape(os.path.relpath(run, folder), quote=True)
-    row = {'run': f'<a href="{link}/">{html.escape(Path(run).name)}</a>', 'model': model_name(read_run(run)),
-           'what differs': html.escape(label), 'parameters': short_number(about['parameters'])}
+    row = {'run': f'<a href="{link}/">{html.escape(Path(run).name)}</a>', 'model': figures.model_name(read_run(run)),
+           'what differs': html.escape(label), 'parameters': figures.short_number(about['parameters'])}
     if log:
-        row |= {'tokens': short_number(log[-1]['tokens']), 'minutes': f'{log[-1]["seconds"] / 60:.1f}'}
-    texts = {'val': ('validation loss', '{:.4f}', lambda log, key: (logged(log, key) or [None])[-1]),
-             'tokens_per_s': ('tokens/s', '{:,.0f}', median), 'mfu': ('MFU', '{:.1%}', median),
-             'memory_gib': ('memory, GiB', '{:.2f}', lambda log, key: max(logged(log, key), default=None))}
+        row |= {'tokens': figures.short_number(log[-1]['tokens']), 'minutes': f'{log[-1]["seconds"] / 60:.1f}'}
+    texts = {'val': ('validation loss', '{:.4f}', lambda log, key: (figures.logged(log, key) or [None])[-1]),
+             'tokens_per_s': ('tokens/s', '{:,.0f}', figures.median), 'mfu': ('MFU', '{:.1%}', figures.median),
+             'memory_gib': ('memory, GiB', '{:.2f}', lambda log, key: max(figures.logged(log, key), default=None))}
     for key, (name, form, value_of) in texts.items():
         value = value_of(log, key)
         row[name] = '' if value is None else form.format(value)
-    row['decoding with drafts, tokens/s'] = decoding(Path(run) / 'speculative.csv')
     return row
 
 
@@ -113,7 +85,7 @@ def html_table(rows: list[dict[str, str]]) -> str:
 def points(log: list[dict], key: str, flops: float | None) -> list[list[float]]:
     """Return a logged value over each of AXES: lists of tokens, FLOPs, minutes, steps and values."""
     rows = [(r['tokens'], (flops or math.nan) * r['tokens'], r['seconds'] / 60, r['step'], r[key])
-            for r in log if is_number(r.get(key))]
+            for r in log if figures.is_number(r.get(key))]
     size = max(1, math.ceil(len(rows) / MAX_POINTS))
     means = [[statistics.fmean(column) for column in zip(*rows[i:i + size])] for i in range(0, len(rows), size)]
     return [list(column) for column in zip(*means)]
@@ -126,7 +98,7 @@ def curves(found: dict[str, dict], labels: dict[str, str]):
     logged_keys = dict.fromkeys(key for about in found.values() for record in about['log'] for key in record)
     keys = [key for key in dict.fromkeys(['val', *logged_keys])
             if key in logged_keys and key not in ('step', 'tokens', 'seconds')]
-    flops, colours = {run: flops_per_token(run) for run in found}, qualitative.D3
+    flops, colours = {run: figures.flops_per_token(run) for run in found}, qualitative.D3
     order = list(dict.fromkeys(labels.values()))
     traces, lines = [], []
     for key in keys:
@@ -155,8 +127,8 @@ def page(found: dict[str, dict], folder: Path) -> str:
     """Return the page of {run: what `read` returned}. folder: where it will be, for links to the runs."""
     import plotly.io
     runs = list(found)
-    labels = {run: label for label, members in group(runs).items() for run in members}
-    settings = [{'run': Path(run).name} | own for run, own in differences(runs).items()]
+    labels = {run: label for label, members in figures.group(runs).items() for run in members}
+    settings = [{'run': Path(run).name} | own for run, own in figures.differences(runs).items()]
     scores = [{'run': Path(run).name} | {key: f'{value:.4g}' for key, value in values.items()}
               for run, about in found.items() if (values := task_scores(about['log']) | about['results'])]
 
@@ -164,7 +136,7 @@ def page(found: dict[str, dict], folder: Path) -> str:
         return html_table([{key: html.escape(str(value)) for key, value in row.items()} for row in rows])
     return PAGE.format(
         title=f'{len(runs)} runs' if len(runs) > 1 else html.escape(Path(runs[0]).name),
-        warning=not_comparable(runs) or '',
+        warning=figures.not_comparable(runs) or '',
         runs=html_table([run_row(run, about, labels[run], folder) for run, about in found.items()]),
         curves=plotly.io.to_html(curves(found, labels), full_html=False, config={'displaylogo': False}),
         settings=escaped(settings) if len(runs) > 1 else 'There is one run.',
@@ -173,9 +145,9 @@ def page(found: dict[str, dict], folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('report RUN RUN ... --out=report.html', Settings, argv)
-        found = of_each(dict.fromkeys(run.rstrip('/') for run in runs), read)
-        path = Path(f"{output_path(s.out, list(found), 'report')}.html")
+        s, runs = figures.runs_to_read('report RUN RUN ... --out=report.html', Settings, argv)
+        found = figures.of_each(dict.fromkeys(run.rstrip('/') for run in runs), read)
+        path = Path(f"{figures.output_path(s.out, list(found), 'report')}.html")
         write_file(path, page(found, Path(os.path.abspath(path)).parent).encode(errors='replace'))
         print(f'written to {path}: open it in a browser')
 

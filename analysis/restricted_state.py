@@ -12,21 +12,17 @@ on the mean of 8,000 validation documents of at least 2,049 tokens, read from th
 lose nothing, and are left out. Writes NAME.png (raw and smoothed) and NAME.csv; prints the means over positions, and
 how many times as much as each other run the first one loses.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 from dataclasses import asdict, dataclass, replace
 from math import inf
 
 import numpy as np
 import torch
 
-from analysis.documents import long_documents
+from analysis.documents import fitting_block, long_documents
 from analysis.figures import curves_of, ended, line_styles, new_figure, runs_to_read, smoothed, write_figure
 from common.files import UserError, friendly_errors
 from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import load_run, read_run, run_data
+from common.runs import load_run, run_data
 from common.scoring import judge
 from common.settings import check_ranges
 
@@ -95,12 +91,8 @@ def measure(run: str, s: Settings):
 
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
-    """The settings for runs whose windows may be shorter than block_size, with a line that says so."""
-    shortest = min(read_run(run)['settings']['block_size'] for run in runs)
-    block = min(s.block_size, shortest)
-    if block < s.block_size:
-        print(f'these runs read windows of {shortest} tokens, not {s.block_size}: documents of at least {block + 1} '
-              f'tokens are read to {block}')
+    """The settings for runs whose windows may be shorter than block_size."""
+    block = fitting_block(runs, s.block_size)
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega} and documents are read to {block} tokens, of which it hides nothing: '
                         f'expected omega of at most {block - 2}')
@@ -127,10 +119,7 @@ def plot(rows: list[dict]):
         positions = [row['position'] for row in points]
         axes.plot(positions, [row['extra_nll'] for row in points], alpha=0.3, linewidth=0.8, **style)
         axes.plot(positions, [row['smoothed'] for row in points], linewidth=2, label=label, **style)
-    # all of the trends, and of the raw values what is not far out: of few documents they are noisy
-    lines = [row['smoothed'] for row in rows] + [*np.percentile([row['extra_nll'] for row in rows], (1, 99))]
-    margin = 0.1 * (max(lines) - min(lines))
-    axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylim=(min(lines) - margin, max(lines) + margin),
+    axes.set(xlabel='position in the document, tokens', xlim=(0, None),
              ylabel=f'extra nats per token with omega = {rows[0]["omega"]}')
     axes.legend()
     return figure

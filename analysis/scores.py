@@ -10,10 +10,6 @@ each score ends and when it is solved. With --bars each data (and each score, if
 one a configuration, with a mark from the lowest to the highest seed, of the runs whose training is at its end: the
 path-star figure of the NextLat paper.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import re
 from dataclasses import dataclass
 
@@ -71,7 +67,6 @@ def plot(curves: dict[str, dict[str, list[dict]]]):
                 lines[name if several else label] = draw_band(axes, steps, points, marker='o', markersize=2.5, **style)
         axes.set(xlabel='steps', ylabel='score' if several else title)
         axes.set_title(title if several else '', fontsize='medium')
-        axes.tick_params(labelleft=True, labelbottom=True)  # on shared axes too
     all_axes[0, 0].set(xlim=(0, None), ylim=(0, None))
     for axes in all_axes.flat[len(panels):]:
         axes.set_axis_off()

@@ -11,29 +11,12 @@ Runs that differ only in the seed make a group. Writes NAME.png and NAME.csv, ea
 There is no official script of these tests. Variances are not taken to be equal: Welch's test, with the degrees of
 freedom of Welch and Satterthwaite, for both.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import statistics
 import sys
 from dataclasses import dataclass
 from math import inf
 
-from analysis.figures import (
-    curves_of,
-    equivalence_test,
-    final_losses,
-    interval,
-    line_styles,
-    lower_test,
-    named,
-    new_figure,
-    output_path,
-    runs_to_read,
-    write_csv,
-    write_figure,
-)
+from analysis import figures
 from common.files import UserError, friendly_errors
 from common.settings import check_ranges
 
@@ -42,12 +25,12 @@ from common.settings import check_ranges
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: seeds beside the runs
     better: str = 'sps'  # label, or model or method, of the group that is held to have the lower loss
-    alike: str = 'delayed_state;two_x_memory'  # two groups that are held to be equal, with ; between; empty: none
+    alike: str = 'delayed_state;two_x_memory'  # two groups that are held to be equal, with ; between
     margin: float = 0.01  # nats per token within which the two count as equal
 
     def __post_init__(self):
         check_ranges(self, margin=(1e-9, inf))
-        if self.alike and len(self.alike.split(';')) != 2:
+        if len(self.alike.split(';')) != 2:
             raise UserError(f"alike is {self.alike!r}: expected two labels with ; between, as 'delayed_state;sps'")
 
 
@@ -55,28 +38,24 @@ class Settings:
 
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     """The rows of NAME_tests.csv, of the groups {label: losses}. What cannot be tested is told on stderr."""
-    for label, values in losses.items():
-        if len(set(values)) < 2:
-            print(f'{label}: its seeds have no variance, so it is in no test: train it with others', file=sys.stderr)
-    tested = {label: values for label, values in losses.items() if len(set(values)) > 1}
-    better, rows = group_of(losses, s.better, Settings.better), []
-    if better in tested:
-        rows += [{'test': 'Welch, one-sided: a is lower', 'a': better, 'b': other} | lower_test(tested[better], values)
-                 for other, values in tested.items() if other != better]
-    a, b = (group_of(losses, name, Settings.alike) for name in s.alike.split(';')) if s.alike else (None, None)
-    if a in tested and b in tested:
+    tested, rows = {label: values for label, values in losses.items() if len(set(values)) > 1}, []
+    better, *alike = (group_of(tested, name) for name in (s.better, *s.alike.split(';')))
+    if better:
+        rows += [{'test': 'Welch, one-sided: a is lower', 'a': better, 'b': other}
+                 | figures.lower_test(tested[better], values) for other, values in tested.items() if other != better]
+    if all(alike):
+        a, b = alike
         rows.append({'test': f'TOST: equal within {s.margin:g}', 'a': a, 'b': b}
-                    | equivalence_test(tested[a], tested[b], s.margin))
+                    | figures.equivalence_test(tested[a], tested[b], s.margin))
     return rows
 
 
-def group_of(labels, name: str, default: str) -> str | None:
-    """The label that is meant by `name`; None if no group is, and the name is one of the default."""
+def group_of(labels, name: str) -> str | None:
+    """The label that is meant by `name`, of the groups whose seeds vary; None, and a line on stderr, if none is."""
     try:
-        return named(labels, name.strip())
-    except UserError:
-        if name not in default.split(';'):
-            raise
+        return figures.named(labels, name.strip())
+    except UserError as error:
+        print(f'no test: {error}', file=sys.stderr)
         return None
 
 
@@ -84,8 +63,8 @@ def group_of(labels, name: str, default: str) -> str | None:
 
 def plot(groups: list[dict], losses: dict[str, list[float]]):
     """Each group's losses as small points, their mean and its interval."""
-    figure, axes = new_figure(figsize=(1.5 + 1.4 * len(groups), 4.5))
-    for i, (row, style) in enumerate(zip(groups, line_styles(len(groups)))):
+    figure, axes = figures.new_figure(figsize=(1.5 + 1.4 * len(groups), 4.5))
+    for i, (row, style) in enumerate(zip(groups, figures.line_styles(len(groups)))):
         values = losses[row['label']]
         axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=style['color'], alpha=0.6)
         half = 0 if row['low'] is None else row['high'] - row['mean']
@@ -98,25 +77,23 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('seeds RUN RUN ... --out=NAME', Settings, argv)
-        losses = curves_of(runs, final_losses)
+        s, runs = figures.runs_to_read('seeds RUN RUN ... --out=NAME', Settings, argv)
+        losses = figures.curves_of(runs, figures.final_losses)
         rows = tests(losses, s)
         groups = []
         for label, values in losses.items():
-            low, high = interval(values)
+            low, high = figures.interval(values)
             groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
                            'high': high, 'losses': ' '.join(map(repr, values))})
         for row in groups:
             bounds = '' if row['low'] is None else f', 95% interval {row["low"]:.4f} to {row["high"]:.4f}'
             print(f'{row["label"]}: {row["mean"]:.4f}{bounds} (seeds: {row["seeds"]})')
-        if not rows:
-            print('no test: --better and --alike name the groups to compare')
         for row in rows:
             print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
                   f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')
-        write_figure(s.out, runs, 'seeds', groups, plot(groups, losses))
+        figures.write_figure(s.out, runs, 'seeds', groups, plot(groups, losses))
         if rows:
-            write_csv(f'{output_path(s.out, runs, "seeds")}_tests.csv', rows)
+            figures.write_csv(f'{figures.output_path(s.out, runs, "seeds")}_tests.csv', rows)
 
 
 if __name__ == '__main__':

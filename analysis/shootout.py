@@ -18,10 +18,6 @@ Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.p
 time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir. Intervals are 95%:
 Student's t, and Welch's for differences.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import statistics
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -31,15 +27,8 @@ from pathlib import Path
 
 import torch
 
-from analysis import compare, report
+from analysis import compare, figures, report
 from analysis.compare import best_rates, core_hours, one_dtype, speed, train_seeds
-from analysis.figures import (
-    line_styles,
-    new_figure,
-    number_log_axis,
-    save_figure,
-    write_csv,
-)
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, generate, roomy_cache
 from common.files import UserError, friendly_errors, write_file
@@ -68,7 +57,6 @@ class Settings:
     n_layer: int = 4  # Standard's depth
     n_embd: int = 128  # its width
     head_size: int = 32  # its attention heads'
-    fork_layers: int = 1  # top layers of the fork that have two streams
     block_size: int = 256  # tokens of a window
     batch_size: int = 4  # windows of a step
     eval_tokens: int = 500_000  # of a validation loss
@@ -77,7 +65,7 @@ class Settings:
     decode_tokens: int = 64  # that are decoded in each of the rounds
 
     def __post_init__(self):
-        check_ranges(self, budget=(1, inf), n_layer=(2, 1000), fork_layers=(1, self.n_layer), seeds=(1, inf))
+        check_ranges(self, budget=(1, inf), n_layer=(2, 1000), seeds=(1, inf))
 
 
 # ---- the models, at equal parameters ----
@@ -95,14 +83,14 @@ def methods(s: Settings) -> dict[str, Method]:
     """{name: method} of those that s.models names, in a fixed order."""
     heads = max(1, s.n_embd // s.head_size)
     shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
-    fork = dict(predict_input='state', predict_layers=s.fork_layers)
+    fork = dict(predict_input='state', predict_layers=1)  # the best of bench/results/forks_*.csv
     memory = dict(n_head=heads, d_k=s.head_size, d_v=2 * s.head_size, init_std=0.02)
     ffn, width_and_ffn = {'n_ffn': 8}, {'n_embd': 8, 'n_ffn': 8}
     known = {
         'standard': Method('Standard', 'standard', shape, {}, 1.35e-3),
         'sps': Method('SPS', 'sps', shape, ffn, 9e-4),
         'sps_token': Method('SPS, from the token', 'sps', shape | dict(predict_input='token'), ffn, 6e-4),
-        'sps_fork': Method(f'SPS, fork, top {fork["predict_layers"]}', 'sps', shape | fork, ffn, 9e-4),
+        'sps_fork': Method('SPS, fork, top 1', 'sps', shape | fork, ffn, 9e-4),
         'context_ready': Method('Context-Ready, D = 2', 'context_ready', shape | dict(
             n_layer=2, K=5, k_min=2, tied_head=True, init_std=0.02), width_and_ffn | {'n_embd': 2 * heads}, 1e-3),
         # p_psi as narrow as the state: its share of the parameters is then near the paper's, not a third
@@ -328,9 +316,9 @@ def plot(rows: list[dict], path) -> None:
                lambda r: 1000 / r[f'tokens_per_s_{length}']),
               (at_equal_flops, f'MB of state, after {length:,} tokens', lambda r: r[f'state_bytes_{length}'] / 1e6)]
     labels = list(dict.fromkeys(r['model'] for r in rows))
-    figure, all_axes = new_figure(1, 3, figsize=(14, 4.5), sharey=True)
+    figure, all_axes = figures.new_figure(1, 3, figsize=(14, 4.5), sharey=True)
     for axes, (shown, what, x_of) in zip(all_axes, panels):
-        for label, style in zip(labels, line_styles(len(labels))):
+        for label, style in zip(labels, figures.line_styles(len(labels))):
             points = sorted((r for r in shown if r['model'] == label), key=x_of)
             axes.errorbar([x_of(r) for r in points], [r['loss'] for r in points],
                           [[0 if r['low'] is None else r['high'] - r['loss'] for r in points]] * 2, marker='o',
@@ -338,7 +326,7 @@ def plot(rows: list[dict], path) -> None:
         edge = front([(x_of(r), r['loss']) for r in shown])
         axes.plot(*zip(*edge), color='black', linewidth=0.8, linestyle=':', label='Pareto front', zorder=0)
         axes.set_xscale('log')
-        number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
+        figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=what)
     lowest, highest = (f(r['loss'] for r in rows) for f in (min, max))
     margin = 0.1 * (highest - lowest)
@@ -348,7 +336,7 @@ def plot(rows: list[dict], path) -> None:
     for axes in all_axes[1:]:
         axes.set_title('at equal training FLOPs', fontsize='medium')
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right upper')
-    save_figure(figure, path)
+    figures.save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -362,7 +350,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s)
         rows = table(labels, runs, decoded)
-        write_csv(out / 'shootout.csv', rows)
+        figures.write_csv(out / 'shootout.csv', rows)
         plot(rows, out / 'shootout.png')
         text = markdown(rows, s, core_hours(out))
         write_file(out / 'RESULTS.md', text.encode())

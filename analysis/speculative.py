@@ -13,10 +13,6 @@ Prints a table for each run and folder, and writes it to RUN/speculative.csv. NA
 the cumulative acceptance over the draft length. NAME.md has one row per run: for each folder, the fixed length of at
 least 2 with the largest speed-up, its accepted tokens, and the speed-up of `auto`, which the paper does not have.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import operator
 import statistics
 import time
@@ -26,12 +22,13 @@ from itertools import accumulate, zip_longest
 from math import inf
 from pathlib import Path
 
-from analysis.figures import new_figure, output_path, save_figure, write_csv
+from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
+from bench import markdown_table
 from common.decoding import check_sampling, generate
 from common.files import UserError, friendly_errors, write_file
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, run_data
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 from common.speculative import DraftStatistics, longest_draft, read_length, speculative_generate
 from sample import load_draft
 
@@ -56,10 +53,9 @@ class Settings:
 
 
 def draft_lengths(text: str, model, draft) -> list[int | str]:
-    """Return the lengths in `draft_lens` that the model can draft, each once; UserError for an invalid one."""
+    """Return the lengths in `draft_lens` that the model can draft; UserError for an invalid one."""
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
-    asked = dict.fromkeys(read_length(part.strip()) for part in text.split(','))
-    lengths = [n for n in asked if isinstance(n, str) or n <= longest]
+    lengths = [n for n in map(read_length, text.split(',')) if isinstance(n, str) or n <= longest]
     try:
         for n in ('auto', *lengths):
             longest_draft(model, draft, n)
@@ -134,10 +130,11 @@ def acceptance(parts: list[DraftStatistics]) -> tuple[float, list[float]]:
 
 # ---- results ----
 
-def print_table(rows: list[dict]) -> None:
-    print(f'{"draft_len":>9} {"tokens per verification":>23} {"tokens/s":>10} {"speed-up":>8}')
-    for row in rows:
-        print(f'{row["draft_len"]!s:>9} {1 + row["accepted"]:23.2f} {row["tokens_per_s"]:10,.1f} {row["speedup"]:8.2f}')
+def length_table(rows: list[dict]) -> str:
+    """Return the rows of `compare_lengths` as a Markdown table."""
+    return markdown_table([{
+        'draft_len': row['draft_len'], 'tokens per verification': f'{1 + row["accepted"]:.2f}',
+        'tokens/s': f'{row["tokens_per_s"]:,.1f}', 'speed-up': f'{row["speedup"]:.2f}'} for row in rows])
 
 
 def csv_rows(rows: list[dict]) -> list[dict]:
@@ -156,17 +153,14 @@ def best(rows: list[dict]) -> dict:
 
 def markdown(rows: list[dict]) -> str:
     """Return the table of all runs and folders."""
-    runs, folders = (list(dict.fromkeys(row[name] for row in rows)) for name in ('run', 'data'))
-    heads = [f'{Path(folder).name}: speed-up | accepted | length | auto' for folder in folders]
-    lines = [f'| run | {" | ".join(heads)} |', '|---|' + '---|' * (4 * len(folders))]
-    for run in runs:
-        cells = []
-        for folder in folders:
-            own = [row for row in rows if (row['run'], row['data']) == (run, folder)]
-            auto, row = [f'{row["speedup"]:.2f}' for row in own if row['draft_len'] == 'auto'], best(own)
-            cells += [f'{row["speedup"]:.2f}', f'{row["accepted"]:.2f}', str(row['draft_len']), *(auto or [''])]
-        lines.append(f'| {Path(run).name} | {" | ".join(cells)} |')
-    return '\n'.join(lines) + '\n'
+    table = {row['run']: {'run': Path(row['run']).name} for row in rows}
+    for run, folder in dict.fromkeys((row['run'], row['data']) for row in rows):
+        own = [row for row in rows if (row['run'], row['data']) == (run, folder)]
+        auto, row, name = [row for row in own if row['draft_len'] == 'auto'], best(own), Path(folder).name
+        table[run] |= {f'{name}: speed-up': f'{row["speedup"]:.2f}', f'{name}: accepted': f'{row["accepted"]:.2f}',
+                       f'{name}: length': row['draft_len'],
+                       f'{name}: auto': f'{auto[0]["speedup"]:.2f}' if auto else ''}
+    return markdown_table(list(table.values())) + '\n'
 
 
 def plot(rows: list[dict], path) -> None:
@@ -185,17 +179,13 @@ def plot(rows: list[dict], path) -> None:
         right.plot(range(1, len(shares) + 1), shares, marker='o', **style)
     left.set(xlabel='draft length (dashed: auto)', ylabel='times plain decoding')
     right.set(xlabel='draft length', ylabel='cumulative acceptance', ylim=(0, 1))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
+    left.legend()
     save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if not runs:
-            raise UserError('which run? python -m analysis.speculative RUN_FOLDER')
+        s, runs = runs_to_read('speculative RUN RUN ...', Settings, argv)
         device, rows = pick_device(s.device), []
         for run in runs:
             model, record = load_run(run, device, decoding_dtype(s.dtype, device))
@@ -205,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
                 found = compare_lengths(model, draft, read_prompts(record, folder, s), s)
                 own += [{'run': run, 'data': folder, **row} for row in found]
                 print(f'{run} on {folder}')
-                print_table(found)
+                print(length_table(found))
             write_csv(Path(run) / 'speculative.csv', csv_rows(own))
             rows += own
         out = output_path(s.out, runs, 'speculative')

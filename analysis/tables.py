@@ -13,31 +13,12 @@ setting that tells which run a row is (`model` is the model or the method; an em
 with a space is a number of the table: of OWN and MEANS below, or a task and its metric as in eval.jsonl, in
 percent where it ends with ', %'. An empty cell there is a number that our copy of the paper does not have.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.figures import (
-    curve,
-    curves_of,
-    ended,
-    evaluations,
-    final_loss,
-    logged,
-    median,
-    model_name,
-    n_parameters,
-    output_path,
-    read_csv,
-    runs_to_read,
-    short_number,
-    write_csv,
-)
+from analysis import figures
 from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, friendly_errors, read_json, write_file
 from common.runs import make_config, read_log, read_run, saved_config
@@ -45,7 +26,8 @@ from common.settings import read_config_file
 from common.validation import perplexity
 
 PAPERS = Path(__file__).parent / 'papers'
-FIRST = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number}  # column: how a number is written
+# column: how a number is written
+FIRST = {'seeds': '{:d}'.format, 'parameters': figures.short_number, 'tokens': figures.short_number}
 STATE = {'state dim': '{:d}'.format, 'memory cells': '{:,d}'.format}
 LAST = {'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format, 'GPU-hours': '{:,.1f}'.format,
         'training FLOPs': '{:.2e}'.format}
@@ -73,7 +55,7 @@ class Settings:
 def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
     """The paper's row of a run, or None."""
     record = read_run(run)
-    own = record['settings'] | dataclasses.asdict(saved_config(record, run)) | {'model': model_name(record)}
+    own = record['settings'] | dataclasses.asdict(saved_config(record, run)) | {'model': figures.model_name(record)}
     for row in rows:
         settings = {key: value for key, value in row.items() if value and key != 'name' and ' ' not in key}
         if all(str(own.get(key)) == value for key, value in settings.items()):
@@ -117,16 +99,16 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
 
     Runs whose training is not at its end are left out. columns: the paper's. measured: as of `read_inference`.
     """
-    is_logged, runs = any(map(read_log, runs)), ended(runs)
-    row = {'seeds': len(runs), 'parameters': n_parameters(runs[0])} | state_size(runs[0])
+    is_logged, runs = any(map(read_log, runs)), figures.ended(runs)
+    row = {'seeds': len(runs), 'parameters': figures.n_parameters(runs[0])} | state_size(runs[0])
     if is_logged:
-        end, logs = curve(runs)[-1], [read_log(run) for run in runs]
-        row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(map(final_loss, runs)),
-                'training tokens/s': mean_of(median(log, 'tokens_per_s') for log in logs),
-                'training GiB': mean_of(max(logged(log, 'memory_gib'), default=None) for log in logs),
+        end, logs = figures.curve(runs)[-1], [read_log(run) for run in runs]
+        row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(map(figures.final_loss, runs)),
+                'training tokens/s': mean_of(figures.median(log, 'tokens_per_s') for log in logs),
+                'training GiB': mean_of(max(figures.logged(log, 'memory_gib'), default=None) for log in logs),
                 'GPU-hours': end['gpu_hours'], 'training FLOPs': end['flops']}
         row['validation perplexity'] = perplexity(row['validation loss'])
-    results = [evaluations(Path(run) / 'eval.jsonl') for run in runs]
+    results = [figures.evaluations(Path(run) / 'eval.jsonl') for run in runs]
     if not is_logged and not all(results):
         raise UserError(f'{" ".join(runs)}: nothing was logged, and nothing evaluated: python eval.py RUN '
                         '--paper=PAPER')
@@ -151,7 +133,7 @@ def state_size(run: str) -> dict[str, int]:
     c = saved_config(record, run)
     row = {'state dim': c.n_embd} if hasattr(c, 'n_embd') else {}
     if hasattr(c, 'd_k'):
-        row['memory cells'] = c.n_head * c.d_k * c.d_v * (c.n_layer if model_name(record) == 'gdn' else 1)
+        row['memory cells'] = c.n_head * c.d_k * c.d_v * (c.n_layer if figures.model_name(record) == 'gdn' else 1)
     return row
 
 
@@ -188,16 +170,16 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('tables RUN RUN ... --out=NAME', Settings, argv)
-        paper, measured = read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
+        s, runs = figures.runs_to_read('tables RUN RUN ... --out=NAME', Settings, argv)
+        paper, measured = figures.read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
         columns = [column for column in paper[0] if ' ' in column]
-        groups = curves_of(runs, lambda folders: (own_row(folders, columns, measured),
+        groups = figures.curves_of(runs, lambda folders: (own_row(folders, columns, measured),
                                                   row_of_paper(folders[0], paper)))
         rows = rows_of(groups, columns)
         texts = [{column: value if isinstance(value, str) else as_text(column, value) for column, value in row.items()}
                  for row in rows]
-        out = output_path(s.out, runs, 'tables')
-        write_csv(f'{out}.csv', rows)
+        out = figures.output_path(s.out, runs, 'tables')
+        figures.write_csv(f'{out}.csv', rows)
         write_file(f'{out}.md', f'{markdown_table(texts)}\n'.encode(errors='replace'))
         print(markdown_table(texts))
         print(f'written to {out}.md and {out}.csv')

@@ -13,23 +13,10 @@ Runs that differ in nothing but their length (and the seed) are one curve: the s
 longer ones' evaluations beyond that point, up to theirs. So Standard's run of 20B tokens and one planned for 100B are
 read as 0 to 18B, then 18B to 90B. The loss to match is always that of the shortest run. Writes NAME.png and NAME.csv.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 from dataclasses import dataclass
 
-from analysis.figures import (
-    beside,
-    curve,
-    line_styles,
-    new_figure,
-    runs_to_read,
-    settings_of,
-    short_number,
-    write_figure,
-)
-from analysis.loss_curves import TOKENS, loss_limits, set_loss_axis, unit_for
+from analysis import figures
+from analysis.loss_curves import set_axes
 from common.files import UserError, friendly_errors
 from common.run_settings import last_before_decay
 
@@ -54,16 +41,16 @@ def constant_rate(runs: list[str]) -> Curve:
     """The curve of runs that differ in their length and seed alone. UserError if one never has a constant rate."""
     by_length = {}
     for run in runs:
-        by_length.setdefault(settings_of(run).max_tokens, []).append(run)
+        by_length.setdefault(figures.settings_of(run).max_tokens, []).append(run)
     points, ends = [], []
     for _, same_length in sorted(by_length.items()):
-        s = settings_of(same_length[0])
+        s = figures.settings_of(same_length[0])
         if s.schedule == 'cosine':
             raise UserError(f'{same_length[0]} has schedule = cosine, and so no constant learning rate: use runs with '
                             'wsd or constant')
         is_wsd = s.schedule == 'wsd'
         before = int(s.max_tokens * (1 - s.decay_fraction)) if is_wsd else s.max_tokens
-        points += [p for p in curve(same_length) if (not ends or p['tokens'] > ends[-1][0])
+        points += [p for p in figures.curve(same_length) if (not ends or p['tokens'] > ends[-1][0])
                    and p['tokens'] >= s.warmup_tokens and (not is_wsd or p['step'] <= last_before_decay(s))]
         if not points:
             raise UserError(f'{same_length[0]}: no evaluation between its warm-up and its decay')
@@ -77,44 +64,34 @@ def match(target: str, by: str, curves: dict[str, Curve]) -> dict:
     found = next((p for p in curves[by].points if p['mean'] <= last['mean']), {})
     row = {'loss_of': target, 'loss': last['mean'], 'evaluated_at': last['tokens'], 'budget': budget, 'by': by,
            'searched': curves[by].points[-1]['tokens'], 'reached': found.get('mean')}
-    for axis in ('tokens', 'gpu_hours', 'flops'):
-        row |= {axis: found.get(axis), f'{axis}_ratio': None}
-        if row[axis] and last[axis]:  # what the whole budget costs, which may end a little after the last evaluation
-            row[f'{axis}_ratio'] = row[axis] / (last[axis] * budget / last['tokens'])
-    return row
+    return row | {'tokens': found.get('tokens'), 'tokens_ratio': found['tokens'] / budget if found else None}
 
 
 def outcome(row: dict) -> str:
     """What `match` found, as text."""
     if row['tokens'] is None:
-        return f'has not in {short_number(row["searched"])} tokens'
-    text = f'has that at {short_number(row["tokens"])} tokens: {row["tokens_ratio"]:.3f} times the tokens'
-    for axis, what in (('gpu_hours', 'GPU-hours'), ('flops', 'FLOPs')):
-        if row[f'{axis}_ratio'] is not None:
-            text += f', {row[f"{axis}_ratio"]:.3f} times the {what}'
-    return text
+        return f'has not in {figures.short_number(row["searched"])} tokens'
+    return f'has that at {figures.short_number(row["tokens"])} tokens: {row["tokens_ratio"]:.3f} times the tokens'
 
 
 def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     """A panel for each size: the curves, and an arrow from each loss to where it is reached."""
-    figure, panels = new_figure(1, len(sizes), figsize=(2 + 5 * len(sizes), 5), squeeze=False)
+    figure, panels = figures.new_figure(1, len(sizes), figsize=(2 + 5 * len(sizes), 5), squeeze=False)
     labels = dict.fromkeys(label for curves in sizes.values() for label in curves)
-    styles = dict(zip(labels, line_styles(len(labels))))
+    styles = dict(zip(labels, figures.line_styles(len(labels))))
     lines = {}
     for axes, (size, curves) in zip(panels[0], sizes.items()):
-        unit, name = unit_for(max(c.points[-1]['tokens'] for c in curves.values()), TOKENS)
         for label, c in curves.items():
-            lines[label], = axes.plot([p['tokens'] / unit for p in c.points], [p['mean'] for p in c.points],
+            lines[label], = axes.plot([p['tokens'] for p in c.points], [p['mean'] for p in c.points],
                                       marker='o' if len(c.points) <= 40 else None, markersize=3, **styles[label])
         reached = [row for row in rows if row['size'] == size and row['tokens']]
         for row in reached:
-            axes.annotate('', (row['tokens'] / unit, row['loss']), (row['evaluated_at'] / unit, row['loss']),
+            axes.annotate('', (row['tokens'], row['loss']), (row['evaluated_at'], row['loss']),
                           arrowprops={'arrowstyle': '->', 'color': styles[row['by']]['color']})
         texts = [f'{row["by"]} has the loss of {row["loss_of"]} at {row["tokens_ratio"]:.2f} x its tokens'
                  for row in reached]
         axes.text(0.98, 0.97, '\n'.join(texts), transform=axes.transAxes, ha='right', va='top', fontsize='small')
-        set_loss_axis(axes, *loss_limits([c.points for c in curves.values()]))
-        axes.set(xlabel=f'{name} of training, at the constant rate', xlim=(0, None))
+        set_axes(axes, [c.points for c in curves.values()], 'tokens of training, at the constant rate')
         axes.set_title(f'{size} parameters', fontsize='medium')
     figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)))
     return figure
@@ -122,14 +99,14 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv)
-        sizes = beside(s.baseline, runs, constant_rate, LENGTH)
+        s, runs = figures.runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv)
+        sizes = figures.beside(s.baseline, runs, constant_rate, LENGTH)
         rows = [{'size': size} | match(target, by, curves) for size, (curves, baseline) in sizes.items()
                 for other in curves if other != baseline for target, by in ((other, baseline), (baseline, other))]
         for row in rows:
             print(f'{row["size"]}: {row["loss_of"]} has {row["loss"]:.4f} before its decay, which begins at '
-                  f'{short_number(row["budget"])} tokens; {row["by"]} {outcome(row)}')
-        write_figure(s.out, runs, 'tokens_to_match', rows,
+                  f'{figures.short_number(row["budget"])} tokens; {row["by"]} {outcome(row)}')
+        figures.write_figure(s.out, runs, 'tokens_to_match', rows,
                      plot({size: curves for size, (curves, _) in sizes.items()}, rows))
 
 

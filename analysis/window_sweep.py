@@ -5,10 +5,6 @@
 Runs that differ in nothing but `window` and the seed make a line, with bars from the lowest to the highest seed. Runs
 of one window alone, as of Standard, are drawn straight across. Writes NAME.png and NAME.csv.
 """
-if __name__ == '__main__':
-    from common.start import quiet_start
-    quiet_start()
-
 import statistics
 from dataclasses import dataclass
 

@@ -9,19 +9,7 @@ from math import inf
 
 import torch
 
-from common.decoding import (
-    NewTexts,
-    check_logits,
-    check_prompts,
-    check_sampling,
-    decodable,
-    draw,
-    has_graphs,
-    pad,
-    record_graph,
-    roomy_cache,
-    token_probs,
-)
+from common import decoding
 
 # draft_len 'auto' stops where the product of the draft's own confidences falls below this value: the rule of EAGLE-2,
 # and of Hugging Face for one token at a time. A confidence is the probability of the likeliest token, not of the one
@@ -41,14 +29,14 @@ def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.T
     """
     batch_idx, n = torch.arange(len(p), device=p.device), drafts.shape[1]
     if n == 0:
-        return torch.zeros_like(lengths), draw(p[:, 0], noise)
+        return torch.zeros_like(lengths), decoding.draw(p[:, 0], noise)
     p_draft, q_draft = (x[:, :n].gather(-1, drafts.unsqueeze(-1)).squeeze(-1) for x in (p, q))
     counted = torch.arange(n, device=p.device) < lengths[:, None]
     accepted = (accepts(p_draft, q_draft, uniform) & counted).long().cumprod(1).sum(1)
     p_next = p[batch_idx, accepted]
     rest = (p_next - q[batch_idx, accepted.clamp(max=n - 1)]).clamp(min=0)
     is_rejected = (accepted < lengths) & (rest.sum(-1) > 0)  # rounding may leave no rest
-    return accepted, draw(torch.where(is_rejected[:, None], rest, p_next), noise)
+    return accepted, decoding.draw(torch.where(is_rejected[:, None], rest, p_next), noise)
 
 
 def accepts(p, q, uniform) -> torch.Tensor:
@@ -67,17 +55,17 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
     logits. Raises UserError like `generate`, and ValueError if the model cannot draft or cannot draft that many tokens.
     """
     longest = longest_draft(model, draft, draft_len)
-    check_prompts(prompts)
-    check_sampling(**sampling)
+    decoding.check_prompts(prompts)
+    decoding.check_sampling(**sampling)
     device = next(model.parameters()).device
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # the graphs are captured there
-    cache = roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
+    cache = decoding.roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
     drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, max_new_tokens, longest)
     generator = torch.Generator(device).manual_seed(seed)
-    decoder = SpeculativeDecoder(decodable(model), cache, drafter, longest, sampling, generator)
-    texts, statistics = NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
-    for b, token in enumerate(decoder.read_prompts(*pad(prompts, device)).tolist()):
+    decoder = SpeculativeDecoder(decoding.decodable(model), cache, drafter, longest, sampling, generator)
+    texts, statistics = decoding.NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
+    for b, token in enumerate(decoder.read_prompts(*decoding.pad(prompts, device)).tolist()):
         texts.add(b, [token])
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
@@ -142,7 +130,7 @@ class SpeculativeDecoder:
     def read_prompts(self, tokens, lengths):
         """Read the prompts (B, n), right-padded to lengths. Returns the first new token of each row (B,)."""
         logits = self.model.extend(tokens, self.cache, lengths)
-        check_logits(logits)
+        decoding.check_logits(logits)
         B, V, device = *logits.shape, logits.device
         self.noise = torch.ones(B, V, device=device)
         self.uniform = torch.full((B, self.longest), 0.5, device=device)
@@ -164,8 +152,8 @@ class SpeculativeDecoder:
 
     def pick(self, logits):
         """Pick tokens (B,) from logits (B, V). Returns them and their distribution (B, V)."""
-        probs = token_probs(logits, **self.filters)
-        return draw(probs, self.noise), probs
+        probs = decoding.token_probs(logits, **self.filters)
+        return decoding.draw(probs, self.noise), probs
 
     def draft(self, i):
         """Draft token i of the round; called with i = 0, 1, ... in turn."""
@@ -192,7 +180,7 @@ class SpeculativeDecoder:
         def step():
             tokens = torch.cat([self.token[:, None], drafts], 1)
             logits = self.model.extend(tokens, self.cache, self.lengths + 1, all_positions=True)
-            p, q = token_probs(logits, **self.filters), self.probs[:, :n]
+            p, q = decoding.token_probs(logits, **self.filters), self.probs[:, :n]
             accepted, token = verify(p, q, drafts, self.lengths, self.uniform[:, :n], self.noise)
             self.cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
             self.accepted.copy_(accepted)
@@ -207,10 +195,10 @@ class SpeculativeDecoder:
 
     def run(self, name, step, undo):
         """Run a step: on a GPU as a CUDA graph, captured the first time."""
-        if not all(has_graphs(model, self.token.device) for model in (self.model, self.drafter.model)):
+        if not all(decoding.has_graphs(model, self.token.device) for model in (self.model, self.drafter.model)):
             return step()
         if name not in self.graphs:
-            self.graphs[name] = record_graph(step, undo, beside=next(iter(self.graphs.values()), None))
+            self.graphs[name] = decoding.record_graph(step, undo, beside=next(iter(self.graphs.values()), None))
         self.graphs[name].replay()
 
 
@@ -246,12 +234,12 @@ class RunDraft:
     """
 
     def __init__(self, model, prompts, max_new_tokens, longest):
-        self.model = decodable(model)
-        self.cache = roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
+        self.model = decoding.decodable(model)
+        self.cache = decoding.roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
 
     def read_prompts(self, tokens, lengths, token):
         """Read the prompts; `token` (B,) follows them."""
-        check_logits(self.model.extend(tokens, self.cache, lengths))
+        decoding.check_logits(self.model.extend(tokens, self.cache, lengths))
         self.new_run = torch.zeros(len(tokens), self.cache.max_run, dtype=torch.int64, device=tokens.device)
         self.new_run[:, 0] = token
         self.n_unread = torch.ones_like(lengths)  # tokens of the text, 1 or 2, that are not in the cache yet

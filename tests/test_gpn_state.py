@@ -34,7 +34,6 @@ def test_retention_lifetimes_and_pools():
     assert torch.allclose(curves[2], torch.tensor([math.exp(-k / 40) for k in lags], dtype=torch.float64))
     got = [gpn_state.lifetime(curve, lags) for curve in curves]
     assert got == pytest.approx(lives) and gpn_state.pools(got) == ([0, 1], [2])
-    assert gpn_state.pools(got, tokens=2) == ([0], [1, 2])
     assert gpn_state.pools([math.inf, 2, math.inf]) == ([1], [0, 2])
     assert gpn_state.pools([math.inf, math.inf]) == ([], [0, 1])  # no gap, as in gpn.NoDecay
     assert gpn_state.lifetime(torch.ones(7), lags) == math.inf
@@ -108,7 +107,7 @@ def test_by_distance_is_the_runs_own_accuracy_and_what_an_empty_memory_costs():
         for p in model.parameters():  # no zeros
             p.add_(torch.randn_like(p) / 4)
     batches = [d.val_batch(range(8), d.T), d.val_batch(range(8, 16), d.T)]
-    rows = gpn_state.measure(model, batches, torch.arange(d.n_ids), str, 4.0, d.task.asked_distance)
+    rows = gpn_state.measure(model, batches, torch.arange(d.n_ids), str, d.task.asked_distance)
     value = {row[:3]: row[3] for row in rows}
     score = d.score(model, 'cpu', 16)
     assert [value['accuracy', 'as it is', far] for far in (4, 8)] == pytest.approx([*score.values()])

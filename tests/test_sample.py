@@ -72,12 +72,6 @@ def test_draws_follow_the_distribution(device):
     assert (second / second.sum() - probs_2).abs().max() < 0.06
 
 
-def test_same_seed_same_text_and_another_seed_another():
-    model = make()
-    texts = [generate(model, PROMPTS, 10, seed=seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_filters():
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
     expect = lambda want, **kw: torch.testing.assert_close(token_probs(logits, **kw), torch.tensor(want))
@@ -102,6 +96,20 @@ def test_rows_end_at_eos_and_at_finished():
     assert [len(c) for c in cut] == [20, 3, 20]
 
 
+def drafted(model, prompts, n, **options):
+    return speculative_generate(model, prompts, n, draft=make(), **options)[0]
+
+
+@pytest.mark.parametrize('decode', [generate, drafted])
+def test_a_seed_repeats_the_text_and_drafts_end_where_plain_texts_do(decode):
+    model = make()
+    texts, again, other = (decode(model, PROMPTS, 30, seed=seed) for seed in (3, 3, 4))
+    assert texts == again != other
+    for options in (dict(eos_id=texts[0][4]), dict(finished=lambda row, ids: row == 1 and len(ids) == 3)):
+        found = [way(model, PROMPTS, 20, temperature=0, **options) for way in (decode, generate)]
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize('temperature', [1e-6, 1e-3, 1.0, 1e3, 1e6])
 def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperature):
     sample.Settings(temperature=temperature)
@@ -115,7 +123,7 @@ def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperatur
 def test_sampling_settings_out_of_range_are_a_sentence(options):
     name, = options
     for call in (functools.partial(generate, make(), PROMPTS, 3), sample.Settings,
-                 functools.partial(speculative_generate, make(), PROMPTS, 3, draft=make())):
+                 functools.partial(drafted, make(), PROMPTS, 3)):
         with pytest.raises(UserError, match=f'{name} is .*: expected'):
             call(**options)
 
@@ -173,9 +181,9 @@ def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch,
 
 @pytest.mark.parametrize('prompt, options, want', [
     ('ab', {}, ([97, 98], 47)), ('a' * 48, {}, ([97] * 48, 1)), ('', {}, ([256], 48)),
-    ('a' * 90, dict(truncate=True), ([97] * 25, 24)), ('ab' * 20, dict(max_new_tokens=9), ([97, 98] * 20, 9)),
-    ('a' * 49, {}, 'a prompt of 49 tokens and 1 new ones do not fit the context of 48: lower max_new_tokens, or use '
-                   '--truncate'), ('a', dict(max_new_tokens=49), 'do not fit the context of 48')])
+    ('ab' * 20, dict(max_new_tokens=9), ([97, 98] * 20, 9)),
+    ('a' * 49, {}, 'a prompt of 49 tokens and 1 new ones do not fit the context of 48: lower max_new_tokens'),
+    ('a', dict(max_new_tokens=49), 'do not fit the context of 48')])
 def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
     """The model does not read the last new token. An empty prompt is the start of a document."""
     record = {'settings': {'block_size': 48}, 'data': {'eos_id': 256}}

@@ -520,7 +520,7 @@ def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
 def test_the_map_of_a_run_is_measured_and_drawn(trained_city, tmp_path):
     out = trained_city
     drawn = run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20', '--n_prefixes=3')
-    assert drawn.returncode == 0 and 'effective rank' in drawn.stdout, drawn.stderr
+    assert drawn.returncode == 0 and '  rank ' in drawn.stdout, drawn.stderr
     assert (tmp_path / 'map.png').exists() and (tmp_path / 'map.csv').read_text().startswith('run,detours,')
     few, many = (manhattan.measure(str(out), manhattan.Settings(n_walks=200, n_prefixes=3, detours=share))[0]
                  for share in (0.1, 0.9))

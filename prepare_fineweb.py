@@ -21,9 +21,6 @@ if __name__ == '__main__':
     quiet_start()
 
 import dataclasses
-import datetime
-import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -134,14 +131,10 @@ def check_folder(folder: Path) -> None:
                         'a new or an empty folder')
 
 
-def checksum_of(progress) -> str:
-    return hashlib.sha256(json.dumps(progress).encode()).hexdigest()
-
-
 def check_progress(saved: dict) -> None:
-    """Raise ValueError if progress.json is damaged."""
-    if saved.get('sha256') != checksum_of(saved.get('progress')):
-        raise ValueError('its content does not match its sha256')
+    """Raise ValueError if progress.json is of something else."""
+    if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
+        raise ValueError('it is not of a preparation')
 
 
 def read_progress(folder: Path) -> dict | None:
@@ -150,14 +143,14 @@ def read_progress(folder: Path) -> dict | None:
     if not path.exists():
         return None
     remedy = f'give another --out_dir, or remove {folder} if nothing else is in it'
-    return read_json(path, remedy, check_progress)['progress']
+    return read_json(path, remedy, check_progress)
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
     """Write what the next start needs to continue: `state` of the source, and the shards as they are on disk."""
     writer.flush()
     progress = {'arguments': arguments, 'splits': writer.splits, 'state': state, 'left_out': left_out}
-    write_json(folder / 'progress.json', {'sha256': checksum_of(progress), 'progress': progress})
+    write_json(folder / 'progress.json', progress)
 
 
 def check_arguments(folder: Path, begun_with: dict, now: dict) -> None:
@@ -166,8 +159,8 @@ def check_arguments(folder: Path, begun_with: dict, now: dict) -> None:
         if begun_with.get(name) == value:
             continue
         if name.endswith('_checksum'):
-            raise UserError(f'the {name.removesuffix("_checksum")} has changed since {folder} was begun (names, sizes, '
-                            'times or revision of its files): use it as it was, or another --out_dir')
+            raise UserError(f'the {name.removesuffix("_checksum")} has changed since {folder} was begun: use it as it '
+                            'was, or another --out_dir')
         raise UserError(f'{folder} was begun with {name} = {begun_with.get(name)!r}, now it is {value!r}: use that, or '
                         'another --out_dir')
 
@@ -194,7 +187,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 def prepare(name: str, s: Settings) -> None:
     """Write the data folder of a source, or continue with it."""
     plain = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_')
-    folder = Path(s.out_dir) if s.out_dir else BUILT / (plain or 'files')
+    folder = Path(s.out_dir or BUILT / (plain or 'files'))
     check_folder(folder)  # before anything is written there, the lock included
     local_files(name, s.config)  # a missing file is reported before a tokenizer that cannot be downloaded
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
@@ -246,9 +239,7 @@ def fill(writer: ShardWriter, batches: Iterator[tuple], max_tokens: int | None, 
         if time.time() - last > 5:
             last = time.time()
             tokens_per_s = (writer.n_tokens - begin) / (last - start)
-            left = (max_tokens - writer.n_tokens) / max(1, tokens_per_s) if max_tokens else None
-            eta = f' | ETA {datetime.timedelta(seconds=int(left))}' if max_tokens and 0 < left < 1e9 else ''
-            print(f'{writer.n_tokens:,} tokens | {tokens_per_s:,.0f} tokens/s{eta}', flush=True)
+            print(f'{writer.n_tokens:,} tokens | {tokens_per_s:,.0f} tokens/s', flush=True)
     return left_out
 
 
@@ -275,8 +266,7 @@ def main(argv: list[str] | None = None) -> None:
             s = dataclasses.replace(s, **{key: value for key, value in OF_FINEWEB.items() if key not in given})
         check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8))
         if not 0 < s.val_share < 1:
-            raise UserError(f'val_share is {s.val_share}: expected more than 0 and less than 1, as train.py needs '
-                            'documents to train on and to validate on')
+            raise UserError(f'val_share is {s.val_share}: expected more than 0 and less than 1')
         if not name:
             raise UserError('the source is empty: expected a file, a pattern, a folder or a dataset of the hub')
         prepare(name, s)

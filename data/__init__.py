@@ -3,7 +3,6 @@
 A file of this folder is built-in data if it has `build(folder)`, which writes shards (shards.py), or a dataclass
 `Task`, whose rows are made when they are read (tasks.py).
 """
-import difflib
 import hashlib
 import importlib
 import json
@@ -37,9 +36,7 @@ def open_data(name) -> Data | Generated:
         if files:
             folder, build = text_data(folder, files)
     if not build and not (folder / 'meta.json').is_file():
-        near = difflib.get_close_matches(str(name), builtin_data(), 1)
-        meant = f' (did you mean {near[0]!r}?)' if near else ''
-        raise UserError(f'no data at {folder}{meant}: expected a .txt file, a folder with meta.json or with .txt '
+        raise UserError(f'no data at {folder}: expected a .txt file, a folder with meta.json or with .txt '
                         f'files, or built-in data ({", ".join(builtin_data())})')
     if build and not folder.exists():
         print(f'building {folder} ...', flush=True)
@@ -64,8 +61,8 @@ def text_data(path: Path, files: list[str]) -> tuple:
     The folder's name depends on the texts.
     """
     from data.sources import fitting_share, local_files, open_source, with_splits
-    stats = [(file, os.stat(file)) for file in files]
-    identity = [[os.path.relpath(file, path), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+    identity = [[os.path.relpath(file, path), os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files]
+    digest = hashlib.sha256(json.dumps([identity, VAL_SHARE]).encode()).hexdigest()
     s = SimpleNamespace(config=None, text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE,
                         val_hash='sha256', shuffle=0)
 
@@ -77,9 +74,4 @@ def text_data(path: Path, files: list[str]) -> tuple:
         read, _ = open_source(str(path), s)
         found = with_splits(read(None), fitting_share(read, s), s.val_hash)
         write_data(built, load_tokenizer('byte'), (document for _, batch in found for document in batch))
-    return built_folder(path, ['a document a file', identity, VAL_SHARE]), build
-
-
-def built_folder(path: Path, identity: list) -> Path:
-    """Return the folder of data made from texts, named by them and by everything else that decides its content."""
-    return BUILT / f'{path.resolve().name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'
+    return BUILT / f'{path.resolve().name}-{digest[:12]}', build

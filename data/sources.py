@@ -108,8 +108,7 @@ def shuffle_files(files: list, s) -> None:
 
 
 def checksum_of_files(files: list[str]) -> str:
-    stats = [(file, os.stat(file)) for file in files]
-    return checksum_of([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
+    return checksum_of([(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files])
 
 
 def checksum_of(identity: list) -> str:
@@ -207,16 +206,12 @@ def parquet_records(s, file: str, first: int) -> Iterator[tuple]:
             if column not in parquet.schema_arrow.names:
                 raise UserError(f'{file} has no field {column!r}; the fields are '
                                 f'{", ".join(parquet.schema_arrow.names[:20])}: set --text_field or --id_field')
-        for group in range(parquet.num_row_groups):
-            n_rows = parquet.metadata.row_group(group).num_rows
-            if n + n_rows <= first:
-                n += n_rows
-                continue
-            for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=columns):
-                for record in batch.to_pylist():
-                    if n >= first:
-                        yield n, record, None
-                    n += 1
+        for batch in parquet.iter_batches(BATCH, columns=columns):
+            if n + len(batch) > first:
+                for i, record in enumerate(batch.to_pylist(), n):
+                    if i >= first:
+                        yield i, record, None
+            n += len(batch)
 
 
 def text_records(s, n_files: int, file: str, first: int) -> Iterator[tuple]:

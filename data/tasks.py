@@ -17,7 +17,6 @@ and optionally
     symbol_options              names of the options that the symbols depend on; by default all but numbers of rows.
                                 A run can be evaluated on any data in which these are the same
 """
-import difflib
 import hashlib
 import importlib
 import math
@@ -57,8 +56,7 @@ def make_task(name: str):
     for option in filter(None, name.partition(':')[2].split(',')):
         key, _, value = option.partition('=')
         if key not in types_of:
-            near = difflib.get_close_matches(key, types_of, 3, 0.4) or types_of
-            raise UserError(f'unknown option {key!r} {where}: did you mean {" or ".join(map(repr, near))}?')
+            raise UserError(f'unknown option {key!r} {where}: expected one of {", ".join(types_of)}')
         values[key] = typed(key, Text(value), types_of[key], where)
     try:
         return Task(**values)

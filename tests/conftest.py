@@ -15,6 +15,7 @@ from types import SimpleNamespace
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: tests share the cores
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # several workers, and the processes that tests start, share the cores
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,10 +35,8 @@ os.environ.pop('TRITON_INTERPRET', None)
 attn_kernels.KERNELS_ON_CPU = False
 
 TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_size=4', '--warmup_tokens=256',
-        '--learning_rate=1e-2',
-        '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5', '--sample_tokens=0',
-        '--threads=1',
-        '--device=cpu', '--dtype=float32']
+        '--learning_rate=1e-2', '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5',
+        '--sample_tokens=0', '--threads=1', '--device=cpu', '--dtype=float32']
 STEP_TOKENS = 4 * 32
 
 
@@ -84,6 +83,32 @@ def tiny_data(tmp_path_factory):
                  for i in range(300)]
     write_data(folder, load_tokenizer('byte'), documents, shard_tokens=5000)
     return folder
+
+
+def shard_ids(folder, split):
+    """The ids of a split, all its shards one after the other, read without Data."""
+    return np.concatenate([np.fromfile(path, '<u2') for path in sorted(folder.glob(f'{split}_*.bin'))])
+
+
+def byte_documents(folder, split):
+    """The documents of a split of byte tokens."""
+    return [text.decode() for text in bytes(min(i, 255) for i in shard_ids(folder, split)).split(b'\xff')[:-1]]
+
+
+def flips(path, n):
+    """Flip one random bit of a file, n times; yields which. The file is whole again after each."""
+    rng, whole = random.Random(0), path.read_bytes()
+    for _ in range(n):
+        yield flip_a_bit(path, rng)
+        path.write_bytes(whole)
+
+
+def flip_a_bit(path, rng):
+    content = bytearray(path.read_bytes())
+    byte, bit = rng.randrange(len(content)), rng.randrange(8)
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+    return f'bit {bit} of byte {byte} of {path}'
 
 
 # ---- the scripts ----
@@ -149,6 +174,20 @@ def train_tiny(data, out, *args, steps=20, **kwargs):
                **kwargs)
 
 
+def succeeded(result):
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def prepare(source, out, *args):
+    return run('prepare_fineweb.py', source, '--tokenizer=byte', '--workers=1', f'--out_dir={out}', *args)
+
+
+def prepared(source, out, *args):
+    succeeded(prepare(source, out, *args))
+    return out
+
+
 def config_json(out):
     return json.loads((out / 'config.json').read_text())
 
@@ -174,6 +213,14 @@ def bytes_kept(function):
         out = function()
     del out
     return sum(kept.values())
+
+
+def turned(x, position, theta=10000.0):
+    """Rotary embedding of x (..., D) in float64 at a position: pairs (x_j, x_{j + D/2}) as complex numbers."""
+    D = x.shape[-1]
+    angle = position * theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
+    y = torch.complex(*x.chunk(2, -1)) * torch.complex(angle.cos(), angle.sin()).to(torch.complex128)
+    return torch.cat([y.real, y.imag], -1)
 
 
 def plain_rotation(x, cos, sin):

@@ -46,13 +46,6 @@ def test_a_benchmark_makes_one_measurement_at_a_time():
         bench.options(['scales', 'nanogpt'], *known)
 
 
-def test_no_two_files_of_results_have_one_content():
-    named = {}
-    for path in RESULTS.rglob('*.*'):
-        named.setdefault(path.read_bytes(), []).append(path.name)
-    assert [names for names in named.values() if len(names) > 1] == []
-
-
 def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):
     def rows():
         yield {'a': 1}

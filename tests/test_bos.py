@@ -5,13 +5,13 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import assert_sentence, config_json, run, train_tiny
+from conftest import assert_sentence, config_json, run, succeeded, train_tiny
 
 import eval as judge
 import sample
 from common import export, runs
 from common.files import write_json
-from data import Data, write_data
+from data import Data
 from data.tokenizers import load_tokenizer
 
 TEXTS = [f'a text of {i} words and more of them' for i in range(60)]
@@ -35,17 +35,15 @@ def prepared(tokenizer, tmp_path_factory):
     pytest.importorskip('datasets')
     folder = tmp_path_factory.mktemp('bos')
     (folder / 'texts.jsonl').write_text(''.join(json.dumps({'text': text, 'id': text}) + '\n' for text in TEXTS))
-    result = run('prepare_fineweb.py', folder / 'texts.jsonl', f'--tokenizer={tokenizer}', '--bos', '--val_share=0.3',
-                 '--workers=1', f'--out_dir={folder}/data')
-    assert result.returncode == 0, result.stderr
+    succeeded(run('prepare_fineweb.py', folder / 'texts.jsonl', f'--tokenizer={tokenizer}', '--bos', '--val_share=0.3',
+                  '--workers=1', f'--out_dir={folder}/data'))
     return folder / 'data'
 
 
 @pytest.fixture(scope='module')
 def trained(prepared, tmp_path_factory):
     out = tmp_path_factory.mktemp('run') / 'run'
-    result = train_tiny(prepared, out, steps=2)
-    assert result.returncode == 0, result.stderr
+    succeeded(train_tiny(prepared, out, steps=2))
     return out
 
 
@@ -59,12 +57,6 @@ def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):
                 found.append([])
             found[-1].append(i)
     assert sorted(found) == sorted([0, *encode(text), 1] for text in TEXTS)
-
-
-def test_without_bos_documents_start_with_their_text(tokenizer, tmp_path):
-    write_data(tmp_path / 'data', load_tokenizer(tokenizer), [('train', TEXTS[0]), ('val', TEXTS[1])])
-    d = Data(tmp_path / 'data')
-    assert not d.bos and 0 not in d.tokens('train', 0, d.splits['train']['tokens']).tolist()
 
 
 def test_prompts_start_as_the_documents_did(trained, tokenizer):

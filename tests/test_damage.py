@@ -1,10 +1,9 @@
 """One flipped bit, at a random place of each file of a run: detected in checkpoints, never a traceback elsewhere."""
-import random
+import contextlib
 import shutil
-from pathlib import Path
 
 import pytest
-from conftest import assert_sentence, run, train_tiny
+from conftest import assert_sentence, flips, run, succeeded, train_tiny
 
 from common import checkpoint, runs
 from common.files import UserError
@@ -13,29 +12,11 @@ from data.shards import Data
 pytestmark = pytest.mark.slow
 
 
-def flip_a_bit(path: Path, rng: random.Random) -> str:
-    """Flip one bit of a file. Returns which, for messages."""
-    content = bytearray(path.read_bytes())
-    byte, bit = rng.randrange(len(content)), rng.randrange(8)
-    content[byte] ^= 1 << bit
-    path.write_bytes(content)
-    return f'bit {bit} of byte {byte} of {path}'
-
-
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'trained'
-    result = train_tiny(tiny_data, out)
-    assert result.returncode == 0, result.stderr
+    succeeded(train_tiny(tiny_data, out))
     return out
-
-
-def flips(path, n, seed=0):
-    """Yield a description of each of n flips. The file is whole again after each."""
-    rng, whole = random.Random(seed), path.read_bytes()
-    for _ in range(n):
-        yield flip_a_bit(path, rng)
-        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize('name', ['model.safetensors', 'optimizer.safetensors', 'state.json', 'SHA256SUMS'])
@@ -62,10 +43,18 @@ def test_a_run_with_a_flipped_bit_continues_or_says_why_not(trained, tmp_path, n
         shutil.rmtree(out)
 
 
+def test_a_flipped_bit_of_meta_json_is_a_sentence_or_changes_nothing(tiny_data, tmp_path):
+    data, want = shutil.copytree(tiny_data, tmp_path / 'data'), Data(tiny_data).tokens('val', 0, 100).tolist()
+    for place in flips(data / 'meta.json', 50):
+        with contextlib.suppress(UserError):
+            assert Data(data).tokens('val', 0, 100).tolist() == want, place
+
+
 def test_verify_finds_a_flipped_bit_in_a_shard(tiny_data, tmp_path):
     data = shutil.copytree(tiny_data, tmp_path / 'data')
-    for shard in data.glob('*.bin'):
-        for place in flips(shard, 10):
+    shards = [*data.glob('*.bin')]
+    for shard in shards:
+        for place in flips(shard, -(-100 // len(shards))):
             with pytest.raises(UserError, match=shard.name):
                 Data(data).verify()
                 raise AssertionError(f'{place} was not found')

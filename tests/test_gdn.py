@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import bytes_kept
-from test_models import from_config_file
+from test_models import from_config_file, some_tokens
 
 import model_gdn as G
 
@@ -17,23 +17,13 @@ needs_scans = pytest.mark.skipif(G.gdn is None, reason='scans/ is not here')
 FORMS = ['loop', pytest.param('fast', marks=needs_scans)]
 
 
-def randomise(model):
-    """Give every weight a value at which it matters, in float64."""
+def make(**values):
+    """A float64 model in which every weight matters."""
     torch.manual_seed(0)
-    for p in model.double().parameters():
+    model = G.Model(G.Config(**SMALL | values)).double()
+    for p in model.parameters():
         torch.nn.init.normal_(p, std=0.25 if p.dim() == 2 else 0.7)
     return model
-
-
-def make(module=G, **values):
-    return randomise(module.Model(module.Config(**SMALL | values)))
-
-
-def some_tokens(B=3, T=23):
-    """Ids with ends of documents (59)."""
-    torch.manual_seed(1)
-    idx = torch.randint(0, 59, (B, T))
-    return idx.masked_fill(torch.rand(B, T) < 0.15, 59)
 
 
 # ---- the recurrence ----
@@ -202,9 +192,9 @@ def by_the_paper(model, idx):
 @pytest.mark.parametrize('eos_id', [None, 59])
 @pytest.mark.parametrize('form', FORMS)
 def test_the_model_is_the_papers(form, eos_id):
-    model, idx = make(eos_id=eos_id, scan=form), some_tokens()
+    model, idx = make(eos_id=eos_id, scan=form), some_tokens(1, 23)
     with torch.no_grad():
-        want, got = by_the_paper(model, idx[0]), model.final_hidden(idx[:1])[0]
+        want, got = by_the_paper(model, idx[0]), model.final_hidden(idx)[0]
     assert (got - want).norm() < 1e-10 * want.norm()
 
 

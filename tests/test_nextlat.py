@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import bytes_kept
+from conftest import bytes_kept, turned
 
 import attn_kernels
 from common import runs
@@ -36,19 +36,11 @@ def norm(x, layer):
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight
 
 
-def turn(x, position):
-    """Rotary embedding of x (H, D) at a position, in half-split layout."""
-    half = x.shape[-1] // 2
-    angle = position * 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
-    a, b = x[:, :half], x[:, half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-
 def block(h, layer, documents):
     """h (T, C) through a Transformer block whose tokens see the earlier ones of their document."""
     T, C = h.shape
     q, k, v = (layer.qkv.weight @ norm(h, layer.attn_norm).T).T.view(T, 3, 2, C // 2).unbind(1)
-    q, k = (torch.stack([turn(x[t], t) for t in range(T)]) for x in (q, k))
+    q, k = (torch.stack([turned(x[t], t) for t in range(T)]) for x in (q, k))
     mixed = []
     for t in range(T):
         seen = [s for s in range(t + 1) if documents[s] == documents[t]]
@@ -71,7 +63,7 @@ def dynamics(h, e, layer):
 def fetch(h, e, layer):
     """h (C,), e (i, C), embeddings of the tokens after it -> (C,)."""
     q, k, v = zip(*((layer.qkv.weight @ norm(x, layer.norm)).view(3, 2, -1) for x in (h, *e)))
-    q, k = turn(q[-1], len(e)), torch.stack([turn(x, j) for j, x in enumerate(k)])
+    q, k = turned(q[-1], len(e)), torch.stack([turned(x, j) for j, x in enumerate(k)])
     shares = (torch.einsum('hd,jhd->jh', q, k) / math.sqrt(q.shape[-1])).softmax(0)
     mixed = torch.einsum('jh,jhd->hd', shares, torch.stack(v)).flatten()
     return norm(e[-1] + layer.attn_out.weight @ mixed, layer.out_norm)

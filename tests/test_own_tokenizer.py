@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import assert_sentence, run, train_tiny
+from conftest import assert_sentence, run, succeeded, train_tiny
 
 from common import export, runs
 from common.files import UserError
 from data import Data, write_data
-from data.shards import document_ids, keep_tokenizer
+from data.shards import document_ids
 from data.tokenizers import load_tokenizer, train_tokenizer
 from sample import load_draft
 
@@ -35,8 +35,7 @@ def tokenizers(tmp_path_factory):
 @pytest.fixture(scope='module')
 def trained(tokenizers, tmp_path_factory):
     out = tmp_path_factory.mktemp('run') / 'run'
-    result = train_tiny(tokenizers / 'own', out, steps=2)
-    assert result.returncode == 0, result.stderr
+    succeeded(train_tiny(tokenizers / 'own', out, steps=2))
     return out
 
 
@@ -133,28 +132,15 @@ def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
 
 # ---- of data and runs ----
 
-def test_data_keep_their_tokenizer(tokenizers, tmp_path):
-    shutil.copytree(tokenizers / 'own', tmp_path / 'moved')
-    d = Data(tmp_path / 'moved')
-    ids = d.tokens('train', 0, 50).tolist()
-    assert load_tokenizer(d.tokenizer).decode(ids[:ids.index(d.eos_id)]).decode() == TEXTS[1]
-
-
-def test_a_folder_named_like_a_tasks_symbols_is_no_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'a5').mkdir()
-    assert keep_tokenizer(tmp_path / 'run', 'a5') == 'a5'
-
-
 def test_a_copied_run_samples_without_its_data_and_is_judged_where_the_data_were_moved(trained, tokenizers, tmp_path,
                                                                                        monkeypatch):
     assert (trained / 'tokenizer.json').read_bytes() == (tokenizers / 'own.json').read_bytes()
     copy, data = shutil.copytree(trained, tmp_path / 'copy'), shutil.copytree(tokenizers / 'own', tmp_path / 'moved')
-    assert run('sample.py', copy, 'a text', '--max_new_tokens=3').returncode == 0
+    succeeded(run('sample.py', copy, 'a text', '--max_new_tokens=3'))
     monkeypatch.chdir(tmp_path)
     for name in (data, 'moved'):
-        assert run('eval.py', copy, '--val', f'--data={name}').returncode == 0
-        assert run('train.py', f'--out_dir={copy}', '--resume', f'--data={name}').returncode == 0
+        succeeded(run('eval.py', copy, '--val', f'--data={name}'))
+        succeeded(run('train.py', f'--out_dir={copy}', '--resume', f'--data={name}'))
 
 
 def test_a_dry_run_without_the_data_names_the_tokenizer_of_its_source(trained, tmp_path):
@@ -202,10 +188,10 @@ def test_a_kill_before_config_json_is_written_leaves_a_folder_for_a_run_and_a_to
 
 def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
-    (out / 'tokenizer.json').write_text('{}')
-    assert_sentence(run('sample.py', out, 'a'), f'{out}/tokenizer.json')
-    (out / 'tokenizer.json').unlink()
-    assert_sentence(run('sample.py', out, 'a'), f'{out}/tokenizer.json')
+    path = out / 'tokenizer.json'
+    for damage in (lambda: path.write_text('{}'), path.unlink):
+        damage()
+        assert_sentence(run('sample.py', out, 'a'), str(path))
 
 
 def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):

@@ -8,8 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, STEP_TOKENS, TINY, run, run_apart
-from test_damage import flip_a_bit
+from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart
 
 import train
 from common import checkpoint, parallel, run_settings, runs

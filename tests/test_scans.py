@@ -185,7 +185,6 @@ def train(name, values):
 
 @pytest.mark.slow
 def test_the_folder_can_be_deleted(tmp_path):
-    """A copy of the repository without scans/ trains, evaluates and decodes to the same numbers."""
     for path in (*(f'model_{name}.py' for name in MODELS), 'attn_kernels.py'):
         shutil.copy(ROOT / path, tmp_path)
     script = WITHOUT_SCANS + f'''

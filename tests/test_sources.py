@@ -1,11 +1,11 @@
 """What each kind of source is read as: files, patterns and folders; training and preparation read texts alike."""
 import gzip
 import json
+import re
 import shutil
 
-import numpy as np
 import pytest
-from conftest import assert_sentence, run
+from conftest import assert_sentence, byte_documents, prepare, prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,22 +38,6 @@ def read(source, state=None, **given):
 
 def texts(batches):
     return [found[2] for _, batch in batches for found in batch if found]
-
-
-def texts_of(folder, split):
-    """The documents of a split of byte tokens."""
-    ids = np.concatenate([np.fromfile(path, '<u2') for path in sorted(folder.glob(f'{split}_*.bin'))])
-    return [text.decode() for text in bytes(min(i, 255) for i in ids).split(b'\xff')[:-1]]
-
-
-def prepare(source, out, *args):
-    return run('prepare_fineweb.py', source, '--tokenizer=byte', '--workers=1', f'--out_dir={out}', *args)
-
-
-def prepared(source, out, *args):
-    result = prepare(source, out, *args)
-    assert result.returncode == 0, result.stderr
-    return out
 
 
 # ---- formats ----
@@ -157,7 +141,7 @@ def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(text, t
     assert capsys.readouterr().out.count('one text: its last 10% are the validation data') == 2
     folders += [prepared(tmp_path / name, tmp_path / out) for name, out in (('texts', 'a'), ('texts/all.txt', 'b'))]
     for folder in folders:
-        (train,), (val,) = texts_of(folder, 'train'), texts_of(folder, 'val')
+        (train,), (val,) = byte_documents(folder, 'train'), byte_documents(folder, 'val')
         assert train + val == text and 0.09 < len(val) / len(text) < 0.19
         assert train.endswith('\n') == ('\n' in text)
 
@@ -168,12 +152,12 @@ def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_
         (tmp_path / 'texts' / ('more' if i % 2 else '') / f'{i}.txt').write_text(f'{line}\n{i}')
     (tmp_path / 'texts/blank.txt').write_text('\n')
     d = data.open_data(str(tmp_path / 'texts'))
-    assert sorted(texts_of(d.folder, 'train') + texts_of(d.folder, 'val')) == sorted(
+    assert sorted(byte_documents(d.folder, 'train') + byte_documents(d.folder, 'val')) == sorted(
         f'{line}\n{i}' for i, line in enumerate(LINES))
     assert d.splits['val']['documents'] >= 10 and d.splits['train']['documents'] > 300
     prepared(tmp_path / 'texts', tmp_path / 'out', '--val_share=0.05')
     for split in ('train', 'val'):
-        assert texts_of(tmp_path / 'out', split) == texts_of(d.folder, split)
+        assert byte_documents(tmp_path / 'out', split) == byte_documents(d.folder, split)
     assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len([*built.iterdir()]) == 1
     (tmp_path / 'texts/0.txt').write_text('Another text.')  # and so other data
     assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len([*built.iterdir()]) == 2
@@ -227,31 +211,20 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after row 0 (ArrowInvalid)'),
     ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
     ('a.jsonl', RECORD + b'{"text": "\xff"}', 'a.jsonl cannot be read after line 1 (UnicodeDecodeError)'),
-    ('a.jsonl', RECORD + b'[' * 100_000, 'a.jsonl cannot be read after line 1 (RecursionError)'),
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
     ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text', expected text"),
     ('a.jsonl', RECORD + b'{"text": "a", "id": 1.5}\n', "a.jsonl, line 2 has 1.5 in field 'id', expected an id"),
     ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id', expected an id"),
-    ('a.jsonl.gz', MANY[:len(MANY) // 2], 'a.jsonl.gz cannot be read after line'),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
     ('a.csv', b'1,2', 'a.csv matches'),
     ('none*.jsonl', None, 'no file matches'),
-    ('none.parquet', None, 'no file matches'),
 ])
 def test_a_source_that_cannot_be_read_is_a_sentence_that_names_file_and_line(tmp_path, name, content, sentence):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=re.escape(sentence)):
         read(tmp_path / name)
-    assert sentence in str(error.value)
-
-
-def test_text_in_parquet_that_is_not_utf8_is_a_sentence(tmp_path):
-    text = pa.StringArray.from_buffers(2, pa.py_buffer(b'\0\0\0\0\1\0\0\0\3\0\0\0'), pa.py_buffer(b'a\xffb'))
-    pa.parquet.write_table(pa.table({'text': text, 'id': ['1', '2']}), tmp_path / 'bad.parquet')
-    with pytest.raises(UserError, match=r'bad.parquet cannot be read after row 0 \(UnicodeDecodeError'):
-        read(tmp_path / 'bad.parquet')
 
 
 def test_a_folder_with_nothing_to_read_names_what_could_be(tmp_path):

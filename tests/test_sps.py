@@ -4,6 +4,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import turned
 from test_models import from_config_file
 
 import model_sps
@@ -67,14 +68,8 @@ def interleaved_logits(model, idx):
     is_rho = torch.arange(2 * T) % 2 == 1
     norm = lambda h, layer: h / (h.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * layer.weight
     D = c.n_embd // c.n_head
-    frequencies = c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
-    angles = torch.arange(T, dtype=torch.float32).repeat_interleave(2)[:, None] * frequencies
-    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]  # (2T, 1, D/2)
-
-    def rotated(x):
-        y = torch.complex(*x.double().chunk(2, -1)) * turn
-        return torch.cat([y.real, y.imag], -1).to(x.dtype)
-
+    position = torch.arange(T).repeat_interleave(2)[:, None, None]
+    rotated = lambda x: turned(x.double(), position, c.rope_theta).to(x.dtype)
     for layer, block in enumerate(model.blocks):
         fork = c.n_layer - (c.predict_layers or c.n_layer)
         below = layer < fork

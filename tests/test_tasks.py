@@ -1,10 +1,12 @@
 """Synthetic tasks: rows that an independent solver can follow, the same however they are read, and scores that count
 exactly."""
+import re
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
-from conftest import assert_sentence, run
+from conftest import assert_sentence, run, succeeded
 
 from common import runs
 from common.decoding import generate
@@ -15,14 +17,14 @@ from data.tasks import make_task
 from data.tokenizers import load_tokenizer
 
 CHASE, STAR = 'pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6'
-TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=256',
-         '--learning_rate=1e-2', '--eval_interval=4',
-         '--log_interval=1', '--save_interval=4', '--threads=1', '--device=cpu', '--dtype=float32',
-         f'--data={CHASE},val_rows=50', '--block_size=52']
+TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=0',
+         '--learning_rate=1e-2', '--eval_interval=4', '--log_interval=1', '--save_interval=4', '--threads=1',
+         '--device=cpu', '--dtype=float32']
+tokenizer_of = cache(load_tokenizer)
 
 
 def words(d, ids):
-    return load_tokenizer(d.tokenizer).decode(list(map(int, ids))).decode().split()
+    return tokenizer_of(d.tokenizer).decode(list(map(int, ids))).decode().split()
 
 
 def labelled(d, idx, targets):
@@ -163,8 +165,7 @@ def test_a_batch_depends_on_seed_and_step_only(name):
     idx, targets = d.train_batch(7, 8, d.T, seed=1)
     parts = [open_data(name).train_batch(7, 8, d.T, 1, slice(a, b)) for a, b in ((0, 3), (3, 8))]
     assert all(torch.equal(torch.cat(part), whole) for part, whole in zip(zip(*parts), (idx, targets)))
-    assert not torch.equal(d.train_batch(7, 8, d.T, seed=2)[0],
-                           idx) and not torch.equal(d.train_batch(8, 8, d.T, seed=1)[0], idx)
+    assert not any(torch.equal(d.train_batch(step, 8, d.T, seed)[0], idx) for step, seed in ((7, 2), (8, 1)))
     counted = targets >= 0
     assert (counted[:, :-1] <= (targets[:, :-1] == idx[:, 1:])).all() and idx.max() < d.eos_id
     assert (d.tokens('val', d.T - 2, 7) == d.rows('val', range(2), 0).ravel()[d.T - 2:d.T + 5]).all()
@@ -189,10 +190,9 @@ def test_a_fixed_training_set_is_read_once_an_epoch_in_an_order_of_the_seed():
 
 def test_symbols_round_trip_with_or_without_blanks():
     tokenizer = load_tokenizer('path_star:nodes=20')
-    assert tokenizer.encode('3,15|15,4/3,4=') == tokenizer.encode(' 3 15 | 15 4 / 3 4 =') == [3, 15, 20, 15, 4, 22, 3,
-                                                                                              4, 21]
-    assert tokenizer.decode([3, 15, 20,
-                             tokenizer.eos_id]).decode() == ' 3 15 |' and tokenizer.n_ids == tokenizer.eos_id + 1 == 25
+    ids = [3, 15, 20, 15, 4, 22, 3, 4, 21]
+    assert tokenizer.encode('3,15|15,4/3,4=') == tokenizer.encode(' 3 15 | 15 4 / 3 4 =') == ids
+    assert tokenizer.decode([3, 15, 20, 24]).decode() == ' 3 15 |' and tokenizer.n_ids == tokenizer.eos_id + 1 == 25
     for name in (CHASE, 'pointer_chasing', 'path_star'):
         task, tokenizer = make_task(name), load_tokenizer(name)
         assert tokenizer.encode(tokenizer.decode(range(tokenizer.n_ids)).decode()) == list(range(len(task.symbols)))
@@ -220,24 +220,20 @@ def test_a_row_is_printed_with_its_targets(capsys):
 
 
 @pytest.mark.parametrize('name, sentence', [
-    ('pointer_chasing:hopps=2', "unknown option 'hopps' in data 'pointer_chasing:hopps=2': did you mean 'hops'?"),
+    ('pointer_chasing:hopps=2', "unknown option 'hopps' in data 'pointer_chasing:hopps=2'"),
     ('pointer_chasing:hops=two', "'hops' in data 'pointer_chasing:hops=two' is 'two', a str: expected int"),
     ('pointer_chasing:hops=-1', "hops is -1 in data 'pointer_chasing:hops=-1': expected at least 0"),
     ('pointer_chasing:keys=11', 'values = 10 and keys = 11'),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
     ('recall:distances=8-x', "distances is '8-x': expected whole numbers of at least 3 joined by -"),
-    ('recall:pairs=3', 'pairs is 3: expected at least one for each of 4 distances, and at most the 16 keys'),
     ('recall:pairs=17', 'at most the 16 keys, as those of a row are different'),
     ('recall:length=50', 'length is 50: 8 pairs and their queries at 8-16-32-64 tokens do not fit'),
-    ('path_star:train_rows=0', 'train_rows is 0: expected 1 to'),
     (f'path_star:length={"9" * 40}', 'at most 9e+15'),
-    ('', 'data is empty: expected built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, '
-         'recall) or a folder'),
+    ('', 'data is empty: expected built-in data'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)')])
 def test_bad_options_are_sentences(name, sentence):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=re.escape(sentence)):
         open_data(name)
-    assert sentence in str(error.value)
 
 
 def test_another_block_size_is_a_sentence_that_says_which():
@@ -311,8 +307,8 @@ def test_the_path_score_is_that_of_greedy_decoding():
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'chase'
-    result = run(*TRAIN, f'--max_tokens={8 * 8 * 52}', f'--out_dir={out}')
-    assert result.returncode == 0, result.stderr
+    result = succeeded(run(*TRAIN, f'--data={CHASE},val_rows=50', '--block_size=52', f'--max_tokens={8 * 8 * 52}',
+                           f'--out_dir={out}'))
     assert all(part in result.stdout for part in ('unlimited generated rows', 'levels_solved', 'Q G|'))
     return out
 
@@ -321,8 +317,7 @@ def trained(tmp_path_factory):
 def test_scores_are_logged_and_eval_and_sample_know_the_task(trained):
     log = {record['step']: record for record in runs.read_log(trained)}
     assert [step for step in log if 'accuracy_2' in log[step]] == [4, 8] and 0 <= log[8]['accuracy_0'] <= 1
-    judged = run('eval.py', trained, '--val', '--dtype=float32')
-    assert judged.returncode == 0, judged.stderr
+    judged = succeeded(run('eval.py', trained, '--val', '--dtype=float32'))
     assert f'val nats_per_token {log[8]["val"]:20,.4f}' in judged.stdout
     assert f'val accuracy_0     {log[8]["accuracy_0"]:20,.4f}' in judged.stdout and 'bits_per_byte' not in judged.stdout
     sampled = run('sample.py', trained, 'v3 = A v0 = B v8 = C || Q A', '--max_new_tokens=1', '--dtype=float32')

@@ -3,31 +3,21 @@ import csv
 import json
 import operator
 from fractions import Fraction
-from functools import cache, reduce
+from functools import reduce
 from itertools import accumulate, combinations
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import run
+from conftest import run, succeeded
+from test_tasks import TRAIN, tokenizer_of, words
 
 from analysis import manhattan
 from common import runs
 from common.files import UserError
 from config.nextlat import manhattan_small
 from data import a5, countdown, open_data
-from data.tokenizers import load_tokenizer
-
-SMALL = ['train.py', '--n_layer=1', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=0',
-         '--eval_interval=4', '--threads=1', '--device=cpu', '--dtype=float32']
-
-
-tokenizer_of = cache(load_tokenizer)
-
-
-def words(d, ids):
-    return tokenizer_of(d.tokenizer).decode(list(map(int, ids))).decode().split()
 
 
 def eval_results(folder):
@@ -35,11 +25,6 @@ def eval_results(folder):
 
 
 # ---- A5 ----
-
-def matrix(element):
-    """The permutation matrix of an element's digits."""
-    return np.eye(5)[[int(digit) - 1 for digit in element]]
-
 
 def rearranged(arrangement, element):
     """What an element, as digits, makes of an arrangement, as digits."""
@@ -49,7 +34,7 @@ def rearranged(arrangement, element):
 def test_a5_is_the_60_even_permutations_and_its_table_their_composition():
     symbols = open_data('a5').task.symbols
     assert len(set(symbols)) == 60 and all(sorted(element) == list('12345') for element in symbols)
-    assert all(np.linalg.det(matrix(element)) > 0 for element in symbols)
+    assert all(np.linalg.det(np.eye(5)[[int(digit) - 1 for digit in element]]) > 0 for element in symbols)
     for x, row in zip(symbols, a5.PRODUCT):
         assert [symbols[i] for i in row] == [rearranged(x, y) for y in symbols]
     assert symbols[a5.PRODUCT[symbols.index('23145')][symbols.index('13425')]] == '21435'  # the docstring's
@@ -65,25 +50,7 @@ def test_every_a5_target_is_the_product_so_far(length):
     assert len(idx[:, 0].unique()) == 60
 
 
-class Fixed:
-    """A model that answers every row with the same ids (T,)."""
-
-    def __init__(self, answers, n_ids):
-        self.answers, self.n_ids = answers, n_ids
-
-    def logits(self, idx):
-        return torch.nn.functional.one_hot(self.answers.expand(len(idx), -1), self.n_ids).float()
-
-
-def test_a5_accuracy_counts_each_position():
-    d = open_data('a5:length=3,val_rows=4')
-    idx = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 6], [2, 5, 7]])
-    targets = d.task.targets(torch.cat([idx, idx[:, :1]], 1))
-    found = d.task.score(Fixed(targets[0], d.n_ids), idx, targets, 'cpu', batch_size=3)
-    assert found == {'accuracy_1': 3 / 4, 'accuracy_2': 2 / 4, 'accuracy_3': 1 / 4}
-
-
-def test_a5_recurrent_states_are_those_of_p_psi_after_the_first_element():
+def test_a5_scores_count_each_position_by_the_transformer_and_by_p_psi_after_the_first_element():
     d = open_data('a5:length=7,val_rows=5')
     torch.manual_seed(0)
     model = runs.model_file('nextlat').Model(runs.make_config('nextlat', dict(
@@ -96,20 +63,19 @@ def test_a5_recurrent_states_are_those_of_p_psi_after_the_first_element():
         want = model.head(torch.stack(states, 1))[..., :d.n_ids].argmax(-1)
     assert torch.equal(a5.recurrent_states(model, idx), want) and len(want.unique()) > 5
     found = d.score(model, 'cpu', batch_size=2)
-    assert [found[f'rnn_accuracy_{t}'] for t in range(1, 8)] == (want == targets).double().mean(0).tolist()
+    for name, states in (('accuracy', model.logits(idx).argmax(-1)), ('rnn_accuracy', want)):
+        right = [sum(int(a[t] == b[t]) for a, b in zip(states, targets)) / 5 for t in range(7)]
+        assert [found[f'{name}_{t + 1}'] for t in range(7)] == pytest.approx(right)
 
 
 @pytest.mark.slow
 def test_a5_trains_on_short_words_and_is_judged_on_long_ones(tmp_path):
     out = tmp_path / 'a5'
-    result = run(*SMALL, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20', '--block_size=4',
+    result = run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20', '--block_size=4',
                  '--documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}')
     assert result.returncode == 0 and 'a sample' in result.stdout, result.stderr
-    judged = run('eval.py', out, '--val', '--data=a5:length=9,val_rows=20', '--dtype=float32')
-    assert judged.returncode == 0, judged.stderr
+    succeeded(run('eval.py', out, '--val', '--data=a5:length=9,val_rows=20', '--dtype=float32'))
     assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_results(out).keys()
-    drawn = run('-m', 'analysis.scores', out, '--scores=rnn_accuracy', f'--out={tmp_path / "figure"}')
-    assert drawn.returncode == 0 and 'rnn_accuracy_4' in drawn.stdout, drawn.stderr
     drawn = run('-m', 'analysis.a5', out, '--length=9', '--words=20', '--batch_size=7', '--device=cpu',
                 f'--out={tmp_path / "words"}')
     assert drawn.returncode == 0 and 'p_psi as an RNN' in drawn.stdout, drawn.stderr
@@ -177,15 +143,12 @@ PROMPT = '14 83 88 91 23 | | | | | | | |'
     ('91-88=3 83-14=69 69/3=23', (1, 1, 1, 1)),
     ('83-14=69 91-88=3 69/3=22', (0, 1, 1, 0)),  # a wrong result
     ('83-14=69 91-88=3 69-3=66', (0, 1, 1, 1)),  # another target
-    ('83-14=68 91-88=3 69/3=23', (0, 0, 1, 1)),
     ('14-83=69 91-88=3 69/3=23', (0, 0, 1, 1)),  # below 0
     ('83-14=69 83-14=69 69/3=23', (0, 1, 1, 1)),  # a number taken twice
     ('83-14=69 91-88=3 46/2=23', (0, 1, 1, 1)),  # numbers that are not there
-    ('83-14=69 69*1=69 69/3=23', (0, 1, 1, 1)),
     ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # leaves 1 over
     ('83-14=69 91 88 - =3 69/3=23', (0, 1, 0, 1)),
     ('83-14=69 91-88=3 69/3|23', (0, 1, 1, 0)),
-    ('83|14=69 91-88=3 69/3=23', (0, 0, 1, 1)),
     ('83=14=69 91-88=3 69/3=23', (0, 0, 1, 1))])
 def test_countdown_marks_a_solution_and_each_equation(answer, marks):
     tokenizer, task = tokenizer_of('countdown'), open_data('countdown').task
@@ -200,32 +163,17 @@ def test_countdown_reads_bars_that_stand_together_and_marks_an_empty_answer():
         tokenizer.encode('23+0=23')
 
 
-class Continues:
-    """Decodes held-out rows as they are, but for the tokens told: {row: [(position, token)]}. Has `logits` alone."""
-
-    def __init__(self, d, changes):
-        self.rows, self.n_ids = torch.from_numpy(d.rows('val', range(d.task.val_rows), 0)), d.n_ids
-        self.prompts = self.rows[:, :d.task.prompt_tokens].clone()
-        for i, changed in changes.items():
-            for position, token in changed:
-                self.rows[i, position] = token
-        self.config = SimpleNamespace(vocab_size=d.n_ids, n_ids=d.n_ids, eos_id=None)
-
-    def parameters(self):
-        yield torch.zeros(1)
-
-    def logits(self, idx):
-        n = self.prompts.shape[1]
-        which = [int((self.prompts == row[:n]).all(1).nonzero()[0]) for row in idx]
-        return torch.nn.functional.one_hot(self.rows[which, 1:idx.shape[1] + 1], self.n_ids).float()
-
-
-def test_the_countdown_score_is_that_of_greedy_decoding():
+def test_the_countdown_score_is_that_of_greedy_decoding(monkeypatch):
     d = open_data('countdown:val_rows=10')
-    assert d.score(Continues(d, {}), 'cpu', 4) == {'solved': 1, 'valid_1': 1, 'valid_2': 1, 'valid_3': 1}
-    changes = {0: [(-1, 9_999)], 3: [(-6, 9_999)], 7: [(-6, 9_999), (-1, 9_999)]}
-    assert d.score(Continues(d, changes), 'cpu', 4) == pytest.approx(
-        {'solved': 0.7, 'valid_1': 1, 'valid_2': 0.8, 'valid_3': 0.8})
+    rows = d.rows('val', range(10), 0).tolist()
+
+    def decoded(model, prompts, n, temperature):
+        assert (n, temperature) == (15, 0)
+        return [next(row[-15:] for row in rows if row[:-15] == prompt) for prompt in prompts]
+    monkeypatch.setattr(countdown, 'generate', decoded)
+    assert d.score(None, 'cpu', 4) == {'solved': 1, 'valid_1': 1, 'valid_2': 1, 'valid_3': 1}
+    rows[0][-1] = rows[3][-6] = rows[7][-6] = rows[7][-1] = 9_999
+    assert d.score(None, 'cpu', 4) == pytest.approx({'solved': 0.7, 'valid_1': 1, 'valid_2': 0.8, 'valid_3': 0.8})
 
 
 # ---- Manhattan ----
@@ -238,10 +186,6 @@ def city(tmp_path):
     path = tmp_path / 'city.json'
     path.write_text(json.dumps({'edges': CITY}))
     return f'manhattan:edges={path},steps=12,window=60'
-
-
-def streets(edges):
-    return {(str(a), direction): str(b) for a, direction, b in edges}
 
 
 def grid_streets(n):
@@ -271,7 +215,7 @@ def walked(start, turns, streets):
 @pytest.mark.parametrize('name', ['grid', 'city'])
 def test_walks_follow_the_streets_to_their_destination(name, city):
     d = open_data('manhattan:grid=6,steps=20,window=128' if name == 'grid' else city)
-    known = grid_streets(6) if name == 'grid' else streets(CITY)
+    known = grid_streets(6) if name == 'grid' else {(str(a), turn): str(b) for a, turn, b in CITY}
     assert {(d.task.nodes[a], d.task.symbols[turn]): d.task.nodes[b] for a, exits in enumerate(d.task.exits)
             for turn, b in exits} == known
     lengths, used, pairs = set(), set(), set()
@@ -374,7 +318,7 @@ def test_a_next_token_is_legal_where_the_street_is_and_the_end_at_the_destinatio
                 assert set(found) == set(allowed.split('|')), (i, t)
 
 
-@pytest.mark.parametrize('text', ['', '[]', '{"edges": []}', '{"edges": [[1, "N"]]}', '{"edges": [["a b", "N", 2]]}',
+@pytest.mark.parametrize('text', ['', '[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}',
                                   '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}'])
 def test_a_file_that_is_no_city_is_a_sentence(text, tmp_path):
     path = tmp_path / 'city.json'
@@ -396,7 +340,7 @@ def test_bad_manhattan_options_are_sentences(tmp_path):
 @pytest.fixture(scope='module')
 def trained_city(tmp_path_factory):
     out = tmp_path_factory.mktemp('city') / 'city'
-    result = run(*SMALL, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
+    result = run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
                  f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0')
     assert result.returncode == 0 and 'next_token' in result.stdout, result.stderr
     return out
@@ -405,13 +349,13 @@ def trained_city(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_on_manhattan_is_judged_and_samples_a_way(trained_city, tmp_path):
     out = trained_city
-    judged = run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
-                 '--dtype=float32')
-    assert judged.returncode == 0 and {'next_token', 'valid'} <= eval_results(out).keys(), judged.stderr
-    drawn = run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}')
-    assert drawn.returncode == 0 and 'next_token' in drawn.stdout and 'valid' in drawn.stdout, drawn.stderr
-    sampled = run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32')
-    assert sampled.returncode == 0 and sampled.stdout.startswith('0_0 2_1'), sampled.stderr
+    succeeded(run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
+                  '--dtype=float32'))
+    assert {'next_token', 'valid'} <= eval_results(out).keys()
+    drawn = succeeded(run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}'))
+    assert 'next_token' in drawn.stdout and 'valid' in drawn.stdout
+    sampled = succeeded(run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32'))
+    assert sampled.stdout.startswith('0_0 2_1')
 
 
 # ---- analysis.manhattan ----

@@ -8,9 +8,10 @@ models must have the same data, windows and dtype; where dtype is auto, all trai
 Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens sets one number for all.
 
 Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir: final validation loss with its
-95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with its 95%
-interval (Welch). The state is the cache of decoding after a window of tokens in fp32,
-including what taking back one token needs.
+95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with two 95%
+intervals, Welch's and one paired by seed: runs of one seed share data order and initial weights, so their losses vary
+together. The state is the cache of decoding after a window of tokens in fp32, including what taking back one token
+needs.
 """
 import functools
 import re
@@ -227,10 +228,11 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
                'tokens': settings.max_tokens, 'flops': training_flops(run),
                'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
                'perplexity': perplexity(loss),
-               **dict.fromkeys(['minus_first', 'its_low', 'its_high']),
+               **dict.fromkeys(['minus_first', 'its_low', 'its_high', 'paired_low', 'paired_high']),
                'losses': ' '.join(map(repr, values))}
         if values is not reference:
             row['minus_first'], row['its_low'], row['its_high'] = figures.difference(values, reference)
+            row['paired_low'], row['paired_high'] = figures.paired(values, reference)
         rows.append(row)
     return rows
 
@@ -244,7 +246,8 @@ def loss_table(rows: list[dict]) -> str:
         'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': figures.between(r['low'], r['high']),
         'perplexity': f'{r["perplexity"]:.3f}',
         f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
-        '95% (Welch)': figures.between(r['its_low'], r['its_high'], '+')} for r in rows])
+        '95%, unpaired': figures.between(r['its_low'], r['its_high'], '+'),
+        '95%, paired': figures.between(r['paired_low'], r['paired_high'], '+')} for r in rows])
 
 
 def main(argv: list[str] | None = None) -> None:

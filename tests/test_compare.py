@@ -13,7 +13,7 @@ from test_analysis import write_run
 
 from analysis import compare
 from analysis.compare import Settings, read_sides
-from analysis.figures import difference
+from analysis.figures import difference, interval
 from common.files import UserError
 from common.runs import blank_model, make_config
 
@@ -169,7 +169,9 @@ def test_the_table_is_that_of_its_runs(tmp_path):
     a, b, c = compare.table(runs)
     assert (b['loss'], b['perplexity']) == pytest.approx((2.35, math.exp(2.35)))
     assert (b['minus_first'], b['its_low'], b['its_high']) == difference(losses['b'], losses['a'])
-    assert a['minus_first'] is None
+    assert (b['paired_low'], b['paired_high']) == pytest.approx(interval((0.2, 0.3, 0.15)))
+    assert b['paired_low'] > b['its_low']  # the seeds vary together
+    assert a['minus_first'] is None and a['paired_low'] is None
     half = 4.302653 * statistics.stdev(losses['a']) / math.sqrt(3)
     assert a['high'] - a['loss'] == pytest.approx(half, rel=1e-6)
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"

@@ -95,11 +95,8 @@ def correction(model, z, e):
 
 def document_starts(model, idx):
     """For each row and position the first position of its document."""
-    documents = model.config.eos_id is not None
-
-    def start(row, t):
-        return max([0] + [s + 1 for s in range(t) if documents and row[s] == EOS])
-    return [[start(row, t) for t in range(len(row))] for row in idx.tolist()]
+    is_end = (idx == EOS) & (model.config.eos_id is not None)
+    return [[max([0, *(s + 1 for s in range(t) if row[s])]) for t in range(len(row))] for row in is_end.tolist()]
 
 
 def no_dropout(model, idx):

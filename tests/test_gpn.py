@@ -125,6 +125,12 @@ def plain_states(model, idx):
     return torch.stack(states, 1)
 
 
+def assert_near(have, want, tolerance):
+    """Each tensor to a tolerance relative to its norm, which is not 0."""
+    for x, y in zip(have, want, strict=True):
+        assert 0 < y.norm() < float('inf') and (x - y).norm() <= tolerance * y.norm()
+
+
 def loss_and_gradients(model, states, idx):
     logits = model.head(model.head_input(states))
     loss = F.cross_entropy(logits.flatten(0, 1), idx.roll(-1, 1).flatten())

@@ -383,10 +383,13 @@ def finish(s, model, data, machine, seconds):
         runs.plot_loss(s.out_dir)
         if s.sample_tokens:
             print_sample(s, model, data, machine)
-    command = f'python sample.py {s.out_dir} "Return the"'
+    look = f'python sample.py {s.out_dir} "Return the"    generates text'
     if hasattr(data, 'score'):
-        command = f'python -m analysis.scores {s.out_dir}'
-    print(f'done in {seconds / 60:.1f} minutes of training. {s.out_dir}/loss.png is the loss curve. Next: {command}')
+        look = f'python -m analysis.scores {s.out_dir}    plots its scores'
+    print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
+          f'  {look}\n'
+          f'  {s.out_dir}/loss.png is the loss curve, log.jsonl has its numbers\n'
+          '  python train.py --help    lists every setting')
 
 
 def print_sample(s, model, data, machine):

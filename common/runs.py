@@ -178,7 +178,10 @@ def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
 
     UserError if there is none, or if its tokenizer differs from the run's.
     """
-    data = open_data(name or record['settings'].get('data', ''))
+    name = name or record['settings'].get('data')
+    if not name:  # an imported run
+        raise UserError('this run has no data of its own: give --data=FOLDER')
+    data = open_data(name)
     check_vocabulary(record, data, folder)
     return data
 

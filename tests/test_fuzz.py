@@ -66,7 +66,7 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
     'train to the end': (0.04, ['--out_dir=standard --resume',
                                 'config.py --out_dir=new --model=nextlat --init_from=nextlat --acceptance_prompts=1']),
     'sample': (0.3, ['standard ab cd --max_new_tokens=4 --top_k=5 --top_p=0.9 --min_p=0.01',
-                     'standard --file=prompts.txt --max_new_tokens=4 --truncate --stop=a',
+                     'standard --file=prompts.txt --max_new_tokens=4 --stop=a',
                      'task 1,2|3,4/1,2= --max_new_tokens=3 --temperature=0',
                      'nextlat ab --max_new_tokens=4 --draft_len=1',
                      'standard ab --max_new_tokens=4 --draft=nextlat --draft_len=auto']),

@@ -10,7 +10,7 @@ Everything else is derived from it: the tiles that a CPU visits, FlexAttention's
 decoding step, and the number of slots that the cache keeps. Edit the function, and the edit trains and decodes.
 
     patterns        Tokens, document_starts, make_mask, attention; dense_attention is the definition
-    layers          rope_table and rotate, chunked_loss, checkpointed
+    layers          check_shape, rope_table and rotate, chunked_loss, checkpointed
     KVCache         what `extend` keeps of the tokens it has read
     digest          the fingerprint of source code by which fast forms are pinned to the equations
     Triton          hand-written attention kernels, an option: --attention=triton
@@ -344,6 +344,28 @@ def rope_table(positions, head_size, theta, scaling=None):
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
+def check_shape(config):
+    """Fill in head_size and n_kv_head of a Config where they are None. Raises ValueError for sizes that do not fit."""
+    c = config
+    if c.head_size is None and c.n_embd % (2 * c.n_head):
+        raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
+    c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
+    if c.head_size % 2:
+        raise ValueError(f'head_size = {c.head_size}: expected an even number')
+    if c.n_head % c.n_kv_head:
+        raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')
+    if c.rope_scaling is not None:
+        parse_rope_scaling(c.rope_scaling)
+    if c.n_ids > c.vocab_size:
+        raise ValueError(f'vocab_size = {c.vocab_size} has no room for the {c.n_ids} ids of the tokenizer')
+
+
+def n_matrix_weights(module):
+    """Count the weights of all matrices, each of which costs 2 FLOPs a token. An embedding only looks up."""
+    return sum(p.numel() for part in module.modules() if not isinstance(part, torch.nn.Embedding)
+               for p in part.parameters(recurse=False) if p.dim() >= 2)
+
+
 def parse_rope_scaling(text):
     """Return the four numbers of a scaling for `rope_table`. Raises ValueError."""
     try:
@@ -447,19 +469,18 @@ class KVCache:
         [ position 2  1  0 | position 0  1  2 ...  | spare ]      the spare slot takes the keys of padding
 
     Args:
-        sees: the pattern
-        n_layer, n_kv_head, head_size: layers, key heads of each, their size
+        model: its `sees` is the pattern; of its config, the cache needs n_layer, n_embd, the sizes of `check_shape`,
+            rope_theta and eos_id; its `embed` has the device and the dtype, if none is given
         max_run: the longest run that has static shapes and that can be rolled back
-        width: C of the vectors in `hidden`
         n_streams: 1, or 2 for [x | rho]
-        eos_id: None for one endless document
-        rope_theta, rope_scaling: see `rope_table`
+        n_layer: layers, if there are others than config.n_layer
     """
 
-    def __init__(self, sees, n_layer, n_kv_head, head_size, batch_size, max_tokens, max_run, width, n_streams=1,
-                 eos_id=None, rope_theta=10000.0, rope_scaling=None, device=None, dtype=None):
-        self.sees, self.head_size, self.max_tokens, self.max_run = sees, head_size, max_tokens, max_run
-        self.n_streams, self.eos_id = n_streams, eos_id
+    def __init__(self, model, batch_size, max_tokens, max_run=1, device=None, dtype=None, n_streams=1, n_layer=None):
+        sees, c, weight = model.sees, model.config, model.embed.weight
+        device, dtype = device or weight.device, dtype or weight.dtype
+        self.sees, self.head_size, self.max_tokens, self.max_run = sees, c.head_size, max_tokens, max_run
+        self.n_streams, self.eos_id = n_streams, c.eos_id
         self.piece_len = max(max_run, 4)  # shorter pieces would make a long run slow
         reaches = [_reach(sees, max_tokens, stream, n_streams, device) for stream in range(n_streams)]
         sizes = [min(max_tokens, reach + self.piece_len) for reach in reaches]
@@ -469,7 +490,7 @@ class KVCache:
         self.left_stream = max(range(2), key=lambda stream: (-sizes[stream], stream)) if n_streams == 2 else None
         self.ranges = [(left, -1, size) if stream == self.left_stream else (left, 1, size)
                        for stream, size in enumerate(sizes)]  # (edge, direction, size) of each stream's slots
-        shape = (n_layer, batch_size, n_kv_head, self.spare + 1, head_size)
+        shape = (n_layer or c.n_layer, batch_size, c.n_kv_head, self.spare + 1, c.head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.slot_pos = torch.full((batch_size, self.spare + 1), NOWHERE, device=device)
@@ -479,11 +500,12 @@ class KVCache:
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.n_new = torch.zeros_like(self.lengths)  # tokens of the last call
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
-        self.hidden = torch.zeros(batch_size, max_run, width, device=device, dtype=dtype)  # the last call's last h
+        self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # the last call's last h
         self.last = torch.full((batch_size,), -1, device=device)  # where in `hidden` a row's last token is; -1: nowhere
-        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), head_size, rope_theta, rope_scaling)
+        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta, c.rope_scaling)
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
         self.run = None  # the run being read
+        self.drafted = 0  # tokens of the draft since the last call or rollback, in models that draft
 
     @property
     def nbytes(self):
@@ -570,17 +592,19 @@ class KVCache:
         tail = h[self.batch_idx, tail_idx]
         self.hidden[:, :tail.shape[1]] = tail
         self.last.copy_(self.n_new - 1 - tail_idx[:, 0])
+        self.drafted = 0
         return tail[self.batch_idx[:, 0], self.last]
 
     def rollback(self, n):
         """Forget the last n tokens of the last call: n an int, or (B,) int64 with one count per row."""
         self.lengths -= n
         self.last -= n
+        self.drafted = 0
 
 
 def _reach(sees, n, stream, n_streams, device):
     """The greatest distance at which a query sees a key of this stream, within a document of n positions."""
-    device = 'cpu' if device is None or torch.device(device).type == 'meta' else device
+    device = 'cpu' if torch.device(device).type == 'meta' else device
     key, step, reach = _sequence(n, [stream], device), max(1, 2 ** 22 // n), 0
     for b in range(n, 0, -step):  # from the end, where the greatest distances are
         if reach >= b - 1:

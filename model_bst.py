@@ -38,10 +38,12 @@ from attn_kernels import (
     KVCache,
     at_least_fp32,
     attention,
+    check_shape,
     checkpointed,
     chunked_loss,
     document_starts,
     make_mask,
+    n_matrix_weights,
     outside_graphs,
     rope_table,
     rotate,
@@ -65,16 +67,12 @@ class Config:
     n_ids: int = 50257  # real token ids; rows from here on are padding
     pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # the id that ends a document: attention and pairs stop there; None: one document
+    head_size = n_kv_head = rope_scaling = None  # not settings of this model: `check_shape` fills in the sizes
 
     def __post_init__(self):
         if not 0 < self.pair_share <= 1:
             raise ValueError(f'pair_share = {self.pair_share}: expected more than 0, and at most 1 for all pairs')
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
-                             'n_embd / n_head must be an even whole number')
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
-        self.head_size = self.n_embd // self.n_head
+        check_shape(self)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_text = self.n_text or self.n_ffn
 
@@ -291,18 +289,14 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
-        c, weight = self.config, self.embed.weight
-        return KVCache(self.sees, c.n_layer, c.n_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd,
-                       eos_id=c.eos_id, rope_theta=c.rope_theta, device=device or weight.device,
-                       dtype=dtype or weight.dtype)
+        return KVCache(self, batch_size, max_tokens, max_run, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.runs`).
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
+        n <= cache.max_run have static shapes and never wait for the device.
         """
         f = torch.cat([self.forward_encoder(self.embed(run.tokens), run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
@@ -317,12 +311,8 @@ class Model(nn.Module):
         nll is a forward alone.
         """
         c = self.config
-
-        def n_weights(module):  # of matrices; an embedding looks up
-            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
-                       for p in part.parameters(recurse=False) if p.dim() >= 2)
-        for_nll = n_weights(self.text_out) + n_weights(self.head)
-        of_pairs = for_nll + n_weights(self.previous_head)
+        for_nll = n_matrix_weights(self.text_out) + n_matrix_weights(self.head)
+        of_pairs = for_nll + n_matrix_weights(self.previous_head)
         n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # documents aside
-        for_tokens, for_pairs = n_weights(self) - of_pairs, of_pairs * n_pairs / T
+        for_tokens, for_pairs = n_matrix_weights(self) - of_pairs, of_pairs * n_pairs / T
         return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * (T + 1) / 2

@@ -39,12 +39,13 @@ from attn_kernels import (
     Tokens,
     at_least_fp32,
     attention,
+    check_shape,
     checkpointed,
     chunked_loss,
     document_starts,
     make_mask,
+    n_matrix_weights,
     outside_graphs,
-    parse_rope_scaling,
     rope_table,
     rotate,
 )
@@ -95,27 +96,13 @@ class Config:
     eos_id: int | None = None  # the id that ends a document: attention and corrections stop there; None: one document
 
     def __post_init__(self):
-        if self.head_size is None and self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
-                             'n_embd / n_head must be an even whole number')
-        self.head_size = self.head_size or self.n_embd // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
+        check_shape(self)
         self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
-        if self.head_size % 2:
-            raise ValueError(f'head_size = {self.head_size}: expected an even number')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}')
-        if self.rope_scaling is not None:
-            parse_rope_scaling(self.rope_scaling)
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
         is_plain = (self.n_kv_head, self.n_head * self.head_size) == (self.n_head, self.n_embd)
         if self.block == 'gpt' and (self.qkv_bias or self.qk_norm or not is_plain):
             raise ValueError("n_kv_head, head_size, qkv_bias and qk_norm are settings of block = 'llama'")
         if self.block == 'llama' and self.variant in ('tied', 'extra_ffn'):
             raise ValueError(f"variant = {self.variant!r} needs block = 'gpt', whose feed-forward net it copies")
-        if self.K > 1 and not 1 <= (self.k_min or self.K) <= self.K:
-            raise ValueError(f'k_min = {self.k_min}: expected 1 to K = {self.K}, or None')
         if self.variant == 'extra_ffn' and self.K > 1:
             raise ValueError(f'variant = extra_ffn with K = {self.K}: Roformer-hFFN has nothing to unroll, set K = 1')
         if self.bptt and (self.K == 1 or self.checkpoint_unrolls):
@@ -190,13 +177,10 @@ class Cache(KVCache):
     """`KVCache`, and z of the last call's tokens: the next token's correction needs the z before it."""
 
     def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
-        c, weight = model.config, model.embed.weight
-        super().__init__(model.sees, c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd,
-                         eos_id=c.eos_id, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling,
-                         device=device or weight.device, dtype=dtype or weight.dtype)
+        super().__init__(model, batch_size, max_tokens, max_run, device, dtype)
         # z[:, 0] belongs to the token before the last call, z[:, 1 + i] to that in hidden[:, i], so that decoding can
         # continue from any of them after a rollback. At first it is 0, the paper's z_{-1}.
-        self.z = torch.zeros(batch_size, max_run + 1, c.n_embd, device=device or weight.device, dtype=weight.dtype)
+        self.z = self.k.new_zeros(batch_size, max_run + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
         self.n_unrolls = None  # of the last parallel prefill
 
     def last_z(self):
@@ -451,12 +435,10 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run are streamed,
-        have static shapes and never wait for the device; longer ones follow `prefill`. Raises ValueError if a row has
-        no room left (`KVCache.runs`).
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
+        n <= cache.max_run are streamed, have static shapes and never wait for the device; longer ones follow `prefill`.
         """
         c, n, zs, z = self.config, tokens.shape[1], [], cache.last_z()
         in_parallel = c.K == 1 or n > cache.max_run and c.prefill == 'parallel'
@@ -485,11 +467,8 @@ class Model(nn.Module):
 
         The source is a K = 1 run, or with block = 'llama' a model_standard run. The network's last layer is 0, so the
         model computes what its source does. Weights that include a correction, or are for a model without one, are
-        returned as they are. Raises ValueError for a variant without a last layer of its own, and for weights of
-        model_standard's blocks where block is 'gpt'.
+        returned as they are. Raises ValueError for a variant without a last layer of its own.
         """
-        if self.config.block == 'gpt' and 'blocks.0.gate_up.weight' in tensors:
-            raise ValueError("these are weights of model_standard's blocks: set block = 'llama'")
         own = {name: p.detach() for name, p in self.named_parameters() if name.startswith('correction.')}
         if not own or any(name in tensors for name in own):
             return tensors
@@ -506,8 +485,6 @@ class Model(nn.Module):
         keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
         unrolls = 1 if c.bptt else sum(self.K_choices) / len(self.K_choices)  # streaming is one pass
         corrections = 1 if c.bptt else unrolls - 1  # the first unroll has none
-
-        def n_weights(name):
-            return sum(p.numel() for p in getattr(self, name, nn.Module()).parameters() if p.dim() >= 2)
-        blocks = n_weights('blocks') + n_weights('extra') + 2 * c.n_layer * c.n_head * c.head_size * keys
-        return 6 * (self.head.weight.numel() + unrolls * blocks + corrections * n_weights('correction'))
+        extra, network = (n_matrix_weights(getattr(self, name, nn.Module())) for name in ('extra', 'correction'))
+        blocks = n_matrix_weights(self.blocks) + extra + 2 * c.n_layer * c.n_head * c.head_size * keys
+        return 6 * (self.head.weight.numel() + unrolls * blocks + corrections * network)

@@ -23,12 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (
-    at_least_fp32,
-    checkpointed,
-    chunked_loss,
-    outside_graphs,
-)
+from attn_kernels import at_least_fp32, checkpointed, chunked_loss, outside_graphs
 
 try:
     from scans import gdn, pinned
@@ -256,8 +251,7 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache for batch_size rows. It has the same size for any max_tokens, and keeps the memory in fp32."""
-        weight = self.embed.weight
-        return Cache(self, batch_size, max_tokens, max_run, device or weight.device, dtype or weight.dtype)
+        return Cache(self, batch_size, max_tokens, max_run, device or self.embed.weight.device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -290,7 +284,7 @@ class Cache:
     before it, `window` holds the inputs of each layer's convolution and which tokens are eos.
     """
 
-    def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
+    def __init__(self, model, batch_size, max_tokens, max_run, device):
         c, B, window = model.config, batch_size, model.config.conv_size - 1 + max_run
         self.max_tokens, self.max_run, self.eos_id, self.conv_size = max_tokens, max_run, c.eos_id, c.conv_size
         like = torch.empty(B, device=device, dtype=torch.promote_types(model.embed.weight.dtype, torch.float32))
@@ -300,13 +294,12 @@ class Cache:
         self.window['is_eos'] = torch.zeros(B, window, device=device, dtype=torch.bool)
         self.run_len = torch.zeros(B, device=device, dtype=torch.int64)
         self.lengths = torch.zeros(B, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=dtype)  # of the run
         self.rows = torch.arange(B, device=device).unsqueeze(1)
 
     @property
     def nbytes(self):
         """Bytes of all tensors that outlive a call."""
-        kept = self.memory, self.run_len, self.lengths, self.hidden, self.rows
+        kept = self.memory, self.run_len, self.lengths, self.rows
         return sum(x.nbytes for x in (*kept, *self.window.values(), *sum(self.run, [])))
 
     def begin(self, n, lengths):
@@ -346,7 +339,6 @@ class Cache:
 
     def end(self, h):
         """Finish a call with final vectors h (B, n, C). Returns the last token's of each row (B, C)."""
-        self.keep(self.hidden, h)
         self.run_len.copy_(self.n_new - self.run_start[:, 0])
         self.lengths += self.n_new
         return h[self.rows[:, 0], self.n_new - 1]

@@ -27,11 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (
-    at_least_fp32,
-    chunked_loss,
-    outside_graphs,
-)
+from attn_kernels import at_least_fp32, chunked_loss, outside_graphs
 
 try:
     from scans import gpn, pinned
@@ -307,9 +303,9 @@ class Model(nn.Module):
 
         The fast form copies the weights here: a cache keeps using the weights it was made with.
         """
-        device, dtype = device or self.fuse.weight.device, dtype or self.fuse.weight.dtype
+        device = device or self.fuse.weight.device
         decoder = gpn.Decoder(self, device) if self.fast and gpn.runs_on(torch.device(device)) else self
-        return Cache(decoder, self.config, batch_size, max_tokens, max_run, device, dtype)
+        return Cache(decoder, self.config.eos_id, batch_size, max_tokens, max_run, device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -325,7 +321,6 @@ class Model(nn.Module):
             tokens, active = tokens.gather(1, (position - shift).clamp(min=0)), position >= shift
         h = self.head_input(cache.append(tokens, self.ground_input(tokens), active))
         cache.lengths += n if lengths is None else lengths
-        cache.hidden[:, :n] = h[:, -cache.max_run:]
         if not all_positions:
             h = h[:, -1]
         elif lengths is not None:  # back to the left
@@ -367,17 +362,16 @@ def choose_rows(mask, a, b):
 class Cache:
     """State and memory of each row, now and before each of its last max_run tokens, which `rollback` returns to."""
 
-    def __init__(self, decoder, config, batch_size, max_tokens, max_run, device, dtype):
-        self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, config.eos_id, max_tokens, max_run
+    def __init__(self, decoder, eos_id, batch_size, max_tokens, max_run, device):
+        self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, eos_id, max_tokens, max_run
         ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)  # the row's last token ended a document
         state = *decoder.first_state(batch_size, device), ended
         self.history = [torch.stack([x] * (max_run + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # tokens held by each row
-        self.hidden = torch.zeros(batch_size, max_run, config.d_emb, dtype=dtype, device=device)  # of the last call
 
     @property
     def nbytes(self):
-        return sum(x.nbytes for x in (*self.history, self.lengths, self.hidden))
+        return sum(x.nbytes for x in (*self.history, self.lengths))
 
     def append(self, tokens, u, active):
         """Take n steps: tokens (B, n), their u (B, n, C), active (B, n) or None -> predicted states (B, n, C)."""
@@ -388,8 +382,9 @@ class Cache:
         if self.eos_id is not None:
             ends = tokens == self.eos_id
             ends = ends if active is None else torch.where(active, ends, ended[-1])
-            carry_mask = ~torch.cat([ended[-1], ends[:, :-1]], 1)
-            ended[-m:] = ends[:, early:].T.unsqueeze(-1)
+            ends = torch.cat([ended[-1], ends], 1)  # of the token before the call, too
+            carry_mask = ~ends[:, :-1]
+            ended[-1 - m:] = ends[:, early:].T.unsqueeze(-1)
 
         def advance(part, places):
             masks = (x if x is None else x[:, part] for x in (carry_mask, active))

@@ -21,10 +21,12 @@ from attn_kernels import (
     KVCache,
     at_least_fp32,
     attention,
+    check_shape,
     checkpointed,
     chunked_loss,
     document_starts,
     make_mask,
+    n_matrix_weights,
     rope_table,
     rotate,
 )
@@ -47,16 +49,12 @@ class Config:
     n_ids: int = 50257  # real token ids; rows from here on are padding
     pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
+    head_size = n_kv_head = rope_scaling = None  # not settings of this model: `check_shape` fills in the sizes
 
     def __post_init__(self):
         if self.horizon < 1:
             raise ValueError(f'horizon = {self.horizon}: expected at least 1')
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
-                             'n_embd / n_head must be an even whole number')
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
-        self.head_size = self.n_embd // self.n_head
+        check_shape(self)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
 
 
@@ -112,19 +110,6 @@ class Fetch(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (rotate(q, rope), rotate(k, rope), v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)[:, 1:]
         return self.out_norm(e + self.attn_out(y.flatten(2)))
-
-
-class Cache(KVCache):
-    """`KVCache` with the tokens of a draft."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.drafted = 0  # tokens drafted since the last `extend` or `rollback`
-        self.tokens = torch.zeros_like(self.hidden[..., 0], dtype=torch.int64)  # (B, max_run): what Fetch is given
-
-    def rollback(self, n):
-        super().rollback(n)
-        self.drafted = 0
 
 
 class Model(nn.Module):
@@ -216,22 +201,20 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
-        c, weight = self.config, self.embed.weight
-        return Cache(self.sees, c.n_layer, c.n_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd,
-                     eos_id=c.eos_id, rope_theta=c.rope_theta, device=device or weight.device,
-                     dtype=dtype or weight.dtype)
+        cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype)
+        cache.given = torch.zeros_like(cache.hidden[..., 0], dtype=torch.int64)  # (B, max_run): what Fetch is given
+        return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.runs`).
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
+        n <= cache.max_run have static shapes and never wait for the device.
         """
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
-        last, cache.drafted = cache.end(h), 0
+        last = cache.end(h)
         return self._real_logits(h if all_positions else last)
 
     @torch.no_grad()
@@ -240,17 +223,13 @@ class Model(nn.Module):
 
         pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
         (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
-        next `extend` or `rollback`. Each row must have kept a token of the last `extend`. Raises ValueError for a draft
-        of more tokens than the horizon or than cache.max_run.
+        next `extend` or `rollback`. Each row must have kept a token of the last `extend`.
         """
-        longest = min(self.longest_draft, cache.max_run)
-        if cache.drafted + n > longest:
-            raise ValueError(f'a draft of {cache.drafted + n} tokens: the model drafts up to {longest} with this cache')
         h = cache.hidden[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
-            cache.tokens[:, i] = token
-            state = self.fetch(h, self.embed(cache.tokens[:, :i + 1]))[:, -1]
+            cache.given[:, i] = token
+            state = self.fetch(h, self.embed(cache.given[:, :i + 1]))[:, -1]
             token, probs = pick(self._real_logits(state))
             drawn.append((token, probs))
         cache.drafted += n
@@ -260,17 +239,9 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention.
 
-        Fetch reads d + 1 vectors for each token and gives d results. Raises ValueError if the horizon does not fit.
+        Fetch reads d + 1 vectors for each token and gives d results.
         """
         c = self.config
-        if T <= c.horizon:
-            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
-                             'expected a horizon shorter than the window')
-
-        def n_weights(module):
-            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
-                       for p in part.parameters(recurse=False) if p.dim() >= 2)
-
-        weights = n_weights(self) + c.horizon * self.head.weight.numel()  # the head runs for each i
+        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head runs for each i
         weights += c.horizon * self.fetch.qkv.weight.numel() + (c.horizon - 1) * self.fetch.attn_out.weight.numel()
         return 6 * weights + 12 * c.n_layer * c.n_embd * (T + 1) / 2

@@ -21,10 +21,12 @@ from attn_kernels import (
     KVCache,
     at_least_fp32,
     attention,
+    check_shape,
     checkpointed,
     chunked_loss,
     document_starts,
     make_mask,
+    n_matrix_weights,
     rope_table,
     rotate,
 )
@@ -47,16 +49,12 @@ class Config:
     n_ids: int = 50257  # real token ids; rows from here on are padding
     pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
+    head_size = n_kv_head = rope_scaling = None  # not settings of this model: `check_shape` fills in the sizes
 
     def __post_init__(self):
         if self.horizon < 1:
             raise ValueError(f'horizon = {self.horizon}: expected at least 1')
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
-                             'n_embd / n_head must be an even whole number')
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
-        self.head_size = self.n_embd // self.n_head
+        check_shape(self)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
 
 
@@ -83,19 +81,6 @@ class Block(nn.Module):
         h = h + self.attn_out(attention(q, k, v, mask).flatten(2))
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
-
-
-class Cache(KVCache):
-    """`KVCache` with what the future blocks give the head."""
-
-    def __init__(self, n_future, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.drafted = 0  # tokens drafted since the last `extend` or `rollback`
-        self.future = self.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_run, d, C): `hidden` of each
-
-    def rollback(self, n):
-        super().rollback(n)
-        self.drafted = 0
 
 
 class Model(nn.Module):
@@ -203,19 +188,17 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
-        c, weight = self.config, self.embed.weight
-        n_future = c.horizon if max_run > 1 else 0  # plain decoding needs no future blocks
-        return Cache(n_future, self.sees, c.n_layer + n_future, c.n_head, c.head_size, batch_size, max_tokens, max_run,
-                     c.n_embd, eos_id=c.eos_id, rope_theta=c.rope_theta, device=device or weight.device,
-                     dtype=dtype or weight.dtype)
+        n_future = self.config.horizon if max_run > 1 else 0  # plain decoding needs no future blocks
+        cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype, n_layer=self.config.n_layer + n_future)
+        cache.future = cache.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_run, d, C): `hidden` of each
+        return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.runs`).
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
+        n <= cache.max_run have static shapes and never wait for the device.
         """
         states = [self._run_blocks(run.tokens, run.rope, run.mask(), cache, n_future=cache.future.shape[2])
                   for run in cache.runs(tokens, lengths)]
@@ -223,7 +206,7 @@ class Model(nn.Module):
         tail = cache.tail(tokens.shape[1])
         for i, state in enumerate(future):
             cache.future[:, :tail.shape[1], i] = state[cache.batch_idx, tail]
-        last, cache.drafted = cache.end(h), 0
+        last = cache.end(h)
         return self._real_logits(h if all_positions else last)
 
     @torch.no_grad()
@@ -232,27 +215,15 @@ class Model(nn.Module):
 
         pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
         (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
-        next `extend` or `rollback`. Each row must have kept a token of the last `extend`. Raises ValueError for a draft
-        of more tokens than the horizon, or in a cache made for plain decoding, with max_run = 1.
+        next `extend` or `rollback`. Each row must have kept a token of the last `extend`.
         """
-        first, longest = cache.drafted, cache.future.shape[2]
-        if first + n > longest:
-            raise ValueError(f'a draft of {first + n} tokens: this model with this cache drafts up to {longest}')
-        states = cache.future[cache.batch_idx[:, 0], cache.last, first:first + n].to(self.embed.weight.dtype)
-        cache.drafted += n
-        tokens, probs = zip(*(pick(self._real_logits(h)) for h in states.unbind(1)))
+        first, cache.drafted = cache.drafted, cache.drafted + n
+        states = cache.future[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
+        tokens, probs = zip(*(pick(self._real_logits(states[:, i])) for i in range(first, first + n)))
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention.
-
-        Raises ValueError if the horizon does not fit.
-        """
+        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""
         c = self.config
-        if T <= c.horizon:
-            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
-                             'expected a horizon shorter than the window')
-        weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)
-                      for p in part.parameters(recurse=False) if p.dim() >= 2)
-        weights += c.horizon * self.head.weight.numel()  # the head runs for each i
+        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head runs for each i
         return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * (T + 1) / 2

@@ -26,11 +26,12 @@ from attn_kernels import (
     KVCache,
     at_least_fp32,
     attention,
+    check_shape,
     checkpointed,
     chunked_loss,
     document_starts,
     make_mask,
-    parse_rope_scaling,
+    n_matrix_weights,
     rope_table,
     rotate,
 )
@@ -68,21 +69,9 @@ class Config:
     def __post_init__(self):
         if self.horizon < 1:
             raise ValueError(f"horizon = {self.horizon}: expected at least 1; for none use objective = 'ntp'")
-        if self.head_size is None and self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
-                             'n_embd / n_head must be an even whole number')
-        self.head_size = self.head_size or self.n_embd // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
+        check_shape(self)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_dynamics = self.n_dynamics or 3 * self.n_embd
-        if self.head_size % 2:
-            raise ValueError(f'head_size = {self.head_size}: expected an even number')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}')
-        if self.rope_scaling is not None:
-            parse_rope_scaling(self.rope_scaling)
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
 
 
 class Block(nn.Module):
@@ -130,19 +119,6 @@ class Dynamics(nn.Module):
         """h: (..., C), e: (..., C), the embedding of the token after it -> h^ of that token (..., C)."""
         x = self.norm(torch.cat([h, e], -1))
         return h + self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
-
-
-class Cache(KVCache):
-    """`KVCache` with the state of a draft."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.drafted = 0  # tokens drafted since the last `extend` or `rollback`
-        self.states = torch.zeros_like(self.hidden)  # (B, max_run, C): h^ of the drafted tokens
-
-    def rollback(self, n):
-        super().rollback(n)
-        self.drafted = 0
 
 
 class Model(nn.Module):
@@ -284,22 +260,20 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
-        c, weight = self.config, self.embed.weight
-        return Cache(self.sees, c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd,
-                     eos_id=c.eos_id, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling,
-                     device=device or weight.device, dtype=dtype or weight.dtype)
+        cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype)
+        cache.draft_states = torch.zeros_like(cache.hidden)  # (B, max_run, C): h^ of the drafted tokens
+        return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.runs`).
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
+        n <= cache.max_run have static shapes and never wait for the device.
         """
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
-        last, cache.drafted = cache.end(h), 0
+        last = cache.end(h)
         return self._real_logits(h if all_positions else last)
 
     @torch.no_grad()
@@ -308,17 +282,13 @@ class Model(nn.Module):
 
         pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
         (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
-        next `extend` or `rollback`. Each row must have kept a token of the last `extend`. Raises ValueError for a draft
-        of more than cache.max_run tokens.
+        next `extend` or `rollback`. Each row must have kept a token of the last `extend`.
         """
-        longest = min(self.longest_draft, cache.max_run)
-        if cache.drafted + n > longest:
-            raise ValueError(f'a draft of {cache.drafted + n} tokens: the model drafts up to {longest} with this cache')
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
-            h = cache.states[:, i - 1] if i else cache.hidden[cache.batch_idx[:, 0], cache.last]  # h_t
+            h = cache.draft_states[:, i - 1] if i else cache.hidden[cache.batch_idx[:, 0], cache.last]  # h_t
             h = self.p_psi(h.to(self.embed.weight.dtype), token)
-            cache.states[:, i] = h
+            cache.draft_states[:, i] = h
             token, probs = pick(self._real_logits(h))
             drawn.append((token, probs))
         cache.drafted += n
@@ -329,20 +299,11 @@ class Model(nn.Module):
         """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention.
 
         p_psi runs d times. The KL loss multiplies by the head d times more; if it is frozen, it gets no gradient.
-        Raises ValueError if the horizon does not fit.
         """
         c = self.config
-        if T <= self.horizon:
-            raise ValueError(f'horizon = {c.horizon} does not fit windows of {T} tokens: '
-                             'expected a horizon shorter than the window')
-
-        def n_weights(module):
-            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
-                       for p in part.parameters(recurse=False) if p.dim() >= 2)
-
-        flops = 6 * n_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * (T + 1) / 2
+        flops = 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * (T + 1) / 2
         if c.objective == 'nextlat':
-            flops += 6 * (c.horizon - 1) * n_weights(self.dynamics)
+            flops += 6 * (c.horizon - 1) * n_matrix_weights(self.dynamics)
             if c.lambda_kl:
                 flops += (4 if c.stop_head else 6) * c.horizon * self.head.weight.numel()
         return flops

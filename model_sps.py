@@ -40,11 +40,12 @@ from attn_kernels import (
     KVCache,
     at_least_fp32,
     attention,
+    check_shape,
     checkpointed,
     chunked_loss,
     document_starts,
     make_mask,
-    parse_rope_scaling,
+    n_matrix_weights,
     rope_table,
     rotate,
 )
@@ -86,18 +87,8 @@ class Config:
     eos_id: int | None = 50256  # the id that ends a document, at which attention stops; None: one endless document
 
     def __post_init__(self):
-        if self.head_size is None and self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
-                             'n_embd / n_head must be an even whole number')
-        self.head_size = self.head_size or self.n_embd // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
+        check_shape(self)
         self.n_ffn = self.n_ffn or 3 * self.n_embd
-        if self.head_size % 2:
-            raise ValueError(f'head_size = {self.head_size}: expected an even number')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}')
-        if self.rope_scaling is not None:
-            parse_rope_scaling(self.rope_scaling)
         if self.n_ids >= self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
                              'and <predict>')
@@ -241,27 +232,21 @@ class Model(nn.Module):
 
     def adopt(self, tensors):
         """Named weights of a model_standard run. An empty row of <predict> gets a random vector."""
-        embed, n_ids = tensors.get('embed.weight'), self.config.n_ids
-        if embed is None or len(embed) <= n_ids or embed[n_ids].any():
-            return tensors  # if they do not fit, loading them says so
-        embed = embed.clone()
-        embed[n_ids].normal_(std=embed[:n_ids].std().item())
-        return {**tensors, 'embed.weight': embed}
+        embed, n_ids = tensors['embed.weight'].clone(), self.config.n_ids
+        if not embed[n_ids:n_ids + 1].any():
+            embed[n_ids:n_ids + 1].normal_(std=embed[:n_ids].std().item())
+        return tensors | {'embed.weight': embed}
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
-        c, weight = self.config, self.embed.weight
-        return KVCache(self.sees, c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd,
-                       n_streams=2, eos_id=c.eos_id, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling,
-                       device=device or weight.device, dtype=dtype or weight.dtype)
+        return KVCache(self, batch_size, max_tokens, max_run, device, dtype, n_streams=2)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.runs`).
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
+        n <= cache.max_run have static shapes and never wait for the device.
         """
         pairs = dict.fromkeys(map(self.streams, range(self.config.n_layer)))
         h = torch.cat([self._run_blocks(run.tokens, run.rope, {pair: run.mask(*pair) for pair in pairs}, cache)
@@ -277,14 +262,10 @@ class Model(nn.Module):
             n_keys = min(reach + 1, T)
             return n_keys - n_keys * (n_keys - 1) / 2 / T
 
-        def n_weights(module):
-            return sum(p.numel() for part in module.modules() if not isinstance(part, nn.Embedding)
-                       for p in part.parameters(recurse=False) if p.dim() >= 2)
-
         x_keys, rho_keys = mean_keys(self.w_x), mean_keys(self.w_rho)
         pairs = {X: x_keys + rho_keys - 1, RHO: x_keys + rho_keys}  # x_i does not see rho_i
         n_both = c.n_layer - self.n_x_layers - 1  # layers with queries of both streams: all but the last
         total_pairs = self.n_x_layers * x_keys + n_both * (pairs[X] + pairs[RHO]) + pairs[self.output]
-        used = n_weights(self) + n_weights(self.blocks[self.n_x_layers:-1])  # these serve both streams
+        used = n_matrix_weights(self) + n_matrix_weights(self.blocks[self.n_x_layers:-1])  # these serve both streams
         used += 2 * C * c.n_kv_head * c.head_size  # keys and values of the other stream in the last layer
         return 6 * used + 12 * c.n_head * c.head_size * total_pairs

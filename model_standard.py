@@ -21,11 +21,12 @@ from attn_kernels import (
     KVCache,
     at_least_fp32,
     attention,
+    check_shape,
     checkpointed,
     chunked_loss,
     document_starts,
     make_mask,
-    parse_rope_scaling,
+    n_matrix_weights,
     rope_table,
     rotate,
 )
@@ -56,20 +57,8 @@ class Config:
     eos_id: int | None = 50256  # the id that ends a document, at which attention stops; None: one endless document
 
     def __post_init__(self):
-        if self.head_size is None and self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd = {self.n_embd} and n_head = {self.n_head}: '
-                             'n_embd / n_head must be an even whole number')
-        self.head_size = self.head_size or self.n_embd // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
+        check_shape(self)
         self.n_ffn = self.n_ffn or 3 * self.n_embd
-        if self.head_size % 2:
-            raise ValueError(f'head_size = {self.head_size}: expected an even number')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_kv_head = {self.n_kv_head}: expected a divisor of n_head = {self.n_head}')
-        if self.rope_scaling is not None:
-            parse_rope_scaling(self.rope_scaling)
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
 
 
 class Block(nn.Module):
@@ -174,18 +163,14 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
-        c, weight = self.config, self.embed.weight
-        return KVCache(self.sees, c.n_layer, c.n_kv_head, c.head_size, batch_size, max_tokens, max_run, c.n_embd,
-                       eos_id=c.eos_id, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling,
-                       device=device or weight.device, dtype=dtype or weight.dtype)
+        return KVCache(self, batch_size, max_tokens, max_run, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
-        Prefill, decoding and the verification of a draft are this one call. Calls of n <= cache.max_run have static
-        shapes and never wait for the device. Raises ValueError if a row has no room left (`KVCache.runs`).
+        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
+        n <= cache.max_run have static shapes and never wait for the device.
         """
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
@@ -197,6 +182,4 @@ class Model(nn.Module):
         c = self.config
         n_keys = min(self.reach + 1, T)
         keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
-        weights = sum(p.numel() for part in self.modules() if not isinstance(part, nn.Embedding)  # which only looks up
-                      for p in part.parameters(recurse=False) if p.dim() >= 2)
-        return 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * keys
+        return 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * keys

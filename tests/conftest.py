@@ -223,6 +223,13 @@ def turned(x, position, theta=10000.0):
     return torch.cat([y.real, y.imag], -1)
 
 
+def attended(qkv, position, seen, theta=10000.0):
+    """Rotary attention by its definition. qkv: (B, n, 3, H, D), position: (n,), seen: (B, n, n) -> (B, n, H D)."""
+    q, k, v = qkv.unbind(2)
+    q, k = (turned(x.double(), position[:, None, None], theta).to(x.dtype) for x in (q, k))
+    return attn_kernels.dense_attention(q, k, v, seen).flatten(2)
+
+
 def plain_rotation(x, cos, sin):
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

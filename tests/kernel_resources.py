@@ -28,57 +28,53 @@ VARIANTS = [  # of attention: (streams, head size, dtype, query heads per key he
     *(('both', D, torch.float32, group) for D, group in ((32, 1), (64, 1), (64, 4), (128, 1)))]
 
 
-class Compiler:
-    """Compiles a kernel once for each kind of arguments, and prints its resources."""
+def compile_once(done, kernel, args, words=(), **options):
+    """Compile a kernel for the arguments of a launch, tensors of the meta device, and print its resources.
 
-    def __init__(self):
-        self.done = set()
-
-    def __call__(self, kernel, args, words=(), **options):
-        """args: those of a launch, with tensors of the meta device."""
-        signature, constants, attributes = {}, {}, {}
-        for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):
-            is_tensor = isinstance(x, torch.Tensor)
-            if parameter.is_constexpr or x is None or not is_tensor and x == 1:
-                signature[parameter.name], constants[i,] = 'constexpr', x
-                continue
-            signature[parameter.name] = TYPES[x.dtype if is_tensor else type(x)]
-            address = x.storage_offset() * x.itemsize if is_tensor else x
-            if not isinstance(x, float) and address % 16 == 0:  # as a launch finds it
-                attributes[i,] = [['tt.divisibility', 16]]
-        key = (kernel.__name__, *words, *signature.values(), *constants.values())
-        if key in self.done:
-            return
-        self.done.add(key)
-        source = K.triton.compiler.ASTSource(kernel, signature, constants, attributes)
-        target = K.triton.backends.compiler.GPUTarget('cuda', 90, 32)
-        built = K.triton.compile(source, target=target, options=options)
-        with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
-            file.write(built.asm['cubin'])
-            file.flush()
-            cuobjdump = Path(K.triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
-            usage = subprocess.run([cuobjdump, '-res-usage', file.name], capture_output=True, text=True).stdout
-        dtype = next(x.dtype for x in args if isinstance(x, torch.Tensor))
-        print(kernel.__name__, dtype, *words, re.search(r'REG:(\d+)', usage)[1], re.search(r'STACK:(\d+)', usage)[1],
-              built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'), sep=', ', flush=True)
+    done: the variants compiled so far.
+    """
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):
+        is_tensor = isinstance(x, torch.Tensor)
+        if parameter.is_constexpr or x is None or not is_tensor and x == 1:
+            signature[parameter.name], constants[i,] = 'constexpr', x
+            continue
+        signature[parameter.name] = TYPES[x.dtype if is_tensor else type(x)]
+        address = x.storage_offset() * x.itemsize if is_tensor else x
+        if not isinstance(x, float) and address % 16 == 0:  # as a launch finds it
+            attributes[i,] = [['tt.divisibility', 16]]
+    key = (kernel.__name__, *words, *signature.values(), *constants.values())
+    if key in done:
+        return
+    done.add(key)
+    source = K.triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    built = K.triton.compile(source, target=K.triton.backends.compiler.GPUTarget('cuda', 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+        Path(file.name).write_bytes(built.asm['cubin'])
+        cuobjdump = Path(K.triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+        usage = subprocess.run([cuobjdump, '-res-usage', file.name], capture_output=True, text=True).stdout
+    dtype = next(x.dtype for x in args if isinstance(x, torch.Tensor))
+    print(kernel.__name__, dtype, *words, re.search(r'REG:(\d+)', usage)[1], re.search(r'STACK:(\d+)', usage)[1],
+          built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'), sep=', ', flush=True)
 
 
 class Launcher:
     """Stands for an attention kernel: a launch compiles it."""
 
-    def __init__(self, kernel, compiler, words):
-        self.kernel, self.compiler, self.words = kernel, compiler, words
+    def __init__(self, *compiled):
+        self.compiled = compiled
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self.compiler(self.kernel, args, self.words, **options)
+        done, kernel, words = self.compiled
+        return lambda *args, **options: compile_once(done, kernel, args, words, **options)
 
 
 def attention():
-    B, T, H, reaches, compiler = 2, 4096, 8, [4096, 64], Compiler()
+    B, T, H, reaches, done = 2, 4096, 8, [4096, 64], set()
     kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
     for streams, D, dtype, group in VARIANTS:
         for name, kernel in kernels.items():
-            setattr(K, name, Launcher(kernel, compiler, (streams, D, group)))
+            setattr(K, name, Launcher(done, kernel, (streams, D, group)))
         NQ, NK, first = STREAMS[streams]
         q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
         k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')
@@ -91,8 +87,8 @@ def gpn():
     """At the paper's sizes."""
     K.KERNELS_ON_CPU = True
     from scans import gpn as scan
-    compiler, B, S, L = Compiler(), 2, 2, 2
-    scan._launch = lambda kernel, grid, warps, *args: compiler(kernel, args, num_warps=warps, num_stages=1)
+    done, B, S, L = set(), 2, 2, 2
+    scan._launch = lambda kernel, grid, warps, *args: compile_once(done, kernel, args, num_warps=warps, num_stages=1)
     for documents, dtype, sizes in ((False, torch.bfloat16, (2496, 6656, 15, 128, 256)),
                                     (True, torch.float32, (2496, 6656, 15, 128, 256)),
                                     (True, torch.bfloat16, (3184, 8448, 0, 128, 256))):

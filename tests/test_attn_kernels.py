@@ -70,36 +70,23 @@ LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  
 
 @LAYOUTS
 def test_attention_equals_its_definition(method, values, T, kind, queries, heads, device):
+    """Also the forward of FlexAttention, uncompiled on a CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
     torch.manual_seed(0)
     (H, HK, D), keys = heads, BOTH if method else X
     sees, doc_start = pattern(method, **values), documents(kind, 2, T)
     q, k, v = (torch.randn(2, len(streams) * T, n, D) for streams, n in ((queries, H), (keys, HK), (keys, HK)))
     seen = all_seen(sees, T, doc_start, keys, queries)
-    k_all, v_all = (x.double().repeat_interleave(H // HK, 2) for x in (k, v))
-    want = gradients(lambda q, k, v: K.dense_attention(q, k, v, seen), q.double(), k_all, v_all)
-    want = [want[0], want[1], *(grad.unflatten(2, (HK, -1)).sum(3) for grad in want[2:])]
-    doc_start = None if doc_start is None else doc_start.to(device)
-    mask = K.make_mask(sees, T, D, device, doc_start, keys, queries)
+    mask = K.make_mask(sees, T, D, device, None if doc_start is None else doc_start.to(device), keys, queries)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 1e-2)):
-        got = gradients(lambda q, k, v: K.attention(q, k, v, mask), *(x.to(device, dtype) for x in (q, k, v)))
-        exact = want if dtype == torch.float32 else [  # of the same rounded inputs
-            *gradients(lambda q, k, v: K.dense_attention(q, k, v, seen), *(x.to(dtype).double() for x in (q, k, v)))]
-        assert_close([x.cpu() for x in got], exact, tolerance)
-
-
-@LAYOUTS
-def test_flex_attention_with_the_pattern_equals_its_definition(method, values, T, kind, queries, heads):
-    """Uncompiled, on a CPU. FlexAttention takes heads of 16 to 256."""
-    from torch.nn.attention.flex_attention import flex_attention
-    torch.manual_seed(0)
-    (H, HK, D), keys = heads, BOTH if method else X
-    sees, doc_start = pattern(method, **values), documents(kind, 2, T)
-    q, k, v = (torch.randn(2, n, len(streams) * T, D) for streams, n in ((queries, H), (keys, HK), (keys, HK)))
+        rounded = [x.to(dtype) for x in (q, k, v)]
+        want = gradients(lambda q, k, v: K.dense_attention(q, k, v, seen), *(x.double() for x in rounded))
+        got = gradients(lambda q, k, v: K.attention(q, k, v, mask), *(x.to(device) for x in rounded))
+        assert_close([x.cpu() for x in got], want, tolerance)
     block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries, compiled=False)
-    got = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=H != HK).transpose(1, 2)
-    seen = all_seen(sees, T, doc_start, keys, queries)
-    want = K.dense_attention(*(x.transpose(1, 2).double() for x in (q, k, v)), seen)
-    assert_close([got], [want], 1e-5)
+    got = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=H != HK)
+    want = K.dense_attention(*(x.double() for x in (q, k, v)), seen)
+    assert_close([got.transpose(1, 2)], [want], 1e-5)
 
 
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps', 'two_x_memory'])
@@ -127,22 +114,16 @@ def wider(sees):
     return lambda self, q, k: sees(self, q, k) | (k.pos < q.pos) & (k.pos >= q.doc_start) & (q.pos - k.pos <= 60)
 
 
-def without_thirds(sees):
-    return lambda self, q, k: sees(self, q, k) & (((q.pos - k.pos) % 3 != 0) | (q.pos == k.pos))
-
-
-EDITED = ['standard, window', 'standard', 'sps', 'sps, window 1, no documents, untied', 'sps, beyond the paper',
+EDITED = ['standard, window', 'sps', 'sps, window 1, no documents, untied', 'sps, beyond the paper',
           'reverse_sps', 'roformer, extra FFN, window', 'context_ready, documents, window']
 
 
-@pytest.mark.parametrize('edit', [sinks, dilated, wider, without_thirds])
+@pytest.mark.parametrize('edit', [sinks, dilated, wider])
 @pytest.mark.parametrize('variant', EDITED)
 def test_an_edit_of_sees_alone_trains_and_decodes(variant, edit, monkeypatch, capsys):
     model, idx = make(variant), some_tokens(2, 120)
     loss, logits = model(idx, idx.roll(-1, 1))['loss'], model.logits(idx)[..., :60]
     monkeypatch.setattr(type(model), 'sees', edit(type(model).sees))
-    if variant == 'standard' and edit in (sinks, wider):  # without a window they show nothing new
-        return
     assert abs(model(idx, idx.roll(-1, 1))['loss'] - loss) > 1e-5
     want = model.logits(idx)[..., :60]
     assert (want - logits).abs().max() > 1e-2
@@ -163,25 +144,7 @@ def test_a_stream_gets_as_many_slots_as_its_pattern_reaches_back(window, slots):
 
 # ---- rotary embeddings ----
 
-@pytest.mark.parametrize('scaling, of_hugging_face', [
-    (None, {'rope_type': 'default'}),
-    ('8,1,4,64', {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
-                  'original_max_position_embeddings': 64}),
-    ('4,1e9,2e9,64', {'rope_type': 'linear', 'factor': 4.0})])
-def test_rotation_is_that_of_hugging_face(scaling, of_hugging_face):
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-    config = LlamaConfig(hidden_size=32, num_attention_heads=1, max_position_embeddings=512,
-                         rope_parameters={'rope_theta': 500000.0, **of_hugging_face})
-    torch.manual_seed(0)
-    position, x = torch.arange(512), torch.randn(1, 512, 3, 32)
-    cos, sin = LlamaRotaryEmbedding(config)(x, position[None])
-    got = K.rotate(x, K.rope_table(position, 32, 500000.0, scaling))
-    want, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
-    assert (got - want).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize('text', ['', '8', '8,1,4', '8,4,1,64', '0.5,1,4,64', '8,1,4,x', '8,1,4,nan', '8,1,inf,64'])
+@pytest.mark.parametrize('text', ['', '8,1,4', '8,4,1,64', '8,1,4,nan'])
 def test_a_malformed_rope_scaling_is_a_sentence(text):
     with pytest.raises(ValueError, match="expected 'factor,low,high,tokens'"):
         K.parse_rope_scaling(text)
@@ -234,33 +197,6 @@ def test_a_loss_in_bf16_takes_the_log_sum_exp_in_fp32(device):
     with torch.autocast(device, torch.bfloat16):
         got, = K.chunked_loss(model._nll, (hidden, targets), model.parameters(), 50304)
     assert abs(got - want) / 512 < 2e-3
-
-
-@pytest.mark.slow
-def test_a_compiler_does_not_unroll_the_chunks_of_the_loss():
-    head, targets, sizes = torch.nn.Linear(8, 50304), torch.arange(2600), []
-
-    def count(graph, _):
-        sizes.extend(len(part.graph.nodes) for part in graph.modules() if hasattr(part, 'graph'))
-        return graph
-
-    def nll(h, targets):
-        return F.cross_entropy(head(h), targets, reduction='sum'),
-    hidden = torch.randn(2600, 8, requires_grad=True)
-    step = torch.compile(lambda h: K.chunked_loss(nll, (2 * h, targets), head.parameters(), 50304)[0], backend=count)
-    loss = step(hidden)
-    want = nll(2 * hidden, targets)[0]
-    assert sum(sizes) < 20 and abs(loss / want - 1) < 1e-5
-    grad, = torch.autograd.grad(loss, hidden)
-    assert torch.allclose(grad, torch.autograd.grad(want, hidden)[0], atol=1e-6)
-
-
-# ---- documents, imports ----
-
-def test_document_starts():
-    idx = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 9]])
-    assert K.document_starts(idx, 9).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
-    assert K.document_starts(idx, None) is None
 
 
 @pytest.mark.slow

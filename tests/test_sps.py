@@ -4,7 +4,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import turned
+from conftest import attended
 from test_models import from_config_file
 
 import model_sps
@@ -67,19 +67,15 @@ def interleaved_logits(model, idx):
     masks = torch.stack([pairwise_mask(c, row) for row in idx])
     is_rho = torch.arange(2 * T) % 2 == 1
     norm = lambda h, layer: h / (h.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * layer.weight
-    D = c.n_embd // c.n_head
-    position = torch.arange(T).repeat_interleave(2)[:, None, None]
-    rotated = lambda x: turned(x.double(), position, c.rope_theta).to(x.dtype)
+    position = torch.arange(T).repeat_interleave(2)
     for layer, block in enumerate(model.blocks):
         fork = c.n_layer - (c.predict_layers or c.n_layer)
         below = layer < fork
         if layer == fork and c.predict_input == 'state':
             h = torch.stack([h[:, 0::2], h[:, 0::2] + model.embed.weight[c.n_ids]], 2).flatten(1, 2)
         seen, start = masks & ~(is_rho & below), h
-        q, k, v = (x.view(B, 2 * T, c.n_head, D) for x in (norm(h, block.attn_norm) @ block.qkv.weight.T).chunk(3, -1))
-        scores = torch.einsum('bqhd,bkhd->bhqk', rotated(q), rotated(k)) / D ** 0.5
-        p = scores.masked_fill(~seen[:, None], -1e30).softmax(-1)
-        h = h + torch.einsum('bhqk,bkhd->bqhd', p, v).flatten(2) @ block.attn_out.weight.T
+        qkv = (norm(h, block.attn_norm) @ block.qkv.weight.T).unflatten(-1, (3, c.n_head, -1))
+        h = h + attended(qkv, position, seen, c.rope_theta) @ block.attn_out.weight.T
         gate, up = (norm(h, block.ffn_norm) @ block.gate_up.weight.T).chunk(2, -1)
         h = h + (F.silu(gate) * up) @ block.ffn_out.weight.T
         h = torch.where((is_rho & below)[:, None], start, h)
@@ -119,11 +115,6 @@ def test_every_method_has_exactly_the_parameters_of_standard(scale):
     want, *shapes = ({name: p.shape for name, p in model.named_parameters()} for model in models.values())
     assert all(shape == want for shape in shapes)
     assert all(model.config.method in path for path, model in models.items() if path != paths[0])
-
-
-@pytest.mark.parametrize('tensors', [{'table': torch.ones(60, 32)}, {'embed.weight': torch.zeros(60, 32)}])
-def test_weights_without_a_row_for_predict_are_left_to_the_check_that_names_them(tensors):
-    assert make(eos_id=None).adopt(tensors) is tensors
 
 
 def test_cache_is_the_size_of_standards_and_a_ring():

@@ -15,10 +15,8 @@ decoding step, and the number of slots that the cache keeps. Edit the function, 
     digest          the fingerprint of source code by which fast forms are pinned to the equations
     Triton          hand-written attention kernels, an option: --attention=triton
 
-Two streams, x (stream 0) and rho (stream 1), are one sequence [x | rho]: T vectors of x, then T of rho.
-
-Keys and values may have fewer heads than queries (grouped queries): with HK of them, query head h reads key head
-h // (H / HK).
+Two streams, x (stream 0) and rho (stream 1), are one sequence [x | rho]: T vectors of x, then T of rho. Keys and values
+may have fewer heads than queries: with HK of them, query head h reads key head h // (H / HK).
 
 B batch, T positions, H heads, HK key heads, D head size, n positions of a call, C width, V vocabulary.
 """
@@ -102,19 +100,17 @@ def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=Non
 
     Args:
         sees: the pattern, see the top of the file
-        T: length of the sequences
         doc_start: (B, T) int64 from `document_starts`, or None for one document
-        keys: streams of the keys, in the order in which they follow each other
-        queries: streams of the queries; None: those of the keys
+        keys, queries: their streams, in the order in which they follow each other; queries None: those of the keys
         reaches: use the Triton kernels; how far back each stream is seen (`triton_attention`)
 
     On a GPU FlexAttention compiles a kernel for each length, so it serves training, and other calls whose length is a
-    multiple of its blocks of 128; lengths that vary, such as those of prompts, take PyTorch's attention with a mask.
+    multiple of its blocks of 128. Lengths that vary, such as those of prompts, take PyTorch's attention with a mask.
     """
     queries = queries or keys
     device = torch.device(device)
     if reaches is not None:
-        check_triton(sees, head_size)
+        check_triton(sees, head_size, device)
         return Mask('triton', (doc_start, [reaches[stream] for stream in keys], T, queries[0]))
     if device.type == 'cpu':
         return Mask('tiles', list(_tiles(sees, T, doc_start, keys, queries, device)))
@@ -311,10 +307,9 @@ def _put(x, slices, part, add=False):
 # ---- layers ----
 
 def checkpointed(forward):
-    """Decorator of a module's method: activation checkpointing where self.checkpoints is set.
+    """Decorator of a module's method: recompute it in the backward pass, where self.checkpoints is set.
 
-    Only the arguments are kept in training; the method runs again in the backward pass. It wraps the method rather than
-    the module, so that FSDP's hooks stay outside.
+    It wraps the method rather than the module, so that FSDP's hooks stay outside.
     """
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
@@ -328,9 +323,9 @@ def checkpointed(forward):
 def rope_table(positions, head_size, theta, scaling=None):
     """Return the tables of `rotate`: cos and sin (fp32) of the angles position * theta^(-2j/D), j < D/2.
 
-    positions: (...); both results: (..., 1, D), [cos | cos] and [-sin | sin]. scaling: Llama 3's extension to longer
-    windows as 'factor,low,high,tokens': frequencies with fewer than `low` turns in `tokens` positions are divided by
-    `factor`, those with more than `high` turns are kept, and those between are interpolated.
+    positions: (...); results: (..., 1, D), [cos | cos] and [-sin | sin]. scaling: Llama 3's 'factor,low,high,tokens':
+    frequencies with fewer than `low` turns in `tokens` positions are divided by `factor`, those with more than `high`
+    turns are kept, and those between are interpolated.
     """
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     frequency = 1 / theta ** (j / head_size)
@@ -386,9 +381,9 @@ def rotate(x, rope):
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
-def at_least_fp32(logits):
-    """Logits for a softmax: in fp32, or in float64 if they are. The log-sum-exp of bf16 logits would be 0.06 off."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def at_least_fp32(x):
+    """x in fp32, or in float64 if it is. The log-sum-exp of bf16 logits would be 0.06 off."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @outside_graphs  # a compiler would unroll the chunks and keep their logits
@@ -396,26 +391,23 @@ def chunked_loss(fn, rows, params, width, shared=()):
     """Sum a loss over the rows of its inputs without holding more than a chunk of logits.
 
     Args:
-        fn: fn(*chunk, *shared) -> (sum, *parts), the loss summed over the chunk's rows, and tensors to log
+        fn: fn(*chunk, *shared) -> (sum, *parts): the loss summed over the chunk's rows, and tensors to log
         rows: tensors with one entry per position on their first axis: states, targets, weights, masks
         params: all parameters of the model; those that fn uses get their gradient
         width: numbers that fn holds per row, such as the vocabulary size; it decides the length of a chunk
         shared: tensors that every chunk gets whole, such as the vectors that the rows are indices of
 
-    Returns (sum, *parts), summed over the chunks in fp32. The gradients are made in the forward pass, chunk by chunk,
-    so that the logits are computed only once.
+    Returns (sum, *parts), summed over the chunks in fp32. The gradients are made in the forward pass, chunk by chunk.
     """
     size = max(1, 2 ** 26 // (256 * width)) * 256
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(fn, size, len(rows), len(shared), *rows, *shared, *params)
-    sums = [fn(*chunk, *shared) for chunk in zip(*(x.split(size) for x in rows))]
-    return _sums(sums)
+    return _sums([fn(*chunk, *shared) for chunk in zip(*(x.split(size) for x in rows))])
 
 
 def _sums(parts_of_chunks):
-    """Sum each part over the chunks, in fp32 at least."""
-    return tuple(sum(x.to(torch.promote_types(x.dtype, torch.float32)) for x in part) for part in zip(*parts_of_chunks))
+    return tuple(sum(at_least_fp32(x) for x in part) for part in zip(*parts_of_chunks))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -468,12 +460,8 @@ class KVCache:
 
         [ position 2  1  0 | position 0  1  2 ...  | spare ]      the spare slot takes the keys of padding
 
-    Args:
-        model: its `sees` is the pattern; of its config, the cache needs n_layer, n_embd, the sizes of `check_shape`,
-            rope_theta and eos_id; its `embed` has the device and the dtype, if none is given
-        max_run: the longest run that has static shapes and that can be rolled back
-        n_streams: 1, or 2 for [x | rho]
-        n_layer: layers, if there are others than config.n_layer
+    Of the model, the cache reads `sees`, `embed` and, in its config, the sizes, rope_theta and eos_id. max_run is the
+    longest run that has static shapes and can be rolled back; n_streams: 2 for [x | rho]; n_layer: if not the config's.
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run=1, device=None, dtype=None, n_streams=1, n_layer=None):
@@ -675,7 +663,7 @@ class Run:
 # ---- pins ----
 
 def digest(*objects):
-    """Return a fingerprint of the source code of classes and functions, without comments and docstrings.
+    """Return a fingerprint of the source code of classes and functions, without comments, docstrings and layout.
 
     Other objects, such as a constant, enter by their repr.
     """
@@ -684,20 +672,14 @@ def digest(*objects):
 
 
 def _code(x):
-    """Source text without comments, docstrings and blank lines."""
-    try:
-        source = textwrap.dedent(inspect.getsource(x))
-    except OSError:  # typed into an interpreter
-        return repr(x)
-    lines, not_code, starts_statement = source.split('\n'), [], True
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT or token.type == tokenize.STRING and starts_statement:
-            not_code.append((*token.start, *token.end))
-        elif token.type != tokenize.NL:
-            starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    for row, column, end_row, end_column in reversed(not_code):
-        lines[row - 1:end_row] = [lines[row - 1][:column] + lines[end_row - 1][end_column:]]
-    return '\n'.join(line.rstrip() for line in lines if line.strip())
+    code, starts_statement = '', True
+    for token in tokenize.generate_tokens(io.StringIO(textwrap.dedent(inspect.getsource(x))).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        if token.type != tokenize.STRING or not starts_statement:
+            code += token.string
+        starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    return code
 
 
 # ---- Triton kernels (attention='triton') ----
@@ -708,19 +690,17 @@ def _code(x):
 #     max(doc_start, q.pos - reach) <= k.pos <= q.pos - strict      strict: 1 for rho keys and x queries, 0 otherwise
 #
 # A program computes one tile of queries at positions i..j, of one stream and one head. It walks each stream's keys in
-# tiles, from the first key that query i sees:
+# tiles, from the first key of i to the last of j. Between the first key of j and the last of i, no mask is needed:
 #
-#     first key of i                                                        last key of j
-#     |  left: masked tiles  |  full: no mask needed  |  right: masked tiles  |
-#                      first key of j           last key of i
+#     first of i  |  left: masked tiles  |  first of j:  full tiles  |  last of i:  right: masked tiles  |  last of j
 #
-# Keys outside this range are never loaded. For the gradients of keys and values the roles are swapped: a program owns a
-# tile of keys and walks the queries that see them. No two programs add to the same number: results are deterministic.
+# For the gradients of keys and values the roles are swapped: a program owns a tile of keys and walks the queries that
+# see them. No two programs add to the same number: results are deterministic.
 #
 # q, out: (B, NQ * T, H, D), k, v: (B, NK * T, HK, D), contiguous; lse, delta: (B, H, NQ * T) in fp32. NQ, NK: number of
 # streams. FIRST: stream of the first queries. GROUP: query heads per key head. Offsets across B or T are 64-bit.
 
-TRITON_SEES = ('b5b1d6a16e56a34d', 'c51ba5f8e0bf2fe0')  # digests of `sees` in model_standard.py and model_sps.py
+TRITON_SEES = ('3e382cfc3b4eff13', '8b701bc9aab89c39')  # digests of `sees` in model_standard.py and model_sps.py
 TRITON_TILES = {  # (head size, bits): {result: (queries per tile, keys per tile, warps, stages)}; no spills on an H100
     (32, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
     (64, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
@@ -731,10 +711,10 @@ TRITON_TILES = {  # (head size, bits): {result: (queries per tile, keys per tile
 }
 
 
-def check_triton(sees, head_size):
-    """Raise ValueError unless the Triton kernels implement this pattern and head size."""
-    if triton is None:
-        raise ValueError('attention = triton needs the package triton: install it or use --attention=auto')
+def check_triton(sees, head_size, device):
+    """Raise ValueError unless the Triton kernels implement this pattern and head size, and run on this device."""
+    if triton is None or device.type == 'cpu' and not KERNELS_ON_CPU:
+        raise ValueError('attention = triton needs a GPU and the package triton: use --attention=auto')
     if head_size not in (32, 64, 128):
         raise ValueError(f'the Triton kernels support head sizes 32, 64 and 128, not {head_size}: use --attention=auto')
     if digest(sees) not in TRITON_SEES:
@@ -820,6 +800,17 @@ def _query_tile(T, H, NQ: constexpr, BLOCK: constexpr):
 
 
 @jit
+def _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K: constexpr, FULL: constexpr):
+    """Unscaled scores of a tile (queries, keys): -inf where the query does not see the key."""
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision='ieee')
+    if not FULL:
+        k_pos = n + tl.arange(0, BLOCK_K)
+        seen = _sees(q_pos[:, None], start[:, None], k_pos[None, :], strict, reach)
+        s = tl.where(seen, s, float('-inf'))
+    return s
+
+
+@jit
 def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scale, GROUP: constexpr, NQ: constexpr,
                     NK: constexpr, FIRST: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr):
     """out, and lse: the log-sum-exp of each query's scores, in base 2."""
@@ -843,11 +834,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
                 n = _tile_start(walk, i, FULL, BLOCK_K)
                 k_tile = _load(k + k_head, n, T, HK, D, BLOCK_K, FULL)
                 v_tile = _load(v + k_head, n, T, HK, D, BLOCK_K, FULL)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision='ieee')
-                if not FULL:
-                    k_pos = n + tl.arange(0, BLOCK_K)
-                    seen = _sees(q_pos[:, None], start[:, None], k_pos[None, :], strict, reach)
-                    s = tl.where(seen, s, float('-inf'))
+                s = _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K, FULL)
                 m_new = tl.maximum(m, tl.max(s, 1) * scale)
                 p = tl.exp2(s * scale - m_new[:, None])
                 shrink = tl.exp2(m - m_new)
@@ -887,11 +874,7 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
                 n = _tile_start(walk, i, FULL, BLOCK_K)
                 k_tile = _load(k + k_head, n, T, HK, D, BLOCK_K, FULL)
                 v_tile = _load(v + k_head, n, T, HK, D, BLOCK_K, FULL)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision='ieee')
-                if not FULL:
-                    k_pos = n + tl.arange(0, BLOCK_K)
-                    seen = _sees(q_pos[:, None], start[:, None], k_pos[None, :], strict, reach)
-                    s = tl.where(seen, s, float('-inf'))
+                s = _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K, FULL)
                 p = tl.exp2(s * (scale * 1.4426950408889634) - q_lse[:, None])
                 dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision='ieee')
                 ds = p * (dp - q_delta[:, None])
@@ -1009,18 +992,14 @@ def triton_attention(q, k, v, doc_start, reaches, T, first=0):
     """Attention by the Triton kernels, for the patterns in TRITON_SEES.
 
     Args:
-        q: (B, NQ * T, H, D) in fp32, fp16 or bf16, D = 32, 64 or 128. Two streams are one sequence [x | rho].
-        k, v: (B, NK * T, HK, D). Query head h reads key head h // (H / HK).
-        doc_start: (B, T) int64 from `document_starts`, or None for one document.
-        reaches: for each stream of keys, how many positions of the past a query sees; 2**30 for all.
-        T: number of positions.
-        first: stream of the first queries, 0 for x, 1 for rho.
+        q: (B, NQ * T, H, D) in fp32, fp16 or bf16, D = 32, 64 or 128
+        k, v: (B, NK * T, HK, D)
+        doc_start: (B, T) int64 from `document_starts`, or None for one document
+        reaches: for each stream of keys, how many positions of the past a query sees; 2**30 for all
+        first: stream of the first queries, 0 for x, 1 for rho
 
     Returns (B, NQ * T, H, D).
     """
-    if q.device.type == 'cpu' and not KERNELS_ON_CPU or (q.shape[-1], 8 * q.element_size()) not in TRITON_TILES:
-        raise ValueError('the Triton kernels need a GPU, fp32, fp16 or bf16, and head size 32, 64 or 128, not '
-                         f'{q.shape[-1]} in {q.dtype} on {q.device.type}: use --attention=auto')
     if doc_start is None:
         doc_start = torch.zeros(q.shape[0], T, dtype=torch.int64, device=q.device)
     q, k, v, doc_start = (x.contiguous() for x in (q, k, v, doc_start))

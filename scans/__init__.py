@@ -22,7 +22,7 @@ def pinned(model, fast):
         return None
     try:
         found = digest(*fast.implements(file))
-    except AttributeError as error:  # renamed or removed
+    except (AttributeError, OSError) as error:  # renamed or removed, or typed into an interpreter
         found = str(error)
     if found == fast.PIN:
         return fast

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import attn_kernels
 
-PIN = '3b1b82e06c8f6fc3'
+PIN = '6c26bb99a43c1ad0'
 
 
 def implements(model_file):

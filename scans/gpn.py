@@ -38,7 +38,7 @@ import torch.nn.functional as F
 import attn_kernels
 from attn_kernels import constexpr, jit, outside_graphs, tl, triton
 
-PIN = 'f363bc7b8d46d727'
+PIN = '9a8d5aa80e70ac24'
 KEY_EPS = 1e-6  # of `l2_normalize` in model_gpn.py
 USE_GRAPHS = True  # on a GPU, a segment is one CUDA graph: its kernels are too small to be launched one by one
 

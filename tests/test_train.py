@@ -170,7 +170,7 @@ def test_a_stop_of_two_processes_is_agreed(tiny_data, tmp_path):
     stdout, _ = process.communicate(timeout=60)
     step = runs.read_log(out)[-1]['step']
     assert checkpoint.load_checkpoint(out)[0]['step'] == step
-    assert f'stopped after step {step}. Continue with: torchrun --nproc_per_node=2 train.py' in stdout
+    assert f'stopped after step {step}. Continue with: torchrun --nnodes=1 --nproc_per_node=2 train.py' in stdout
 
 
 @pytest.mark.slow
@@ -192,14 +192,10 @@ def test_init_from_takes_the_model_of_its_source(tiny_data, tmp_path):
         out = tmp_path / f'new{len(model)}'
         assert train_tiny(tiny_data, out, f'--init_from={tmp_path / "sps"}', *model, steps=1).returncode == 0
         assert config_json(out)['model'] == ('standard' if model else 'sps')
-    val = run('train.py', f'--out_dir={tmp_path / "sps"}', '--eval_only').stdout.splitlines()[-1]
-    assert val in run('train.py', *TINY, f'--data={tiny_data}', f'--init_from={tmp_path / "sps"}', '--eval_only').stdout
 
 
 @pytest.mark.slow
-def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
-    val = losses(undisturbed)[20][1]
-    assert f'validation loss {val:.4f}' in run('train.py', f'--out_dir={undisturbed}', '--eval_only').stdout
+def test_init_from(tiny_data, undisturbed, tmp_path):
     new = tmp_path / 'new'
     assert train_tiny(tiny_data, new, f'--init_from={undisturbed}', steps=2).returncode == 0
     assert losses(new)[1][0] < losses(undisturbed)[1][0] - 1
@@ -212,13 +208,11 @@ def test_eval_only_and_init_from(tiny_data, undisturbed, tmp_path):
     (new / 'config.json').write_text(json.dumps(record))
     assert run('train.py', f'--out_dir={new}', '--resume').returncode == 0  # the first run's folder is needed no more
     for setting in ('--n_embd=32', '--documents=False', '--model=sps'):
-        assert_sentence(run('train.py', f'--out_dir={new}', '--eval_only', setting), 'is asked for')
+        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'is asked for')
     weights = {p: p.read_bytes() for p in (new / 'ckpt').rglob('*') if p.is_file()}
     assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), 'is the source of the weights')
     assert weights == {p: p.read_bytes() for p in (new / 'ckpt').rglob('*') if p.is_file()}
     assert train_tiny(tiny_data, tmp_path / 'fresh', '--resume=False', steps=1).returncode == 0
-    shutil.rmtree(new / 'ckpt')
-    assert_sentence(run('train.py', f'--out_dir={new}', '--eval_only'), 'has no checkpoint to load')
 
 
 @pytest.mark.slow
@@ -239,7 +233,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
 @pytest.mark.parametrize('args, parts', [
     (['--lerning_rate=1'], ["unknown setting 'lerning_rate'", "'learning_rate'"]),
     (['--model=standart'], ["unknown model 'standart': did you mean 'standard'"]),
-    (['--batch_size=many'], ["'batch_size'", 'expected int']),
+    (['--batch_size=many'], ["batch_size is 'many'", 'expected int']),
     (['--n_head=3'], ['n_embd = 16 and n_head = 3']),
     (['--n_ids=99'], ['n_ids is 99', '257']),
     (['--schedule=cosin'], ["schedule is 'cosin'", "expected 'wsd', 'cosine' or 'constant'; did you mean 'cosine'?"]),
@@ -294,7 +288,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, un
     limit = 20_000  # bytes a file may have: fewer than the weights need
     result = run_apart('train.py', f'--out_dir={out}', '--resume',
                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert_sentence(result, 'step_00000020 could not be written', 'free some space', '--resume')
+    assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some space', '--resume')
     assert {p.name for p in (out / 'ckpt').iterdir()} == {'step_00000015', 'step_00000018'}
     assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
     assert losses(out) == losses(undisturbed)
@@ -387,7 +381,6 @@ def test_a_run_goes_on_without_its_config_file(tiny_data, tmp_path):
     out = f'--out_dir={tmp_path / "run"}'
     assert run('train.py', *gpn, *shape, f'--data={tiny_data}', out, '--max_tokens=640').returncode == 0
     assert run('train.py', out, '--resume', '--scan=loop', '--segment_len=8').returncode == 0
-    assert run('train.py', out, '--eval_only', '--scan=loop').returncode == 0
     assert_sentence(run('train.py', out, '--resume', '--model=standard', '--window=3'), "has model = 'gpn'")
 
 

@@ -29,7 +29,7 @@ import torch
 
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, friendly_errors
-from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
+from common.machine import Device, DType, caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import acceptance, counted, validation_loss
 from data import open_data
@@ -307,19 +307,21 @@ class Meter:
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
         self.flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-        self.peak = self.flops and machine.peak_flops()
+        self.peak = peak_flops(machine.device, machine.dtype)
         self.restart(step)
 
     def restart(self, step):
         self.since, self.since_step = time.perf_counter(), step
 
     def read(self, step) -> dict[str, float]:
-        """Return what the log says about speed: seconds of training, tokens/s, MFU, memory."""
+        """Return what the log says about speed: seconds, tokens/s, memory, and MFU if the GPU's peak is known."""
         elapsed = time.perf_counter() - self.since
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
         found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_memory() / 2 ** 30}
-        return {**found, 'mfu': speed * self.flops / self.peak} if self.flops else found
+        if self.flops and self.peak:
+            found['mfu'] = speed * self.flops / (self.peak * self.machine.world)
+        return found
 
 
 def train(s, config, data, record, machine, argv):

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, say_once, sha256, sync_folder, write_json
+from common.files import UserError, say_once, sha256, sync, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
 
@@ -154,13 +154,12 @@ def publish(temporary: Path, final: Path) -> None:
     (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
     for path in temporary.iterdir():
         path.chmod(mode)  # safetensors makes files that only their owner can read
-        with open(path, 'rb') as file:
-            os.fsync(file.fileno())
-    sync_folder(temporary)
+        sync(path)
+    sync(temporary)
     if final.exists():  # a damaged one, which a resumed run has skipped
         shutil.rmtree(final)
     os.replace(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 def remove_older(folder, step: int, keep: int, always: int | None) -> None:

@@ -102,8 +102,7 @@ def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
 def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
     """Load the weights of another run, `source`, into a model.
 
-    If `adopt` adds weights, the model must still compute the source's logits on idx (B, T): UserError otherwise. Prints
-    how close they are.
+    If `adopt` adds weights, UserError unless the model still computes the source's logits on idx (B, T).
     """
     converted = adopted(model, tensors, source)
     load_weights(model, converted, source)
@@ -131,9 +130,8 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
     Reads the newest checkpoint that is not damaged. dtype None keeps fp32.
     """
     record = read_run(folder)
-    config = saved_config(record, folder)
     state, tensors = load_checkpoint(folder)
-    model = model_file(record['model']).Model(config)
+    model = model_file(record['model']).Model(saved_config(record, folder))
     load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
@@ -151,7 +149,12 @@ def read_run(folder) -> dict:
         known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
         raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); runs here: '
                         + (known or 'none, train one with python train.py config/quickstart.py'))
-    record = read_json(path, 'copy the run again or train it anew', check_record)
+    remedy = 'copy the run again or train it anew'
+    if 'model_type' in read_json(path, remedy):
+        name = f'out/{Path(folder).resolve().name}'
+        raise UserError(f'{folder} is a Hugging Face folder: make it a run with python -m common.export {name} '
+                        f'--from_llama={folder}, and use {name}')
+    record = read_json(path, remedy, check_record)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
@@ -160,8 +163,6 @@ def read_run(folder) -> dict:
 
 def check_record(record: dict) -> None:
     """Raise ValueError unless a run's config.json holds what NEEDED lists. Converts whole floats to int."""
-    if 'model_type' in record:
-        raise ValueError('it describes a Hugging Face model: python -m common.export makes a run of it')
     for name, kind in NEEDED.items():
         part, _, key = name.rpartition('.')
         owner = record[part] if part else record
@@ -173,10 +174,7 @@ def check_record(record: dict) -> None:
 
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
-    """Return the data called `name` for the run in `folder`; None: the run's own data, named in its config.json.
-
-    UserError if there is none, or if its tokenizer differs from the run's.
-    """
+    """Return the data called `name`, or the run's own; UserError if there is none or its tokenizer is not the run's."""
     name = name or record['settings'].get('data')
     if not name:  # an imported run
         raise UserError('this run has no data of its own: give --data=FOLDER')
@@ -252,10 +250,7 @@ def save_run(folder, record: dict) -> None:
 
 
 def start_run(s, config, data, machine) -> None:
-    """Make the run folder s.out_dir of a new training run, replacing an old one.
-
-    s: train.Settings; config: the model's Config.
-    """
+    """Make the run folder s.out_dir of a new training run, replacing an old one. config: the model's Config."""
     remove_run(s.out_dir)  # `check_out_dir` has asked for --overwrite
     this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
     save_run(s.out_dir, {
@@ -294,8 +289,10 @@ def read_log(folder) -> list[dict]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-            step = int(record.get('step', record.get('resumed_from')))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            step = record.get('step', record.get('resumed_from'))
+            if type(step) is not int:
+                raise ValueError
+        except (ValueError, AttributeError, RecursionError):
             n_damaged += bool(line)
             continue
         if 'resumed_from' in record:

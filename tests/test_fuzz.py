@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train
-from common import machine, runs
+from common import runs
 from common.start import quiet_start
 from data.shards import write_data
 from data.tokenizers import load_tokenizer
@@ -303,7 +303,6 @@ def stand_alone(standard_files, encoding: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(*args)
     train.train_step = train_step
-    machine.peak_flops = lambda *_: 1e12
     if lm_eval_adapter:
         lm_eval_adapter.task_manager = lambda: SimpleNamespace(all_tasks=[])
     torch.compile = lambda model, *_, **__: model

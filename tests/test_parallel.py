@@ -11,10 +11,10 @@ import torch
 from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart
 
 import train
-from common import checkpoint, parallel, run_settings, runs
+from common import checkpoint, run_settings, runs
+from common.dry_run import held_bytes
 from common.files import UserError
 from common.machine import Machine
-from common.dry_run import held_bytes
 from data import open_data
 
 STEPS = 50
@@ -199,11 +199,11 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
 
 
 @pytest.mark.parametrize('settings, sentence', [
-    (('ddp', 2, 4), 'shard is 2, but with parallel = ddp'),
-    (('fsdp', 3, 4), 'shard is 3, which does not divide the 4 processes')])
+    (dict(parallel='ddp', shard=2), 'shard is 2, but with parallel = ddp'),
+    (dict(parallel='fsdp', shard=3), 'shard is 3, which does not divide the 4 processes')])
 def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
     with pytest.raises(UserError, match=sentence):
-        parallel.check_sharding(*settings)
+        run_settings.check_settings(train.Settings(**settings), open_data('a5'), 4)
 
 
 def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):

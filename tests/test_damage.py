@@ -59,9 +59,3 @@ def test_verify_finds_a_flipped_bit_in_a_shard(tiny_data, tmp_path):
                 Data(data).verify()
                 raise AssertionError(f'{place} was not found')
     Data(data).verify()
-
-
-def test_a_line_of_the_log_without_tokens_is_not_drawn(tmp_path):
-    (tmp_path / 'log.jsonl').write_text('{"step": 1, "tokens": 8, "nll": 2.0}\n{"step": 2, "nll": 1.0}\n')
-    runs.plot_loss(tmp_path)
-    assert (tmp_path / 'loss.png').exists()

@@ -29,7 +29,7 @@ import torch
 
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, friendly_errors
-from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
+from common.machine import Device, DType, caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import acceptance, counted, validation_loss
 from data import open_data
@@ -46,7 +46,6 @@ class Settings:
     overwrite: bool = False  # replace the run in out_dir
     extend: str | None = None  # run folder to continue in a new out_dir, with more max_tokens; it is not changed
     init_from: str | None = None  # run to start from: its weights, model settings and, without a config file, model
-    eval_only: bool = False  # print the validation loss of out_dir (or init_from) and exit
     dry_run: bool = False  # check all settings, print sizes, costs and memory, and exit; works without the data
     memory: float | None = None  # with --dry_run: GiB of a GPU that a step should fit in
     seed: int = 1337  # for the initial weights, the data order and dropout
@@ -228,7 +227,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
         parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
                                    machine.device)
         found = {'val': parts['nll'], **{f'val_{k}': mean for k, mean in parts.items() if k not in ('loss', 'nll')}}
-        if machine.rank == 0 and not s.eval_only:
+        if machine.rank == 0:
             if hasattr(data, 'score'):
                 found |= data.score(model, machine.device, s.micro_batch_size)
             if s.acceptance_prompts:
@@ -240,21 +239,21 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 # ---- the training run ----
 
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
-    """Return the model on its device, with seeded random weights or another run's, sharded if the settings say so.
+    """Return the model on its device, with seeded random weights or those of s.init_from, sharded if s says so.
 
     record: config.json of the run that is continued, None for a new one. Sets machine.dtype.
     """
-    source, source_step, weights = run_settings.initial_weights(s, record)
+    source_step, weights = run_settings.initial_weights(s, record)
     torch.manual_seed(s.seed)
     model = runs.model_file(s.model).Model(config).to(machine.device)
     run_settings.describe(s, model, data)
-    if source:
-        n_windows = min(2, data.n_windows('val', s.block_size))
-        runs.start_from(model, source, weights, data.val_batch(range(n_windows), s.block_size)[0])
-        print(f'weights of step {source_step} of {source}')
+    if weights:
+        idx, _ = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)
+        runs.start_from(model, s.init_from, weights, idx.to(machine.device))
+        print(f'weights of step {source_step} of {s.init_from}')
     big_enough = runs.count_parameters(model) >= BF16_PARAMETERS
     machine.dtype = pick_dtype(s.dtype, machine.device.type, big_enough)
-    is_sharded = s.parallel == 'fsdp' and machine.world > 1 and not s.eval_only
+    is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, products in '
           f'{str(machine.dtype)[6:]}'
           + (f', weights sharded over {s.shard or machine.world} processes' if is_sharded else ''))
@@ -271,9 +270,9 @@ class Records:
         self.s, self.log, self.wandb = s, None, None
         if machine.rank > 0:
             return
-        if run_settings.is_new(s):
+        if not s.resume:
             runs.start_run(s, config, data, machine)
-        if run_settings.is_extension(s):
+        if run_settings.extension_starts(s):
             runs.copy_log(s.extend, s.out_dir, step)
         self.log = runs.open_log(s.out_dir, step)
         if s.wandb_project:
@@ -308,33 +307,32 @@ class Meter:
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
         self.flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-        self.peak = self.flops and machine.peak_flops()
+        self.peak = peak_flops(machine.device, machine.dtype)
         self.restart(step)
 
     def restart(self, step):
         self.since, self.since_step = time.perf_counter(), step
 
     def read(self, step) -> dict[str, float]:
-        """Return what the log says about speed: seconds of training, tokens/s, MFU, memory."""
+        """Return what the log says about speed: seconds, tokens/s, memory, and MFU if the GPU's peak is known."""
         elapsed = time.perf_counter() - self.since
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
         found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_memory() / 2 ** 30}
-        return {**found, 'mfu': speed * self.flops / self.peak} if self.flops else found
+        if self.flops and self.peak:
+            found['mfu'] = speed * self.flops / (self.peak * self.machine.world)
+        return found
 
 
 def train(s, config, data, record, machine, argv):
-    """Train a model, or only evaluate it. argv: for the command that resumes. Other arguments: see `make_model`."""
+    """Train a model. argv: for the command that resumes. Other arguments: see `make_model`."""
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
-    if s.eval_only:
-        print(f'validation loss {evaluate(model, compiled, data, s, machine)["val"]:.4f} nats per token')
-        return
     optimizer = make_optimizer(model, s)
     step, seconds = run_settings.restore(s, record, model, optimizer)
     ddp = parallel.averaging_gradients(model, compiled, machine.device)
     records = Records(s, config, data, machine, step)
-    if run_settings.is_extension(s):
+    if run_settings.extension_starts(s):
         records.save(model, optimizer, step, seconds)
     n_steps, last_before_decay = run_settings.n_steps(s), run_settings.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
@@ -419,10 +417,8 @@ def main(argv: list[str] | None = None) -> None:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)
                 run_settings.check_settings(s, data, machine.world)
-                lock = contextlib.nullcontext()
-                if machine.rank == 0 and not s.eval_only:
-                    lock = runs.claimed(s.out_dir, run_settings.is_new(s), s.overwrite)
-                with lock:
+                claim = runs.claimed(s.out_dir, not s.resume, s.overwrite)
+                with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)
     if machine.world > 1:
         sys.stdout.flush()

@@ -185,7 +185,7 @@ def scales(toy: bool = False) -> Iterator[dict]:
             yield {'scale': name, 'method': method, 'T': block_size, 'batch': batch_size,
                    'tokens_per_s': round(tokens[0].numel() / s),
                    'time_over_standard': round(s / seconds['standard'], 3),
-                   'mfu': round(flops[method] / s / peak, 3)}
+                   'mfu': peak and round(flops[method] / s / peak, 3)}
 
 
 def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, toy: bool = False) -> tuple:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,10 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, say_once, sha256, sync_folder, write_json
+from common.files import UserError, say_once, sha256, sync, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
-DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)  # what reading a damaged checkpoint may raise
 
 # torch.distributed.checkpoint is imported where it is used: the import takes a second.
 
@@ -32,18 +30,14 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)  # what rea
 def own_tensors(model: torch.nn.Module) -> dict:
     """Return the tensors that a checkpoint of the model holds, by name: parameters, then persistent buffers."""
     persistent = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return dict(model.named_parameters()) | buffers
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
 def check_weights(model: torch.nn.Module, tensors: dict, source) -> None:
     """Raise UserError unless the tensors have the model's names and shapes."""
     own = own_tensors(model)
-    for name in (*own, *tensors):
-        if name not in own or name not in tensors:
-            owner = 'model' if name in own else 'checkpoint'
-            raise UserError(f'{source} does not fit this model: {name} is only in the {owner}')
-        have, want = tuple(tensors[name].shape), tuple(own[name].shape)
+    for name in own | tensors:
+        have, want = (tuple(some[name].shape) if name in some else 'missing' for some in (tensors, own))
         if have != want:
             raise UserError(f'{source} does not fit this model: {name} has shape {have}, the model needs {want}')
 
@@ -72,13 +66,10 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
 
     Random streams need no state: they are functions of seed and step. keep, always: see `remove_older`.
     """
-    names = {p: name for name, p in model.named_parameters()}
+    names, is_sharded = {p: name for name, p in model.named_parameters()}, parallel.is_sharded(model)
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
-    weights, state = own_tensors(model), {'step': step, 'seconds': seconds}
-    if parallel.is_sharded(model):
-        save_shards(folder, step, weights | moments, state)
-    elif parallel.rank() == 0:
-        save_checkpoint(folder, step, dict(zip(FILES, (weights, moments))), state)
+    if is_sharded or parallel.rank() == 0:
+        save_checkpoint(folder, step, own_tensors(model) | moments, {'step': step, 'seconds': seconds}, is_sharded)
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
 
@@ -91,104 +82,84 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     """
     if not checkpoints(folder):
         return 0, 0.0
-    params = dict(model.named_parameters())
-    if parallel.is_sharded(model):
-        state, moments = first_undamaged(folder, lambda path: load_shards(path, model, folder), up_to)
-    else:
-        state, files = load_checkpoint(folder, up_to=up_to)
-        load_weights(model, files['model.safetensors'], folder)
-        moments = files['optimizer.safetensors']
-    for name, value in moments.items():
-        key, _, param = name.partition('/')
-        optimizer.state[params[param]][key] = value.to(params[param].device)
+    is_sharded, params = parallel.is_sharded(model), dict(model.named_parameters())
+    state, tensors = load_checkpoint(folder, True, up_to, model if is_sharded else None)
+    if not is_sharded:
+        load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
+    for name, value in tensors.items():
+        key, is_moment, param = name.partition('/')
+        if is_moment:
+            optimizer.state[params[param]][key] = value.to(params[param].device)
     return state['step'], state['seconds']
 
 
 # ---- writing ----
 
-def save_checkpoint(folder, step: int, tensor_files: dict, state: dict) -> None:
+def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: bool = False) -> None:
     """Write ckpt/step_<step> of a run folder, all or nothing.
 
-    tensor_files {file name: {tensor name: tensor}}; state: a dict for state.json. Raises UserError with nothing changed
-    when the disk is full or a number is not finite.
+    tensors {name: tensor}: weights and, with a '/' in their names, the optimizer's moments; state: a dict for
+    state.json. All processes call it if tensors are sharded, and each writes its own shards. Raises UserError with
+    earlier checkpoints unchanged when the disk is full or a number is not finite.
     """
-    for tensors in tensor_files.values():
-        refuse_not_finite(folder, step, not_finite(tensors))
-    final, temporary = checkpoint_paths(folder, step)
+    ckpt, bad = Path(folder) / 'ckpt', not_finite(tensors)
+    if bad := parallel.first_given(bad) if is_sharded else bad:
+        raise UserError(f'after step {step}, {bad} holds numbers that are not finite, so no checkpoint is written. '
+                        + last_good(folder))
+    temporary = ckpt / f'.writing_{step:08d}'
     try:
-        clear_temporary(folder, step)
-        write_json(temporary / 'state.json', state)
-        mode = (temporary / 'state.json').stat().st_mode
-        for name, tensors in tensor_files.items():
-            save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, temporary / name)
-            (temporary / name).chmod(mode)  # safetensors makes files that only their owner can read
-        publish(folder, step)
+        if parallel.rank() == 0:
+            for leftover in ckpt.glob('.writing_*'):  # of runs that were killed
+                shutil.rmtree(leftover)
+            temporary.mkdir(parents=True)
+            write_json(temporary / 'state.json', state)
+        if is_sharded:
+            torch.distributed.barrier()
+            save_shards(temporary, tensors)
+        else:
+            for i, name in enumerate(FILES):
+                save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()
+                           if ('/' in key) == i}, temporary / name)
+        if parallel.rank() == 0:
+            publish(temporary, ckpt / f'step_{step:08d}')
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f'{final} could not be written: {error}. Earlier checkpoints are whole: free some space, then '
-                        'continue with --resume')
+        raise UserError(f'the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are whole: '
+                        'free some space, then continue with --resume')
 
 
-def save_shards(folder, step: int, tensors: dict, state: dict) -> None:
-    """`save_checkpoint` of sharded tensors. All processes call it, and each writes its own shards."""
+def save_shards(folder: Path, tensors: dict) -> None:
+    """Write this process's shards to a folder. All processes call it together, and fail together with an OSError."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
-    temporary = checkpoint_paths(folder, step)[1]
-    if parallel.rank() == 0:
-        clear_temporary(folder, step)
-        write_json(temporary / 'state.json', state)
-    refuse_not_finite(folder, step, parallel.first_given(not_finite(tensors)))  # also waits for rank 0
     file_numbers = {key: 2 if '/' in key else 1 for key in tensors}
-    writer = checkpoint.HuggingFaceStorageWriter(str(temporary), file_numbers, save_distributed=True)
+    writer = checkpoint.HuggingFaceStorageWriter(str(folder), file_numbers, save_distributed=True)
     try:
         checkpoint.save(tensors, storage_writer=writer)
-    except CheckpointException as error:  # raised on all processes; not an Exception
+    except CheckpointException as error:  # not an Exception
         failed, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise UserError(f'{temporary} could not be written: process {failed}: {cause}')
-    if parallel.rank() == 0:
-        publish(folder, step)
-
-
-def checkpoint_paths(folder, step: int) -> tuple[Path, Path]:
-    """Return (path of a checkpoint, temporary path that it is written to)."""
-    ckpt = Path(folder) / 'ckpt'
-    return ckpt / f'step_{step:08d}', ckpt / f'.writing_{step:08d}'
-
-
-def refuse_not_finite(folder, step: int, bad: str | None) -> None:
-    """Raise UserError if there is a tensor, `bad`, with numbers that are not finite."""
-    if bad:
-        raise UserError(f'after step {step}, {bad} holds numbers that are not finite, so '
-                        f'{checkpoint_paths(folder, step)[0]} is not written. {last_good(folder)}')
+        raise OSError(f'process {failed}: {cause}')
 
 
 def last_good(folder) -> str:
-    """Return a sentence that names the newest checkpoint of a run that diverged, and what to do with it."""
-    newest = next(iter(checkpoints(folder)), 'none')
-    return (f'The last good checkpoint is {newest}: start another run with a lower learning_rate or more '
-            f'warmup_tokens, from its weights with --init_from={folder} or from the beginning')
+    """Return a sentence that names the newest checkpoint of a run that diverged."""
+    return (f'The last good checkpoint is {next(iter(checkpoints(folder)), "none")}: start another run with a lower '
+            f'learning_rate or more warmup_tokens, from its weights with --init_from={folder} or from the beginning')
 
 
-def clear_temporary(folder, step: int) -> None:
-    """Make an empty temporary folder, and remove those that killed runs have left."""
-    for leftover in (Path(folder) / 'ckpt').glob('.writing_*'):
-        shutil.rmtree(leftover)
-    checkpoint_paths(folder, step)[1].mkdir(parents=True)
-
-
-def publish(folder, step: int) -> None:
+def publish(temporary: Path, final: Path) -> None:
     """Add SHA256SUMS to a temporary folder, flush its files to the disk, and give it its final name."""
-    final, temporary = checkpoint_paths(folder, step)
+    mode = (temporary / 'state.json').stat().st_mode
     names = sorted(path.name for path in temporary.iterdir())
     (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
     for path in temporary.iterdir():
-        with open(path, 'rb') as file:
-            os.fsync(file.fileno())
-    sync_folder(temporary)
+        path.chmod(mode)  # safetensors makes files that only their owner can read
+        sync(path)
+    sync(temporary)
     if final.exists():  # a damaged one, which a resumed run has skipped
         shutil.rmtree(final)
     os.replace(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 def remove_older(folder, step: int, keep: int, always: int | None) -> None:
@@ -196,10 +167,9 @@ def remove_older(folder, step: int, keep: int, always: int | None) -> None:
 
     Those of higher steps are damaged: this run has resumed from an earlier one.
     """
-    up_to_step = [path for path in checkpoints(folder, step) if step_of(path) != always]
-    kept = {*up_to_step[:keep], checkpoint_paths(folder, always or 0)[0]}
+    kept = [path for path in checkpoints(folder, step) if step_of(path) != always][:keep]
     for path in checkpoints(folder):
-        if path not in kept:
+        if path not in kept and step_of(path) != always:
             shutil.rmtree(path)
 
 
@@ -207,7 +177,7 @@ def remove_older(folder, step: int, keep: int, always: int | None) -> None:
 
 def checkpoints(folder, up_to: int | None = None) -> list[Path]:
     """Return the checkpoint folders of a run, of step up_to at most, newest first."""
-    found = [path for path in (Path(folder) / 'ckpt').glob('step_*')
+    found = [path for path in Path(folder).glob('ckpt/step_*')
              if re.fullmatch(r'step_\d{8,}', path.name) and path.is_dir()]
     return sorted((p for p in found if up_to is None or step_of(p) <= up_to), key=step_of, reverse=True)
 
@@ -216,71 +186,51 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix('step_'))
 
 
-def first_undamaged(folder, read: Callable, up_to: int | None):
-    """Return read(path) of the newest checkpoint that is not damaged. Names each damaged one on stderr."""
+def load_checkpoint(folder, moments: bool = False, up_to: int | None = None, model=None) -> tuple[dict, dict]:
+    """Load the newest undamaged checkpoint of a run folder: (state, {tensor name: tensor}).
+
+    Names each damaged one on stderr. Only JSON and safetensors are read, neither of which can run code. Shards are put
+    together, unless `model` is given, a sharded one: then its weights are filled in place, and each process reads its
+    own shards. All processes call it together, and take the checkpoint before where one of them finds damage.
+    """
     for path in checkpoints(folder, up_to):
+        found = error = None
         try:
-            return read(path)
+            found = read_checkpoint(path, moments, model, folder)
         except UserError:
             raise
-        except DAMAGE as error:
-            say_once(f'checkpoint {path} is damaged ({error}); the one before it is tried')
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as caught:
+            error = str(caught)
+        if model is not None:
+            error = parallel.first_given(error)
+        if error is None:
+            return found
+        say_once(f'checkpoint {path} is damaged ({error}); the one before it is tried')
     raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load')
 
 
-def load_checkpoint(folder, names=FILES, up_to: int | None = None) -> tuple[dict, dict]:
-    """Load the newest undamaged checkpoint of a run folder: (state, {file name: {tensor name: tensor}}).
-
-    Only JSON and safetensors are read, neither of which can run code. Shards are put together.
-    """
-    return first_undamaged(folder, lambda path: load_whole(path, names), up_to)
-
-
-def load_whole(path: Path, names) -> tuple[dict, dict]:
-    """Read these of FILES from a checkpoint: (state, {file name: {tensor name: tensor}})."""
-    state = checked_state(path, [file for name in names for file in files_of(path, name)])
-    if any(path.glob('shard-*')):
-        files = {name: {} for name in FILES}
-        for key, tensor in tensors_in_shards(path).items():
-            files[FILES['/' in key]][key] = torch.empty_like(tensor, device='cpu')
-        files = {name: files[name] for name in names}
-        read_shards(path, {key: tensor for tensors in files.values() for key, tensor in tensors.items()})
+def read_checkpoint(path: Path, moments: bool, model, folder) -> tuple[dict, dict]:
+    """Read one checkpoint for `load_checkpoint`. Raises any of several errors if it is damaged."""
+    shards = sorted(file.name for file in path.glob('shard-*'))
+    if not moments:
+        shards = [name for name in shards if name.endswith('-00001-of-00002.safetensors')]
+    files = shards or FILES[:1 + moments]
+    share = slice(None) if model is None else slice(parallel.rank(), None, parallel.world())
+    state = checked_state(path, files[share])
+    if model is None and not shards:
+        tensors = {key: tensor for name in files for key, tensor in load_file(path / name).items()}
     else:
-        files = {name: load_file(path / name) for name in names}
-    for name, tensors in files.items():
-        if bad := not_finite(tensors):
-            raise ValueError(f'{bad} in {name} holds numbers that are not finite')
-    return state, files
-
-
-def load_shards(path: Path, model: torch.nn.Module, folder) -> tuple[dict, dict]:
-    """Load a checkpoint into a sharded model: (state, the optimizer's tensors).
-
-    All processes call it together. Each compares a share of the files with their checksums and reads its own shards.
-    Damage found by one is raised on all.
-    """
-    error, state = None, {}
-    try:
-        files = [file for name in FILES for file in files_of(path, name)]
-        state = checked_state(path, files[parallel.rank()::parallel.world()])
-    except DAMAGE as caught:
-        error = f'{type(caught).__name__}: {caught}'
-    if error := parallel.first_given(error):
-        raise ValueError(error)
-    in_files, params = tensors_in_shards(path), dict(model.named_parameters())
-    check_weights(model, {name: tensor for name, tensor in in_files.items() if '/' not in name}, folder)
-    tensors = {name: tensor.detach() for name, tensor in own_tensors(model).items()}
-    for name in in_files.keys() - tensors.keys():
-        param = params[name.partition('/')[2]]
-        tensors[name] = torch.zeros(()) if in_files[name].dim() == 0 else torch.zeros_like(param)
-    read_shards(path, tensors)
-    if bad := parallel.first_given(not_finite(tensors)):
+        tensors = {key: t for key, t in tensors_in_files(path).items() if moments or '/' not in key}
+        tensors = places_in(model, tensors, folder) if model is not None else {
+            key: torch.empty_like(tensor, device='cpu') for key, tensor in tensors.items()}
+        fill(tensors, path)
+    if bad := not_finite(tensors):
         raise ValueError(f'{bad} holds numbers that are not finite')
-    return state, {name: tensor for name, tensor in tensors.items() if '/' in name}
+    return state, tensors
 
 
-def checked_state(path: Path, files: list[str]) -> dict:
-    """Return state.json of a checkpoint. Raises an error in DAMAGE unless it and these files match SHA256SUMS."""
+def checked_state(path: Path, files) -> dict:
+    """Return state.json of a checkpoint. Raises an error unless it and these files match SHA256SUMS."""
     sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
     for name in sums:
         if name.startswith('shard-') and not (path / name).exists():  # the other shards alone would look whole
@@ -291,13 +241,7 @@ def checked_state(path: Path, files: list[str]) -> dict:
     return json.loads((path / 'state.json').read_text())
 
 
-def files_of(path: Path, name: str) -> list[str]:
-    """Return the files that hold one of FILES: itself, or a shard of each process that wrote it."""
-    number = FILES.index(name) + 1
-    return sorted(file.name for file in path.glob(f'shard-*-{number:05d}-of-{len(FILES):05d}.safetensors')) or [name]
-
-
-def tensors_in_shards(path: Path) -> dict[str, torch.Tensor]:
+def tensors_in_files(path: Path) -> dict[str, torch.Tensor]:
     """Return {name: meta tensor} of the tensors in a folder's safetensors files, sharded or not."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
@@ -305,11 +249,16 @@ def tensors_in_shards(path: Path) -> dict[str, torch.Tensor]:
             for name, tensor in found.items()}
 
 
-def read_shards(path: Path, tensors: dict) -> None:
-    """Fill named tensors from a folder's safetensors files, sharded or not, whichever processes wrote them.
+def places_in(model: torch.nn.Module, tensors: dict, folder) -> dict:
+    """Return {name: tensor to read into} for a sharded model: its weights, and new moments with the same shards."""
+    own, params = own_tensors(model), dict(model.named_parameters())
+    check_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
+    return {name: own[name].detach() if name in own else torch.zeros(()) if tensor.dim() == 0
+            else torch.zeros_like(params[name.partition('/')[2]]) for name, tensor in tensors.items()}
 
-    Each process reads its own shard of a sharded tensor, independently of the others.
-    """
+
+def fill(tensors: dict, path: Path) -> None:
+    """Fill named tensors from a folder's safetensors files. Each process reads its own shard of a sharded tensor."""
     from torch.distributed import checkpoint
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*torch.distributed is disabled')

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from common import checkpoint, parallel, runs
 from common.files import UserError, first_line
 from common.machine import pick_dtype
-from common.memory import bytes_by_rows, held_bytes
-from common.run_settings import check_settings, describe, initial_weights, is_new, model_config
+from common.memory import bytes_by_rows
+from common.run_settings import check_settings, describe, initial_weights, model_config
 from data import has_data, open_data
 
 
@@ -18,38 +18,37 @@ def dry_run(s, given: dict, record, machine) -> None:
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # --shard=64 stands for 64 processes
     check_settings(s, data, n_processes)
-    if is_new(s):
+    if not s.resume:
         try:
             runs.check_out_dir(s.out_dir, s.overwrite)
         except UserError as error:
             print(f'training would stop here: {error}', file=sys.stderr)
     model = runs.blank_model(s.model, config)
     describe(s, model, data)
-    source, _, weights = initial_weights(s, record)
-    if source:
-        checkpoint.check_weights(model, runs.adopted(model, weights, source), source)
+    _, weights = initial_weights(s, record)
+    if weights:
+        checkpoint.check_weights(model, runs.adopted(model, weights, s.init_from), s.init_from)
     print_memory(s, model, n_processes)
 
 
 def assumed_data(s, record) -> SimpleNamespace:
-    """Return a stand-in for data that do not exist: with the vocabulary of a run, or of s.assumed_ids ids."""
+    """Return a stand-in for data that do not exist: with the vocabulary of a run, or of s.assumed_ids ids.
+
+    Prints the command that makes the data: the config's if it names that folder, else FineWeb-Edu's.
+    """
     record = record or (runs.read_run(s.init_from) if s.init_from else None)
-    like = record['data'] if record else {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'sha256': '',
-                                          'n_ids': s.assumed_ids, 'eos_id': s.assumed_ids - 1}
+    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
+            'eos_id': s.assumed_ids - 1, 'sha256': '', **(record['data'] if record else {})}
+    command = s.make_data
+    if not command or s.data not in command:
+        n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
+        option = '' if like['tokenizer'] == 'gpt2' else f'--tokenizer={shlex.quote(like["tokenizer"])} '
+        command = f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} {option}--max_tokens={n_tokens}'
     print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
-          f'enough text. To make it:\n  {command_for_data(s, like["tokenizer"])}')
+          f'enough text. To make it:\n  {command}')
     return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
                            bos=False, sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
                            n_windows=lambda split, T: 1)
-
-
-def command_for_data(s, tokenizer: str) -> str:
-    """Return the command that makes s.data: the config's if it names that folder, else FineWeb-Edu's."""
-    if s.make_data and s.data in s.make_data:
-        return s.make_data
-    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
-    of_tokenizer = '' if tokenizer == 'gpt2' else f'--tokenizer={shlex.quote(tokenizer)} '
-    return f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} {of_tokenizer}--max_tokens={n_tokens}'
 
 
 def print_memory(s, model, n_processes: int) -> None:
@@ -64,9 +63,7 @@ def print_memory(s, model, n_processes: int) -> None:
     if s.optimizer == 'muon':
         from common.muon import hidden_matrices
         n_one_moment = sum(p.numel() for p in hidden_matrices(model))
-    held = held_bytes(model, n_processes // n_shards, n_shards, n_one_moment)
-    if n_shards > 1 and n_rows < most:  # gradients of the blocks add up over micro-batches
-        held += 4 * sum(p.numel() for module in parallel.gathered_modules(model) for p in module.parameters())
+    held = held_bytes(model, n_processes // n_shards, n_shards, n_one_moment, n_rows < most)
     share = f'1/{n_shards} of ' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='')
     dtype = pick_dtype(s.dtype, 'cuda')
@@ -86,3 +83,22 @@ def print_memory(s, model, n_processes: int) -> None:
     if largest < 1:
         advice = 'no micro_batch_size fits: choose a smaller block_size or model, or see checkpoint_ in --help'
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
+
+
+def held_bytes(model, n_copies: int, n_shards: int, n_one_moment: int, accumulates: bool) -> float:
+    """Return the bytes per process of weights, gradients and two moments in fp32, and of what sharing them takes.
+
+    n_shards: processes that share one copy of the weights, of which n_copies are trained together. n_one_moment:
+    parameters with one moment (Muon's). With FSDP, a process also holds the weights outside the blocks with their
+    gradients, the larger of their send buffer and the buffers of the blocks (a block, the prefetched one, its
+    gradients, two buffers), and whole gradients of the blocks if they accumulate over micro-batches. With DDP it holds
+    the buckets of gradients. From the code of PyTorch, not measured.
+    """
+    n_params = runs.count_parameters(model)
+    held = 16 * n_params - 4 * n_one_moment
+    if n_shards == 1:
+        return held + 4 * n_params * (n_copies > 1)
+    blocks = [runs.count_parameters(module) for module in parallel.gathered_modules(model)]
+    outside = n_params - sum(blocks)
+    waiting = sum(blocks) if accumulates else 0
+    return held / n_shards + 4 * (2 * outside + max(outside, 5 * max(blocks, default=0)) + waiting)

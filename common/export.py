@@ -123,7 +123,7 @@ def export_llama(run, folder) -> None:
     for setting, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
         if getattr(c, setting) != plain:
             raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which is not supported for Llama')
-    tensors = checkpoint.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
+    tensors = checkpoint.load_checkpoint(run)[1]
     n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
     config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
     config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
@@ -175,7 +175,7 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
     except Exception as error:  # transformers and safetensors raise many kinds for damaged files
         raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
     with runs.claimed(run, is_new=True, overwrite=False):
-        checkpoint.save_checkpoint(run, 0, {'model.safetensors': tensors}, {'step': 0})
+        checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
         runs.save_run(run, {
             'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
             'model_config': dataclasses.asdict(c),

@@ -40,8 +40,7 @@ def friendly_errors() -> Iterator[None]:
         disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
         sys.exit(f'{program}: {error}{": free some space and start again" if disk_is_full else ""}')
     except (MemoryError, RuntimeError) as error:
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in str(error)
-        if not is_memory:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
             raise
         sys.exit(f'{program}: not enough memory. Training: lower micro_batch_size or set checkpoint_blocks '
                  f'(context_ready: checkpoint_unrolls); sampling: give fewer or shorter prompts. {first_line(error)}')
@@ -75,9 +74,9 @@ def locked(folder) -> Iterator[None]:
         lock.release()
 
 
-def sync_folder(folder) -> None:
-    """Make renames in a folder survive a power failure."""
-    fd = os.open(folder, os.O_RDONLY)
+def sync(path) -> None:
+    """Flush a file, or the renames in a folder, to the disk, so that they survive a power failure."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -89,15 +88,13 @@ def write_file(path, content: bytes) -> None:
     path = Path(path)
     temporary = path.with_name(f'.{path.name}.writing')
     try:
-        with open(temporary, 'wb') as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_bytes(content)
+        sync(temporary)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path))
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json(path, value) -> None:

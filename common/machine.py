@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,16 +41,13 @@ class Machine:
 
     def compiled(self, model: torch.nn.Module, on: bool | None):
         """Return the model as training calls it, compiled if `on`; None: on GPUs only."""
-        if self.device.type == 'cuda':  # FlexAttention is compiled, even if the model is not
+        on_gpu = self.device.type == 'cuda'
+        if on_gpu:  # FlexAttention is compiled, even if the model is not
             set_compiler_options()
-        return compile_model(model) if on or on is None and self.device.type == 'cuda' else model
+        return compile_model(model) if on or on is None and on_gpu else model
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def peak_flops(self) -> float:
-        """Return the FLOP/s that all processes together can reach."""
-        return peak_flops(self.device, self.dtype) * self.world
 
     def peak_memory(self) -> int:
         """Return the most bytes that this process has held, on the GPU or else on the host."""
@@ -62,21 +59,19 @@ class Machine:
 
 def pick_device(name: Device) -> str:
     """Return 'cuda', 'cpu' or 'mps'. auto: cuda if PyTorch sees a GPU, else cpu."""
-    has_gpu = torch.cuda.is_available()
-    if name == 'mps' and not torch.backends.mps.is_available():
-        raise UserError('device is mps, but PyTorch sees no Apple GPU here: use --device=cpu')
-    if name == 'cuda' and not has_gpu:
-        raise UserError('device is cuda, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build of '
-                        'PyTorch')
+    available = {'cpu': True, 'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
     if name == 'auto':
-        return 'cuda' if has_gpu else 'cpu'
+        return 'cuda' if available['cuda'] else 'cpu'
+    if not available[name]:
+        raise UserError(f'device is {name}, but PyTorch sees no such GPU here: use --device=cpu, or install a build of '
+                        'PyTorch for it')
     return name
 
 
 def pick_dtype(name: DType, device: str, big_enough: bool = True) -> torch.dtype:
     """Return the dtype of matrix products in training. auto: bf16 on CUDA and on CPUs that have bf16 instructions.
 
-    big_enough: False for models so small that a CPU gains nothing from bf16.
+    big_enough: False for models so small that a CPU gains nothing from it.
     """
     if name != 'auto':
         return getattr(torch, name)
@@ -93,30 +88,25 @@ def decoding_dtype(name: DType, device: str) -> torch.dtype:
 
 
 def start_processes(s) -> Machine:
-    """Join torchrun's processes, if any, and set up this one's device, threads and allocator.
-
-    s: settings with `device` and `threads`.
-    """
+    """Join torchrun's processes, if any, and set up the device, threads and allocator. s has `device` and `threads`."""
     rank, world, local, local_world = torchrun_ranks()
-    launcher = os.getppid() if 'RANK' in os.environ else None
-    kind = pick_device(s.device)
-    if kind == 'cuda':
+    device = torch.device(pick_device(s.device))
+    if device.type == 'cuda':
         take_gpu(local)
+        device = torch.device('cuda', local)
     else:
         set_threads(s.threads, local_world)
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
-    device = torch.device(kind, local) if kind == 'cuda' else torch.device(kind)
-    return Machine(rank, world, device, launcher=launcher)
+        dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
+    return Machine(rank, world, device, launcher=os.getppid() if 'RANK' in os.environ else None)
 
 
 def set_threads(n_threads: int | None, local_world: int) -> None:
-    """Set the number of CPU threads. None: PyTorch's default, which OMP_NUM_THREADS sets.
+    """Set the number of CPU threads. None: PyTorch's default, or an equal share of the cores for each local process.
 
-    Several processes on one machine share its cores instead, unless OMP_NUM_THREADS is more than 1: torchrun sets it to
-    1 where it is not set.
+    OMP_NUM_THREADS > 1 takes precedence over the share; torchrun itself sets it to 1 if it is not set.
     """
     if n_threads is None and local_world > 1 and os.environ.get('OMP_NUM_THREADS', '1') == '1':
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
@@ -147,26 +137,15 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, value)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s that the device can reach, for the log's MFU: from a data sheet, or by timing a product."""
-    if device.type == 'cuda' and dtype == torch.bfloat16:
-        for name, flops in PEAK_FLOPS.items():
-            if re.search(rf'\b{name}\b', torch.cuda.get_device_name(device)):
-                return flops
-    n = 8192 if device.type == 'cuda' else 1024
-    a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
-    best = float('inf')
-    for _ in range(8):
-        start = time.perf_counter()
-        (a @ b)[0, 0].item()
-        best = min(best, time.perf_counter() - start)
-    return 2 * n ** 3 / best
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s that a GPU can reach, from its data sheet, for the log's MFU; None if it is not in the list."""
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' and dtype == torch.bfloat16 else ''
+    return next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)
 
 
 # ---- torch.compile ----
 
 def compile_model(model: torch.nn.Module):
-    """Return the compiled model."""
     set_compiler_options()
     return torch.compile(model)
 
@@ -178,10 +157,8 @@ def set_compiler_options():
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled again, for its layer number
     torch._dynamo.config.recompile_limit = 64  # block masks are one function for all patterns and pairs of streams
     torch._dynamo.config.optimize_ddp = False  # DDP's graph splitter does not support FlexAttention
-    if hasattr(functorch, 'backward_pass_autocast'):
-        functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32
-    if hasattr(inductor.triton, 'mix_order_reduction'):
-        inductor.triton.mix_order_reduction = False  # silently wrong gradients: pytorch issue 193061
+    functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32
+    inductor.triton.mix_order_reduction = False  # silently wrong gradients: pytorch issue 193061
 
 
 # ---- terminal and signals ----
@@ -193,32 +170,25 @@ def make_progress() -> Callable[[str], None]:
     def progress(line):
         nonlocal shown
         if sys.stdout.isatty():
-            show(f'\r{line:<100}', end='')
+            say(line, end='')
         elif time.time() - shown > 10:
             shown = time.time()
-            show(line)
+            say(line)
     return progress
 
 
-def say(line: str) -> None:
+def say(line: str, end: str = '\n') -> None:
     """Print a line that stays, above the updating one."""
-    show(f'\r{line:<100}' if sys.stdout.isatty() else line)
-
-
-def show(text: str, end: str = '\n') -> None:
-    """Print. A closed output counts as a hang-up: see `caught_signals`."""
-    try:
-        print(text, end=end, flush=True)
-    except OSError:
-        signal.raise_signal(signal.SIGHUP)
+    with suppress(OSError):  # a closed terminal: its SIGHUP ends the run, which first saves
+        print(f'\r{line:<100}' if sys.stdout.isatty() else line, end=end, flush=True)
 
 
 @contextmanager
 def caught_signals() -> Iterator[list]:
     """Yield a list that becomes non-empty at the first SIGINT, SIGTERM or SIGHUP.
 
-    A second SIGINT or SIGTERM ends the program as usual. Further SIGHUPs are ignored, because every line printed to a
-    closed terminal raises one. Signals that were ignored before, as under nohup, stay ignored.
+    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP, which a shell may send, is ignored. Signals
+    that were ignored before, as under nohup, stay ignored.
     """
     stop = []
 

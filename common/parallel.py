@@ -16,8 +16,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from common.files import UserError
-
 # torch.distributed.fsdp is imported where it is used: the import takes a second.
 
 
@@ -43,7 +41,7 @@ def first_given(value):
 
 
 def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all processes, in the same tensor. Does not wait for the GPU if the tensor is on the host."""
+    """Return the sum over all processes, in the same tensor."""
     if world() > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -58,25 +56,15 @@ def any_rank(flag: bool) -> bool:
 def rank_0_first() -> Iterator[None]:
     """Let rank 0 run the block before all others, so that it can build files that the others then find."""
     if rank() > 0:
-        dist.barrier()
+        all_gather(None)  # waits for rank 0
     try:
         yield
     finally:
-        if rank() == 0 and world() > 1:
-            dist.barrier()
+        if rank() == 0:
+            all_gather(None)
 
 
 # ---- the model ----
-
-def check_sharding(parallel: str, n_shards: int | None, n_processes: int) -> None:
-    """Raise UserError for settings `parallel` and `shard` that do not suit the number of processes."""
-    if n_shards and parallel == 'ddp':
-        raise UserError(f'shard is {n_shards}, but with parallel = ddp each process has all weights: use '
-                        '--parallel=fsdp or --shard=None')
-    if n_shards and n_processes > 1 and n_processes % n_shards:
-        raise UserError(f'shard is {n_shards}, which does not divide the {n_processes} processes: use a divisor, such '
-                        'as the number of GPUs per machine, or --shard=None to share the weights among all')
-
 
 def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules whose weights are gathered one module at a time."""
@@ -103,7 +91,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def averaging_gradients(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return the compiled model as it is called in training: in DistributedDataParallel if processes have copies."""
+    """Return the compiled model as training calls it: in DistributedDataParallel if processes have copies."""
     if world() == 1 or is_sharded(model):
         return compiled
     return torch.nn.parallel.DistributedDataParallel(compiled, device_ids=[device] if device.type == 'cuda' else None)
@@ -112,7 +100,7 @@ def averaging_gradients(model: torch.nn.Module, compiled: torch.nn.Module, devic
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:
     """Turn the reduction of gradients over processes on or off for the next forward and backward.
 
-    ddp: the model as it is called, wrapped in DistributedDataParallel where that is in use.
+    ddp: the model as training calls it.
     """
     if is_sharded(model):
         model.set_requires_gradient_sync(on)
@@ -125,7 +113,7 @@ def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> 
 def whole_weights(model: torch.nn.Module) -> Iterator[None]:
     """Gather all weights on each process, to run the model without training it. All processes must enter together.
 
-    Inside, processes may do different things. No effect on a model that is not sharded.
+    Inside, each may do something else.
     """
     sharded = [module for module in model.modules() if is_sharded(module)]
     for module in sharded:

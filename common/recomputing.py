@@ -16,7 +16,6 @@ class Recomputing:
         self.model, self.config, self.parameters = model, model.config, model.parameters
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """Return an empty text for batch_size rows of up to max_tokens tokens. dtype is ignored."""
         return TextCache(batch_size, max_tokens, max_run, device or next(self.parameters()).device)
 
     @torch.no_grad()
@@ -52,9 +51,7 @@ class TextCache:
         self.tokens = torch.zeros(batch_size, max_tokens, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
 
-    @property
-    def nbytes(self):
-        return self.tokens.nbytes + self.lengths.nbytes
+        self.nbytes = self.tokens.nbytes + self.lengths.nbytes
 
     def rollback(self, n):
         """Forget the last n tokens: n is an int, or (B,) int64 with one count per row."""

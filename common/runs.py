@@ -36,8 +36,9 @@ from data.tasks import Generated
 from data.tokenizers import tokenizer_digest
 
 NEEDED = {  # what the scripts read of config.json, besides the settings of training and the model's Config
-    'settings': {'block_size': int, 'eval_seed': int | None}, 'model_config': {}, 'versions': {},
-    'data': {'tokenizer': str, 'n_ids': int, 'eos_id': int, 'bos': bool, 'sha256': str}}
+    'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,
+    'versions': dict, 'data': dict, 'data.tokenizer': str, 'data.n_ids': int, 'data.eos_id': int, 'data.bos': bool,
+    'data.sha256': str}
 EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder by eval.py and analysis.speculative
 
 
@@ -50,19 +51,18 @@ def model_file(name: str) -> ModuleType | SimpleNamespace:
     are accepted, so that a run folder from somewhere else cannot import other code.
     """
     base, _, subclass = str(name).partition('.')
-    if subclass:
-        module = model_file(base)
-        classes = vars(importlib.import_module('analysis.edits')).values()
-        known = {c.__name__: c for c in classes if inspect.isclass(c) and issubclass(c, module.Model)}
-        if subclass not in known:
-            raise UserError(f'unknown model {name!r}: analysis/edits.py has {", ".join(known) or "no edit of it"}')
-        return SimpleNamespace(Config=module.Config, Model=known[subclass])
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, 1, 0.4) or known
+    if base not in known:
+        near = difflib.get_close_matches(base, known, 1, 0.4) or known
         raise UserError(f'unknown model {name!r}: did you mean {" or ".join(map(repr, near))}? '
                         '(there is one model_NAME.py per model)')
-    return importlib.import_module(f'model_{name}')
+    module = importlib.import_module(f'model_{base}')
+    if not subclass:
+        return module
+    edit = vars(importlib.import_module('analysis.edits')).get(subclass)
+    if not (inspect.isclass(edit) and issubclass(edit, module.Model)):
+        raise UserError(f'unknown model {name!r}: analysis/edits.py has no subclass {subclass} of model_{base}.Model')
+    return SimpleNamespace(Config=module.Config, Model=edit)
 
 
 def make_config(model_name: str, values: dict):
@@ -102,19 +102,16 @@ def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
 def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
     """Load the weights of another run, `source`, into a model.
 
-    If `adopt` adds weights, the model must still compute the source's logits on idx (B, T): UserError otherwise. Prints
-    how close they are.
+    If `adopt` adds weights, UserError unless the model still computes the source's logits on idx (B, T).
     """
     converted = adopted(model, tensors, source)
     load_weights(model, converted, source)
     new = sorted(converted.keys() - tensors.keys())
     if not new:
         return
-    idx = idx.to(next(model.parameters()).device)
     original, _ = load_run(source, idx.device)
-    n_ids = model.config.n_ids
     with torch.no_grad():
-        want, have = (m.eval().logits(idx)[..., :n_ids] for m in (original, model))
+        want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
     model.train()
     worst = (have - want).abs().max().item()
     if not worst < 1e-4:
@@ -133,10 +130,9 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
     Reads the newest checkpoint that is not damaged. dtype None keeps fp32.
     """
     record = read_run(folder)
-    config = saved_config(record, folder)
-    state, files = load_checkpoint(folder, ('model.safetensors',))
-    model = model_file(record['model']).Model(config)
-    load_weights(model, files['model.safetensors'], folder)
+    state, tensors = load_checkpoint(folder)
+    model = model_file(record['model']).Model(saved_config(record, folder))
+    load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
 
@@ -150,34 +146,35 @@ def read_run(folder) -> dict:
     """Return config.json of a run folder; UserError if it is missing or damaged."""
     path = Path(folder) / 'config.json'
     if not path.is_file():
-        runs = sorted(str(p.parent) for p in Path('out').glob('*/config.json')) if Path('out').is_dir() else []
-        known = f'runs here: {", ".join(runs)}' if runs else 'train one first: python train.py config/quickstart.py'
-        raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); {known}')
+        known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
+        raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); runs here: '
+                        + (known or 'none, train one with python train.py config/quickstart.py'))
     remedy = 'copy the run again or train it anew'
-    record = read_json(path, remedy)
-    if 'model_type' in record:
+    if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
         raise UserError(f'{folder} is a Hugging Face folder: make it a run with python -m common.export {name} '
                         f'--from_llama={folder}, and use {name}')
-    typed('model', record.get('model'), str, f'in {path}')
-    for part, types_of in NEEDED.items():
-        values = record.get(part)
-        if missing := types_of.keys() - values.keys() if isinstance(values, dict) else {part}:
-            raise UserError(f'{path} is damaged (no {", ".join(sorted(missing))}): {remedy}')
-        values |= {name: typed(name, values[name], kind, f'in {path}') for name, kind in types_of.items()}
+    record = read_json(path, remedy, check_record)
     data = record['data']
-    if not (record['settings']['block_size'] >= 1 and data['eos_id'] < data['n_ids']):
-        raise UserError(f'{path} is damaged (block_size, n_ids or eos_id out of range): {remedy}')
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
-    return {key: record[key] for key in ('model', *NEEDED)}
+    return {name: record[name] for name in NEEDED if '.' not in name}
+
+
+def check_record(record: dict) -> None:
+    """Raise ValueError unless a run's config.json holds what NEEDED lists. Converts whole floats to int."""
+    for name, kind in NEEDED.items():
+        part, _, key = name.rpartition('.')
+        owner = record[part] if part else record
+        if key not in owner:
+            raise ValueError(f'no {name}')
+        owner[key] = typed(key, owner[key], kind, 'there')
+    if record['data']['eos_id'] >= record['data']['n_ids']:
+        raise ValueError('eos_id is no id of the tokenizer')
 
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
-    """Return the data called `name` for the run in `folder`; None: the run's own data, named in its config.json.
-
-    UserError if there is none, or if its tokenizer differs from the run's.
-    """
+    """Return the data called `name`, or the run's own; UserError if there is none or its tokenizer is not the run's."""
     name = name or record['settings'].get('data')
     if not name:  # an imported run
         raise UserError('this run has no data of its own: give --data=FOLDER')
@@ -206,20 +203,16 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
 def check_out_dir(folder, overwrite: bool) -> None:
     """Raise UserError if a new run must not be written to this folder."""
     folder = Path(folder)
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise UserError(f'{folder} is a file: give another --out_dir')
-    if not (folder / 'config.json').exists():
+    if (folder / 'config.json').exists():
+        if not overwrite:
+            raise UserError(f'{folder} holds a run already: --resume continues it, --overwrite replaces it, '
+                            'another --out_dir keeps both')
+        read_run(folder)  # what is replaced is a run
+    elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
         was_starting = '.lock' in names and names <= {'.lock', *TOKENIZER_FILES}  # a run that was killed early
         if names and not was_starting:
             raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
-    elif not overwrite:
-        raise UserError(f'{folder} holds a run already: --resume continues it, --overwrite replaces it, '
-                        'another --out_dir keeps both')
-    else:
-        read_run(folder)  # what is replaced is a run
 
 
 @contextmanager
@@ -243,9 +236,7 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
 def remove_run(folder) -> None:
     """Remove what train.py and eval.py wrote to a run folder, except config.json, which `save_run` replaces."""
     folder = Path(folder)
-    if not (folder / 'config.json').exists():
-        return
-    for checkpoint in (*checkpoints(folder), *(folder / 'ckpt').glob('.writing_*')):
+    for checkpoint in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         shutil.rmtree(checkpoint)
     for name in ('log.jsonl', 'loss.png', *EVALUATION_FILES):
         (folder / name).unlink(missing_ok=True)
@@ -259,12 +250,9 @@ def save_run(folder, record: dict) -> None:
 
 
 def start_run(s, config, data, machine) -> None:
-    """Make the run folder s.out_dir of a new training run, replacing an old one.
-
-    s: train.Settings; config: the model's Config.
-    """
+    """Make the run folder s.out_dir of a new training run, replacing an old one. config: the model's Config."""
     remove_run(s.out_dir)  # `check_out_dir` has asked for --overwrite
-    this_start = dict(resume=False, overwrite=False, eval_only=False, dry_run=False, memory=None)
+    this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
     save_run(s.out_dir, {
         'model': s.model,
         'settings': {**dataclasses.asdict(s), **this_start, 'dtype': str(machine.dtype)[6:]},
@@ -303,7 +291,7 @@ def read_log(folder) -> list[dict]:
             record = json.loads(line)
             step = record.get('step', record.get('resumed_from'))
             if type(step) is not int:
-                raise ValueError('no step')
+                raise ValueError
         except (ValueError, AttributeError, RecursionError):
             n_damaged += bool(line)
             continue
@@ -318,18 +306,14 @@ def read_log(folder) -> list[dict]:
 
 def plot_loss(folder) -> None:
     """Write loss.png: training and validation loss over tokens."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    records = read_log(folder)
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
+    from matplotlib.figure import Figure
+    records, figure = read_log(folder), Figure(figsize=(7, 4.5), layout='constrained')
+    axes = figure.subplots()
     for key, label, style in (('nll', 'training', dict(alpha=0.5, linewidth=0.8)),
                               ('val', 'validation', dict(marker='o', markersize=3))):
         points = [(record['tokens'], record[key]) for record in records if {'tokens', key} <= record.keys()]
-        if points:
-            axes.plot(*zip(*points), label=label, **style)
+        axes.plot([tokens for tokens, _ in points], [loss for _, loss in points], label=label, **style)
     axes.set(xlabel='tokens', ylabel='nats per token', title=str(folder))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(Path(folder) / 'loss.png', dpi=130)
-    plt.close(figure)

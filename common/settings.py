@@ -19,13 +19,11 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from pathlib import Path
 
 from common.files import ROOT, UserError, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: up to here, integers are exact as floats and in JSON
 SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size'}  # at least 1
-EXAMPLES = [f'config/{name}.py' for name in ('quickstart', 'standard_xs', 'sps_xs', 'gpn_quick', 'gdn_quick')]
 OTHER_NAMES = {  # names of settings in nanoGPT and other repositories
     'lr': 'learning_rate', 'wd': 'weight_decay', 'max_iters': 'max_tokens', 'warmup_iters': 'warmup_tokens',
     'eval_iters': 'eval_tokens', 'dataset': 'data', 'd_model': 'n_embd', 'dim': 'n_embd', 'hidden_size': 'n_embd',
@@ -45,26 +43,29 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     prints all settings and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
-    wants_help, given = '-h' in argv or '--help' in argv, {}
     positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h']
-    for name, equals, text in (arg[2:].partition('=') for arg in argv if arg.startswith('--') and arg != '--help'):
-        given[name] = Text(text) if equals else True
+    options = [arg[2:].partition('=') for arg in argv if arg.startswith('--') and arg != '--help']
+    given = {name: Text(text) if equals else True for name, equals, text in options}
     where = dict.fromkeys(given, 'on the command line')
     if config_of and positional:
         if len(positional) > 1:
             raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. '
                             'Overrides are --key=value')
-        from_file = settings_in_file(positional[0], given, Settings, config_of)
+        from_file = read_config_file(positional[0])
+        if 'model' in given and 'model' in from_file:  # leave out the settings that only the file's model has
+            theirs, ours = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
+            for name in theirs.keys() - ours.keys() - typing.get_type_hints(Settings).keys():
+                from_file.pop(name, None)
         given, where = from_file | given, dict.fromkeys(from_file, f'in {positional[0]}') | where
     own = {f.name: f for f in dataclasses.fields(Settings)}
-    classes = [Settings, config_of(str(given.get('model', own['model'].default)))] if config_of else [Settings]
-    if wants_help:
+    classes = [Settings, config_of(given.get('model', own['model'].default))] if config_of else [Settings]
+    if {'-h', '--help'} & set(argv):
         print_help(*classes)
         sys.exit(0)
     types_of = {name: kind for cls in classes for name, kind in typing.get_type_hints(cls).items()}
     for name in given:
         if name not in types_of:
-            near = difflib.get_close_matches(name, types_of, 3, 0.6)
+            near = difflib.get_close_matches(name, types_of)
             if OTHER_NAMES.get(name) in types_of:
                 near = [OTHER_NAMES[name]]
             hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
@@ -73,46 +74,13 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     return Settings(**{name: value for name, value in given.items() if name in own}), positional, given
 
 
-def settings_in_file(path: str, given: dict, Settings: type, config_of: Callable) -> dict:
-    """Return the settings in a config file, without those of its model where `given` names another model."""
-    from_file = read_config_file(path)
-    if 'model' in given and 'model' in from_file:
-        theirs, ours = (typing.get_type_hints(config_of(str(values['model']))) for values in (from_file, given))
-        ours |= typing.get_type_hints(Settings)
-        return {name: value for name, value in from_file.items() if name in ours or name not in theirs}
-    return from_file
-
-
-def kinds(annotation) -> tuple[tuple, tuple]:
-    """Return (the types that a setting may have, its choices); no choices unless it is a Literal or Literal | None."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    found, choices = [], []
-    for part in typing.get_args(annotation) if is_union else (annotation,):
-        if typing.get_origin(part) is typing.Literal:
-            choices += typing.get_args(part)
-            found += map(type, typing.get_args(part))
-        else:
-            found.append(part)
-    if choices and type(None) in found:
-        choices.append(None)
-    return tuple(dict.fromkeys(found)), tuple(choices)
-
-
-def expected(annotation) -> str:
-    """Return the choices or types of a setting in words: "'a', 'b' or None", 'int or None'."""
-    options, choices = kinds(annotation)
-    names = [repr(choice) for choice in choices] or ['None' if o is type(None) else o.__name__ for o in options]
-    return ' or '.join(filter(None, [', '.join(names[:-1]), names[-1]]))
-
-
 def read_config_file(path: str) -> dict:
     """Return the assignments of a config file, without modules, functions and names that start with an underscore."""
     if os.path.isfile(f'{path}/config.json'):
         raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
     if not os.path.isfile(path):
-        files = (ROOT / 'config').rglob('*.py')
-        known = sorted(str(p.relative_to(ROOT)) for p in files if p.name != '__init__.py')
-        near = difflib.get_close_matches(path, known, 3, 0.4) or EXAMPLES
+        known = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'config').rglob('*.py'))
+        near = difflib.get_close_matches(path, known, 3, 0.4) or ['config/quickstart.py']
         raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
     try:
         names = runpy.run_path(str(path))
@@ -122,37 +90,51 @@ def read_config_file(path: str) -> dict:
             if not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
 
 
+def kinds(annotation) -> tuple[list, list]:
+    """Return (the types that a setting may have, its choices); no choices unless it is a Literal or Literal | None."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(annotation) if is_union else (annotation,)
+    choices = [choice for part in parts for choice in typing.get_args(part)]
+    if choices and type(None) in parts:
+        choices.append(None)
+    return [type(choice) for choice in choices] or list(parts), choices
+
+
+def expected(annotation) -> str:
+    """Return the choices or types of a setting in words: "'a', 'b' or None", 'int or None'."""
+    options, choices = kinds(annotation)
+    names = [repr(choice) for choice in choices] or [o.__name__.replace('NoneType', 'None') for o in options]
+    return ' or '.join(filter(None, [', '.join(names[:-1]), names[-1]]))
+
+
 def typed(name: str, value, annotation, where: str):
-    """Return a value converted to the type of its setting; UserError if that is impossible or the value is negative.
+    """Return a value converted to the type of its setting; UserError if that is impossible or it is out of range.
 
     A whole float such as 20e9 may be an int, and an int may be a float. Command-line text is parsed as the type needs.
     """
     options, choices = kinds(annotation)
     if isinstance(value, Text):
-        value = parsed(name, str(value), options, where)
-    least = 1 if name in SIZES else 0
+        value = parsed(str(value), options)
+    least, hint = 1 if name in SIZES else 0, ''
     if type(value) in (int, float) and not least <= value <= LARGEST:
-        raise UserError(f'{name} is {reprlib.repr(value)} {where}: expected at least {least}, at most {LARGEST:.0e}')
-    if float in options and type(value) is int:
-        value = float(value)
-    if int in options and type(value) is float and value.is_integer():
-        value = int(value)
-    if type(value) not in options:
-        if value is True and where == 'on the command line':
-            raise UserError(f'--{name} needs a value: write --{name}=VALUE')
-        raise UserError(f'setting {name!r} {where} is {reprlib.repr(value)}, a {type(value).__name__}: expected '
-                        f'{expected(annotation)}')
-    if choices and value not in choices:
+        want = f'at least {least}, at most {LARGEST:.0e}'
+    elif value == '' and type(None) in options:  # --init_from=$RUN with RUN unset, for example
+        want = 'text, or None for none'
+    else:
+        if float in options and type(value) is int:
+            value = float(value)
+        if int in options and type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) in options and (not choices or value in choices):
+            return value
+        want = expected(annotation)
         near = difflib.get_close_matches(str(value), map(str, choices), 1)
-        hint = f'; did you mean {near[0]!r}?' if near else ''
-        raise UserError(f'{name} is {value!r} {where}: expected {expected(annotation)}{hint}')
-    return value
+        hint = f'; did you mean {near[0]!r}?' if near else f'; write --{name}=VALUE' if value is True else ''
+    raise UserError(f'{name} is {reprlib.repr(value)} {where}: expected {want}{hint}')
 
 
-def parsed(name: str, text: str, options: tuple, where: str):
+def parsed(text: str, options: list):
     """Return the value of text from the command line for a setting that may have these types."""
-    if not text and {str, type(None)} <= set(options):  # --init_from=$RUN with RUN unset, for example
-        raise UserError(f'setting {name!r} {where} is empty: expected text, or None for none')
     if str in options and text not in ('None', "''", '""'):
         return text
     try:
@@ -168,10 +150,8 @@ def make_settings(Settings: type, values: dict, where: str):
     with a ValueError. where: the source of the values, for the message.
     """
     types_of = typing.get_type_hints(Settings)
-    unknown = sorted(values.keys() - types_of.keys())
-    if unknown:
-        raise UserError(f'unknown settings {where}: {Path(inspect.getsourcefile(Settings)).name} has no '
-                        f'{", ".join(unknown)}')
+    if unknown := sorted(values.keys() - types_of.keys()):
+        raise UserError(f'unknown settings {where}: {Settings.__module__}.py has no {", ".join(unknown)}')
     values = {name: typed(name, value, types_of[name], where) for name, value in values.items()}
     try:
         return Settings(**values)
@@ -187,8 +167,8 @@ def check_ranges(settings, **ranges: tuple) -> None:
     for name, (low, high) in ranges.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:
-            expected = f'{low} to {high}' if high < math.inf else f'at least {low}'
-            raise UserError(f'{name} is {value}: expected {expected}')
+            raise UserError(f'{name} is {value}: expected '
+                            + (f'{low} to {high}' if high < math.inf else f'at least {low}'))
 
 
 def print_help(*classes: type) -> None:

@@ -9,16 +9,11 @@ SPIN_COUNT = '5000'
 
 
 def quiet_start() -> None:
-    """Prepare the process: closed standard streams are reopened.
+    """Prepare the process: characters that the terminal cannot show are printed as escapes, no progress bars in logs.
 
-    Characters that the terminal cannot show are printed as escapes. Libraries show no progress bars in a log file.
     Environment variables that the user has set are kept.
     """
     os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
-    for number, name, mode in ((0, 'stdin', 'r'), (1, 'stdout', 'w'), (2, 'stderr', 'w')):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, open(number, mode, closefd=False))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors='backslashreplace')
     if not sys.stderr.isatty():

@@ -19,10 +19,9 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
                     device) -> tuple[dict[str, float], int]:
     """Return ({loss part: mean over the counted tokens}, number of counted tokens) on validation windows of T tokens.
 
-    The windows hold n_tokens tokens: at random offsets drawn with `seed`, or in order from the start where seed is
-    None. All of the validation data, in order, where n_tokens is None or not less than the data. The same windows for
-    any number of processes. 'nll' is in nats per token. A part that averages over other positions than 'nll' is the
-    mean of its batch means. Sums are in float64.
+    The windows hold n_tokens tokens, at random offsets drawn with `seed` or, if it is None, in order from the start.
+    None, or more than there are: all of the validation data, in order. They are the same for any number of processes. A
+    part that averages over other positions than 'nll' is the mean of its batch means.
     """
     n_windows = data.n_windows('val', T)
     if n_tokens is None or n_tokens // T >= n_windows:
@@ -37,10 +36,9 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
         for name, mean in model(idx.to(device), targets.to(device)).items():
             totals[name] = totals.get(name, 0.0) + mean.item() * count
         n_counted += count
-    shares = all_gather((totals, n_counted))
-    n_counted = sum(count for _, count in shares)
-    names = dict.fromkeys(name for totals, _ in shares for name in totals)
-    return {name: sum(totals.get(name, 0.0) for totals, _ in shares) / n_counted for name in names}, n_counted
+    shares, counts = zip(*all_gather((totals, n_counted)))
+    sums = {name: sum(totals.get(name, 0.0) for totals in shares) for totals in shares for name in totals}
+    return {name: total / sum(counts) for name, total in sums.items()}, sum(counts)
 
 
 def acceptance(model, data, s) -> float:
@@ -58,7 +56,4 @@ def acceptance(model, data, s) -> float:
 
 def perplexity(nats: float) -> float:
     """Return exp of nats per token; infinity where a float cannot hold it."""
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf
+    return math.exp(nats) if nats < 709 else math.inf

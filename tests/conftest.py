@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in t
     os.environ['TRITON_INTERPRET'] = '1'
 import attn_kernels
 import scans.gpn  # noqa: F401  its kernels
+from common import runs
 from data import write_data
 from data.tokenizers import load_tokenizer
 
@@ -172,6 +174,24 @@ def run_here(main, argv):
 def train_tiny(data, out, *args, steps=20, **kwargs):
     return run('train.py', *TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *args,
                **kwargs)
+
+
+def started(data, out, *args, processes=1):
+    """A training of 100,000 steps in processes of its own, when three steps are logged: the Popen."""
+    torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    command = [*TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={100_000 * STEP_TOKENS}',
+               '--save_interval=100000', '--eval_interval=100000', *args]
+    process = subprocess.Popen([sys.executable, *(torchrun if processes > 1 else []), 'train.py', *command], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = out / 'log.jsonl'
+    while process.poll() is None and (not log.exists() or log.read_text().count('\n') < 3):
+        time.sleep(0.05)
+    return process
+
+
+def losses(out):
+    """{step: (loss, val, lr, gradient norm)} of a run's log."""
+    return {r['step']: (r['loss'], r.get('val', 0), r['lr'], r['grad_norm']) for r in runs.read_log(out)}
 
 
 def succeeded(result):

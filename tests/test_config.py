@@ -50,15 +50,15 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
 
 
 @pytest.mark.parametrize('arg, sentence', [
-    ('--count=2.5', "setting 'count' on the command line is 2.5, a float: expected int"),
-    ('--count=x', "setting 'count' on the command line is 'x', a str: expected int"),
-    ('--count', '--count needs a value: write --count=VALUE'),
-    ('--flag=1', "setting 'flag' on the command line is 1, a int: expected bool"),
+    ('--count=2.5', "count is 2.5 on the command line: expected int"),
+    ('--count=x', "count is 'x' on the command line: expected int"),
+    ('--count', 'count is True on the command line: expected int; write --count=VALUE'),
+    ('--flag=1', "flag is 1 on the command line: expected bool"),
     ('--limit=a', "expected int or None"),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
-    ('--name=', "setting 'name' on the command line is empty: expected text, or None"),
-    ('--count=' + '[' * 5000, "setting 'count' on the command line is '[[["),
+    ('--name=', "name is '' on the command line: expected text, or None"),
+    ('--count=' + '[' * 5000, "count is '[[["),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
     ('--shape=3', "shape is '3' on the command line: expected 'round', 'square' or None"),
     ('--rate=-1', 'rate is -1 on the command line: expected at least 0'),
@@ -88,14 +88,14 @@ def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
 
 @pytest.mark.parametrize('text, sentence', [
     ('widow = 64', "unknown setting 'widow' in {}: did you mean 'window'?"),
-    ('n_layer = "three"', "setting 'n_layer' in {} is 'three', a str: expected int"),
+    ('n_layer = "three"', "n_layer is 'three' in {}: expected int"),
     ('model = "standrd"', "unknown model 'standrd': did you mean 'standard'?"),
     ('model = "../../etc/passwd"', 'unknown model'),
     ('n_layer = 1 +', 'config file {} does not run: SyntaxError'),
     ('from config.no_such_file import *', 'config file {} does not run: ModuleNotFoundError'),
     ('def f():\n    f()\nf()', 'config file {} does not run: RecursionError'),
     ('rate = float("nan")', 'rate is nan in {}'),
-    ('import torch\nrate = torch.ones(())', "setting 'rate' in {} is tensor(1.), a Tensor: expected float")])
+    ('import torch\nrate = torch.ones(())', "rate is tensor(1.) in {}: expected float")])
 def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence):
     path = tmp_path / 'mine.py'
     path.write_text(text)

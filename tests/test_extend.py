@@ -2,7 +2,7 @@
 import shutil
 
 import pytest
-from conftest import STEP_TOKENS, assert_sentence, config_json, run, train_tiny
+from conftest import STEP_TOKENS, assert_sentence, config_json, losses, run, succeeded, train_tiny
 
 from common import checkpoint, runs
 
@@ -20,7 +20,7 @@ def numbers(folder, up_to=10 ** 9):
 @pytest.fixture(scope='module')
 def short(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('extend') / 'short'
-    assert train_tiny(tiny_data, out, '--keep_checkpoints=2', '--save_interval=1', steps=20).returncode == 0
+    succeeded(train_tiny(tiny_data, out, '--keep_checkpoints=2', '--save_interval=1', steps=20))
     return out
 
 
@@ -33,19 +33,21 @@ def extend(source, out, steps, *more):
 
 
 def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short, tiny_data, tmp_path):
-    assert train_tiny(tiny_data, tmp_path / 'whole', steps=40).returncode == 0
+    succeeded(train_tiny(tiny_data, tmp_path / 'whole', steps=40))
     source = shutil.copytree(short, tmp_path / 'short')
     before = files(source)
-    result = extend(source, tmp_path / 'longer', 40)
-    assert result.returncode == 0 and 'from step 18' in result.stdout, result.stderr
+    assert 'from step 18' in succeeded(extend(source, tmp_path / 'longer', 40)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole') and len(numbers(tmp_path / 'longer')) == 40
     assert files(source) == before
     record = config_json(tmp_path / 'longer')['settings']
     assert record['extend'] == str(source) and record['max_tokens'] == 40 * STEP_TOKENS
+    shutil.rmtree(tmp_path / 'longer/ckpt')  # killed before it had a checkpoint: it starts from the source again
+    resume = ['train.py', f'--out_dir={tmp_path / "longer"}', '--resume']
+    assert 'from step 18' in succeeded(run(*resume)).stdout
+    assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
     shutil.rmtree(source)
     shutil.rmtree(tmp_path / 'longer/ckpt/step_00000040')
-    resumed = run('train.py', f'--out_dir={tmp_path / "longer"}', '--resume')
-    assert resumed.returncode == 0 and 'from step 39' in resumed.stdout, resumed.stderr
+    assert 'from step 39' in succeeded(run(*resume)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
 
 
@@ -54,11 +56,11 @@ def test_the_checkpoint_before_the_decay_is_made_and_stays(short):
 
 
 def test_a_constant_run_goes_on_from_its_newest_checkpoint(tiny_data, tmp_path):
-    assert train_tiny(tiny_data, tmp_path / 'a', '--schedule=constant', steps=6).returncode == 0
-    assert train_tiny(tiny_data, tmp_path / 'whole', '--schedule=constant', steps=9).returncode == 0
+    succeeded(train_tiny(tiny_data, tmp_path / 'a', '--schedule=constant', steps=6))
+    succeeded(train_tiny(tiny_data, tmp_path / 'whole', '--schedule=constant', steps=9))
     assert 'from step 6' in extend(tmp_path / 'a', tmp_path / 'b', 9).stdout
-    want, got = numbers(tmp_path / 'whole'), numbers(tmp_path / 'b')
-    assert [r['loss'] for r in got] == [r['loss'] for r in want] and len(got) == 9
+    want, got = losses(tmp_path / 'whole'), losses(tmp_path / 'b')
+    assert [loss for loss, *_ in got.values()] == [loss for loss, *_ in want.values()] and len(got) == 9
 
 
 def test_what_cannot_be_made_longer_is_a_sentence(short, tmp_path):

@@ -1,10 +1,10 @@
 """Muon and AdamW as one optimizer: who takes what, and what a run with them keeps."""
 import copy
+import shutil
 
 import pytest
 import torch
-from conftest import assert_sentence, run
-from test_train import losses, train_tiny
+from conftest import assert_sentence, losses, run, succeeded, train_tiny
 
 import model_gdn
 import model_nextlat
@@ -97,13 +97,10 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing(model):
 
 
 def test_a_run_resumes_on_the_same_losses(tiny_data, tmp_path):
-    assert train_tiny(tiny_data, tmp_path / 'whole', '--optimizer=muon', steps=6).returncode == 0
-    assert train_tiny(tiny_data, tmp_path / 'cut', '--optimizer=muon', '--save_interval=3', steps=6).returncode == 0
-    (tmp_path / 'cut/ckpt/step_00000006').rename(tmp_path / 'away')
-    assert run('train.py', f'--out_dir={tmp_path / "cut"}', '--resume').returncode == 0
+    succeeded(train_tiny(tiny_data, tmp_path / 'whole', '--optimizer=muon', steps=6))
+    succeeded(train_tiny(tiny_data, tmp_path / 'cut', '--optimizer=muon', '--save_interval=3', steps=6))
+    shutil.rmtree(tmp_path / 'cut/ckpt/step_00000006')
+    succeeded(run('train.py', f'--out_dir={tmp_path / "cut"}', '--resume'))
     assert losses(tmp_path / 'cut') == losses(tmp_path / 'whole')
-    result = run('train.py', f'--out_dir={tmp_path / "cut"}', '--resume', '--optimizer=adamw')
-    assert_sentence(result, "has optimizer = 'muon'")
-    assert_sentence(train_tiny(tiny_data, tmp_path / 'other', '--optimizer=lion'), "optimizer is 'lion'")
     in_parts = train_tiny(tiny_data, tmp_path / 'other', '--optimizer=muon', '--parallel=fsdp')
     assert_sentence(in_parts, 'needs whole matrices')

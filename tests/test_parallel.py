@@ -11,10 +11,10 @@ import torch
 from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart
 
 import train
-from common import checkpoint, parallel, run_settings, runs
+from common import checkpoint, run_settings, runs
+from common.dry_run import held_bytes
 from common.files import UserError
 from common.machine import Machine
-from common.memory import held_bytes
 from data import open_data
 
 STEPS = 50
@@ -175,18 +175,16 @@ def test_one_process_goes_on_from_what_two_have_saved_in_parts(trained, tmp_path
 def test_a_checkpoint_in_parts_is_read_as_one_file_is(trained, tmp_path):
     """sample.py, eval.py and --init_from give the same of both."""
     parts = trained / 'standard_fsdp'
-    state, files = checkpoint.load_checkpoint(parts)
+    state, tensors = checkpoint.load_checkpoint(parts, moments=True)
     whole = shutil.copytree(parts, tmp_path / 'whole')
     shutil.rmtree(whole / 'ckpt')
-    checkpoint.save_checkpoint(whole, STEPS, files, state)
+    checkpoint.save_checkpoint(whole, STEPS, tensors, state)
     assert (whole / f'ckpt/step_{STEPS:08d}/model.safetensors').exists()
     of_parts, of_whole = (run('sample.py', out, 'ab', '--max_new_tokens=8') for out in (parts, whole))
     assert of_parts.returncode == 0 and of_parts.stdout == of_whole.stdout, of_parts.stderr
     of_parts, of_whole = (run('eval.py', out, '--val') for out in (parts, whole))
     assert of_parts.returncode == 0 and 'nats_per_token' in of_parts.stdout, of_parts.stderr
     assert of_parts.stdout.splitlines()[1:] == of_whole.stdout.splitlines()[1:]  # the first names the run
-    said = run('train.py', f'--out_dir={parts}', '--eval_only').stdout
-    assert f'validation loss {runs.read_log(parts)[-1]["val"]:.4f}' in said
 
 
 @pytest.mark.slow
@@ -194,18 +192,18 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
     out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 30)
     flip_a_bit(out / 'ckpt/step_00000030/shard-00002-model-00001-of-00002.safetensors', random.Random(0))
     (out / 'ckpt/step_00000020/shard-00001-model-00001-of-00002.safetensors').unlink()
-    assert checkpoint.load_checkpoint(out, ('model.safetensors',))[0]['step'] == 10
+    assert checkpoint.load_checkpoint(out)[0]['step'] == 10
     said = capsys.readouterr().err
     assert 'step_00000030 is damaged (shard-00002-model-00001-of-00002.safetensors does not match' in said
     assert 'step_00000020 is damaged (shard-00001-model-00001-of-00002.safetensors is missing)' in said
 
 
 @pytest.mark.parametrize('settings, sentence', [
-    (('ddp', 2, 4), 'shard is 2, but with parallel = ddp'),
-    (('fsdp', 3, 4), 'shard is 3, which does not divide the 4 processes')])
+    (dict(parallel='ddp', shard=2), 'shard is 2, but with parallel = ddp'),
+    (dict(parallel='fsdp', shard=3), 'shard is 3, which does not divide the 4 processes')])
 def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
     with pytest.raises(UserError, match=sentence):
-        parallel.check_sharding(*settings)
+        run_settings.check_settings(train.Settings(**settings), open_data('a5'), 4)
 
 
 def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
@@ -216,8 +214,8 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
     model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
-    assert held_bytes(model, 1, 64, 0) == held
-    assert held_bytes(model, 1, 1, 0) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, 0) * 16 / 20
+    assert held_bytes(model, 1, 64, 0, False) == held
+    assert held_bytes(model, 1, 1, 0, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, 0, True) * 16 / 20
     assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
     assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, run, train_tiny
+from conftest import ROOT, assert_sentence, losses, run, started, succeeded, train_tiny
 from safetensors.torch import load_file, save_file
 
 import train
@@ -22,8 +22,7 @@ from common.files import UserError, friendly_errors, locked, sha256
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'trained'
-    result = train_tiny(tiny_data, out, steps=10)
-    assert result.returncode == 0, result.stderr
+    succeeded(train_tiny(tiny_data, out, steps=10))
     return out
 
 
@@ -41,9 +40,9 @@ def test_a_second_writer_is_refused_and_changes_nothing(tiny_data, trained, tmp_
     before = contents(out)
     with locked(out):
         assert_sentence(train_tiny(tiny_data, out, *args, steps=10), f'process {os.getpid()} on', 'since 20')
-        assert run('train.py', f'--out_dir={out}', '--eval_only').returncode == 0  # which only reads
+        succeeded(run('sample.py', out, 'ab', '--max_new_tokens=1'))  # which only reads
     assert contents(out) == before
-    assert train_tiny(tiny_data, out, *args, steps=10).returncode == 0
+    succeeded(train_tiny(tiny_data, out, *args, steps=10))
 
 
 @pytest.mark.slow
@@ -63,12 +62,7 @@ def test_a_lock_ends_with_its_holder(tmp_path):
 @pytest.mark.slow
 def test_processes_whose_launcher_is_killed_save_and_end(tiny_data, tmp_path):
     out = tmp_path / 'run'
-    start = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py']
-    launcher = subprocess.Popen([*start, *TINY, f'--data={tiny_data}', f'--out_dir={out}', '--save_interval=100000',
-                                 '--eval_interval=100000', f'--max_tokens={100000 * STEP_TOKENS}'],
-                                cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while len(runs.read_log(out)) < 3 and launcher.poll() is None:
-        time.sleep(0.05)
+    launcher = started(tiny_data, out, processes=2)
     launcher.kill()
     launcher.wait()
     deadline = time.time() + 10
@@ -108,29 +102,26 @@ def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_log_is_only_appended_to(tiny_data, trained, tmp_path):
+def test_a_log_is_only_appended_to(trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
     shutil.rmtree(out / 'ckpt/step_00000010')
     before = (out / 'log.jsonl').read_bytes()
-    assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
+    succeeded(run('train.py', f'--out_dir={out}', '--resume'))
     after = (out / 'log.jsonl').read_bytes()
     assert after.startswith(before) and b'{"resumed_from": 9}\n' in after[len(before):]
-    again, first = ([(record['step'], record['loss']) for record in runs.read_log(folder)] for folder in (out, trained))
-    assert again == first and len(first) == 10
+    assert losses(out) == losses(trained) and len(losses(out)) == 10
 
 
 # ---- what is removed, and what is there ----
 
 @pytest.mark.slow
 def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_path):
-    def replaced(out):
-        return train_tiny(tiny_data, out, '--overwrite', steps=2)
     foreign = tmp_path / 'foreign'
     foreign.mkdir()
     (foreign / 'config.json').write_text('{"editor": "vi"}')
     (foreign / 'log.jsonl').write_text('of another program')
     before = contents(foreign)
-    assert_sentence(replaced(foreign), 'config.json')
+    assert_sentence(train_tiny(tiny_data, foreign, '--overwrite'), 'config.json')
     assert contents(foreign) == before
 
     disk, link = shutil.copytree(trained, tmp_path / 'disk'), tmp_path / 'link'
@@ -140,8 +131,7 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
     for name in ('notes.txt', 'ckpt/step_00000010.tar', 'ckpt/mine/thesis.txt'):
         (disk / name).parent.mkdir(exist_ok=True)
         (disk / name).write_text('years of work')
-    result = replaced(link)
-    assert result.returncode == 0, result.stderr
+    succeeded(train_tiny(tiny_data, link, '--overwrite', steps=2))
     assert link.is_symlink() and [record['step'] for record in runs.read_log(disk)] == [1, 2]
     assert not any((disk / name).exists() for name in runs.EVALUATION_FILES)
     names = sorted(path.name for path in (disk / 'ckpt').iterdir())
@@ -149,28 +139,12 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, trained, tmp_pat
     assert len(list(disk.rglob('*.txt'))) == 2
 
 
-@pytest.mark.slow
-def test_a_run_can_be_replaced_after_a_kill_while_it_was_replaced(tiny_data, trained, tmp_path, monkeypatch):
-    out = shutil.copytree(trained, tmp_path / 'run')
-    (out / 'notes.txt').write_text('mine')
-
-    def killed(path):
-        raise InterruptedError('killed')
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(runs.shutil, 'rmtree', killed)
-        runs.remove_run(out)
-    assert_sentence(train_tiny(tiny_data, out, steps=2), 'holds a run already')
-    assert train_tiny(tiny_data, out, '--overwrite', steps=2).returncode == 0
-    assert len(runs.read_log(out)) == 2 and (out / 'notes.txt').exists()
-
-
 def test_a_start_that_fails_leaves_no_folder(tmp_path):
     with pytest.raises(UserError), runs.claimed(tmp_path / 'a/run', True, False):
         raise UserError('it does not fit')
     assert not (tmp_path / 'a/run').exists()
     (tmp_path / 'mine').mkdir()
-    (tmp_path / 'link').symlink_to(tmp_path / 'mine')
-    with pytest.raises(UserError, match='it does not fit'), runs.claimed(tmp_path / 'link', True, False):
+    with pytest.raises(UserError, match='it does not fit'), runs.claimed(tmp_path / 'mine', True, False):
         raise UserError('it does not fit')
     assert (tmp_path / 'mine').is_dir()  # a folder that was there stays
 
@@ -192,8 +166,7 @@ def test_stray_files_are_no_checkpoints_and_files_have_the_usual_permissions(tra
 @pytest.fixture
 def run_folder(tmp_path):
     for step in (1, 2):
-        checkpoint.save_checkpoint(tmp_path, step, {'model.safetensors': {'w': torch.full((3,), float(step))}},
-                                   {'step': step})
+        checkpoint.save_checkpoint(tmp_path, step, {'w': torch.full((3,), float(step))}, {'step': step})
     return tmp_path
 
 
@@ -202,8 +175,8 @@ def write_sums(folder, *names):
 
 
 def load(folder):
-    state, files = checkpoint.load_checkpoint(folder, ('model.safetensors',))
-    return state['step'], files['model.safetensors']['w'][0].item()
+    state, tensors = checkpoint.load_checkpoint(folder)
+    return state['step'], tensors['w'][0].item()
 
 
 def test_old_checkpoints_go_and_damaged_ones_with_higher_steps(run_folder):
@@ -211,7 +184,7 @@ def test_old_checkpoints_go_and_damaged_ones_with_higher_steps(run_folder):
     for step in (8, 9):
         shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
         (run_folder / f'ckpt/step_0000000{step}/model.safetensors').write_bytes(b'')
-    checkpoint.save_checkpoint(run_folder, 3, {'model.safetensors': {'w': torch.full((3,), 3.0)}}, {'step': 3})
+    checkpoint.save_checkpoint(run_folder, 3, {'w': torch.full((3,), 3.0)}, {'step': 3})
     checkpoint.remove_older(run_folder, 3, keep=1, always=1)
     assert load(run_folder) == (3, 3.0)
     assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000001']
@@ -234,7 +207,7 @@ def test_weights_of_another_shape_are_a_sentence():
     model = torch.nn.Linear(2, 3)
     with pytest.raises(UserError, match=r'weight has shape \(3, 4\), the model needs \(3, 2\)'):
         checkpoint.load_weights(model, {'weight': torch.zeros(3, 4), 'bias': torch.zeros(3)}, 'out/x')
-    with pytest.raises(UserError, match='bias is only in the model'):
+    with pytest.raises(UserError, match=r'bias has shape missing, the model needs \(3,\)'):
         checkpoint.load_weights(model, {'weight': torch.zeros(3, 2)}, 'out/x')
 
 
@@ -268,8 +241,7 @@ def assert_checkpoints_are_finite(out):
 @pytest.mark.slow
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tiny_data, tmp_path, monkeypatch):
     out = tmp_path / 'run'
-    result = train_poisoned(monkeypatch, tiny_data, out, 'gradient', [4, 5, 9])
-    assert result.returncode == 0, result.stderr
+    succeeded(train_poisoned(monkeypatch, tiny_data, out, 'gradient', [4, 5, 9]))
     log = {record['step']: record for record in runs.read_log(out)}
     assert {step: r['skipped'] for step, r in log.items() if 'skipped' in r} == {4: 1, 5: 1, 9: 1}
     assert 'grad_norm' not in log[4] and log[20]['loss'] < log[1]['loss'] - 1
@@ -286,13 +258,12 @@ def test_one_number_that_is_not_finite_is_found_and_a_sum_too_large_is_none():
 
 
 @pytest.mark.slow
-def test_weights_that_are_not_finite_are_not_saved(tiny_data, tmp_path, monkeypatch):
-    for kind, tensor in (('weight', 'embed.weight'), ('moment', 'exp_avg_sq/embed.weight')):
-        out = tmp_path / kind
-        result = train_poisoned(monkeypatch, tiny_data, out, kind, [7])
-        assert_sentence(result, f'after step 7, {tensor} holds numbers that are not finite', 'step_00000006')
-        assert_checkpoints_are_finite(out)
-        assert checkpoint.load_checkpoint(out)[0]['step'] == 6
+@pytest.mark.parametrize('kind, tensor', [('weight', 'embed.weight'), ('moment', 'exp_avg_sq/embed.weight')])
+def test_weights_that_are_not_finite_are_not_saved(tiny_data, tmp_path, monkeypatch, kind, tensor):
+    result = train_poisoned(monkeypatch, tiny_data, tmp_path, kind, [7])
+    assert_sentence(result, f'after step 7, {tensor} holds numbers that are not finite', 'step_00000006')
+    assert_checkpoints_are_finite(tmp_path)
+    assert checkpoint.load_checkpoint(tmp_path)[0]['step'] == 6
 
 
 @pytest.mark.slow
@@ -305,24 +276,19 @@ def test_a_poisoned_checkpoint_is_not_used(trained, tmp_path):
         save_file(weights, folder / 'model.safetensors')
         write_sums(folder, 'model.safetensors', 'optimizer.safetensors', 'state.json')
         result = run('sample.py', out, 'abc', '--max_new_tokens=2', '--temperature=0')
-        assert 'embed.weight in model.safetensors holds numbers that are not finite' in result.stderr
+        assert 'embed.weight holds numbers that are not finite' in result.stderr
         assert result.returncode == (step == 5)
     assert_sentence(result, 'has no undamaged checkpoint')
 
 
 # ---- errors and hang-ups ----
 
-def test_output_that_nobody_reads_is_a_hang_up(monkeypatch, signals_of_a_terminal):
-    class Closed:
-        def isatty(self):
-            return False
-
-        def write(self, text):
-            raise BrokenPipeError
+def test_a_closed_terminal_does_not_keep_a_run_from_saving(monkeypatch, signals_of_a_terminal):
     with machine.caught_signals() as stop, monkeypatch.context() as patch:
-        patch.setattr(sys, 'stdout', Closed())
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)  # a shell sends a second one
+        patch.setattr(sys, 'stdout', open('/dev/full', 'w'))
         machine.say('step 1')
-        machine.say('step 2')
     assert stop == [signal.SIGHUP]
 
 

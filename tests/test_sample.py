@@ -246,7 +246,7 @@ def test_command_line(trained, tmp_path):
 @pytest.mark.parametrize('args, part', [
     ([], 'which run?'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
     (['RUN'], 'there is no prompt'), (['RUN', 'a', '--file=none.txt'], 'there is no prompt file none.txt'),
-    (['RUN', 'a', '--stop'], '--stop needs a value'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1'),
+    (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1'),
     (['RUN', 'a' * 60, '--max_new_tokens=20'], 'do not fit the context of 64')])
 def test_bad_input_is_a_sentence(trained, args, part):
     assert_sentence(run('sample.py', *[trained if arg == 'RUN' else arg for arg in args]), part)

@@ -5,14 +5,9 @@ whose rows are made when they are read (tasks.py).
 """
 import importlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-
-if sys.argv[0] == '-m':  # as in python -m data.tokenizers, which runs this file first
-    from common.start import quiet_start
-    quiet_start()
 
 import filelock
 

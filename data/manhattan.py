@@ -172,14 +172,13 @@ def read_edges(path: str) -> list[tuple[str, str, str]]:
     """Return the edges of a city in a JSON file, as text. Raises UserError if it is not a city."""
     try:
         with open(path, encoding='utf-8') as file:
-            edges = [tuple(map(str, edge)) for edge in json.load(file)['edges']]
-        is_city = all(re.fullmatch(r'\w+', word) for edge in edges for word in edge)
+            edges = [(str(a), str(direction), str(b)) for a, direction, b in json.load(file)['edges']]
         nodes, directions = {node for a, _, b in edges for node in (a, b)}, {direction for _, direction, _ in edges}
-    except OSError as error:
-        raise UserError(f'cannot read edges = {path} ({error.strerror}): give a file, or leave edges out for a grid')
-    except (ValueError, KeyError, TypeError, RecursionError):
-        is_city, nodes, directions = False, set(), set()
-    if not is_city or not nodes or nodes & directions or len({edge[:2] for edge in edges}) < len(edges):
-        raise UserError(f'{path} is no city: expected {{"edges": [[node, direction, neighbour], ...]}}, words or '
-                        'numbers, each direction once at most from a node')
+        if not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions):
+            raise ValueError('a word is missing or at a wrong place')
+        if len({(a, direction) for a, direction, _ in edges}) < len(edges):
+            raise ValueError('two streets have the same node and direction')
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f'edges = {path} is no city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
+                        'direction, neighbour], ...]}, words or numbers; without edges the city is a grid')
     return edges

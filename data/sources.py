@@ -213,24 +213,18 @@ def text_records(s, n_files: int, file: str, first: int) -> Iterator[tuple]:
             parts = ((line.rstrip('\n'), None) for line in lines)
         else:
             text = lines.read()
-            parts = [(text, None)] if n_files > 1 else cut_text(text)
+            cut = int(len(text) * (1 - TAIL))
+            parts = [(text, None)] if n_files > 1 else [(text[:cut], 'train'), (text[cut:], 'val')]
         for n, (part, split) in enumerate(parts):
             if n >= first and part.strip():
                 yield n, {s.id_field: part, s.text_field: part}, split
-
-
-def cut_text(text: str) -> list[tuple]:
-    """Return [(part, split)] of the only text, cut at the end of a line if there is one near."""
-    cut = int(len(text) * (1 - TAIL))
-    cut = text.rfind('\n', int(0.9 * cut), cut) + 1 or cut
-    return [(text[:cut], 'train'), (text[cut:], 'val')]
 
 
 def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tuple]:
     """`read` that shuffles the documents of another one, in blocks of n rounded up to whole batches.
 
     A block is read whole and shuffled by its number, so a state is where the block starts and how many of its documents
-    have been read. (The official SPS code has a sliding buffer, one for each of its processes.)
+    have been read.
     """
     state = state or {'source': None, 'block': 0, 'read': 0}
     begin, block, n_read = state['source'], state['block'], state['read']

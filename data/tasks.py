@@ -16,6 +16,7 @@ and optionally
     symbol_options              names of the options that the symbols depend on, by default all but numbers of rows:
                                 a run can be evaluated on any data in which these are the same
 """
+import functools
 import hashlib
 import importlib
 import math
@@ -31,7 +32,9 @@ from common.settings import Text, typed
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
-KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and kept in memory
+# The rows of a fixed training set are made once and kept in memory if they take at most 1 GiB: so many ids. Python's
+# objects take as much per row as ROW_OVERHEAD ids.
+KEPT_IDS, ROW_OVERHEAD = 2 ** 28, 100
 
 # ---- tasks by name ----
 
@@ -82,10 +85,9 @@ class Generated:
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
-        n_kept = self.task.train_rows or 0
-        if n_kept * self.task.row_tokens > KEPT_IDS:
-            n_kept = 0
-        self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
+        n_kept = (self.task.train_rows or 0) + self.task.val_rows
+        is_kept = self.task.train_rows and n_kept * (self.task.row_tokens + ROW_OVERHEAD) <= KEPT_IDS
+        self._row = functools.lru_cache(n_kept if is_kept else 0)(self._row)
 
     @property
     def sha256(self) -> str:
@@ -98,20 +100,12 @@ class Generated:
 
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
         """Return the rows of a split with these numbers, int64 (len(numbers), T + 1)."""
-        if split == 'val':
-            return self._made(split, numbers, 0)
-        if self.task.train_rows is None or not len(self.kept):
-            return self._made(split, numbers, seed if self.task.train_rows is None else 0)
-        numbers = np.asarray(numbers)
-        new = numbers[~self.is_kept[numbers]]
-        if len(new):
-            self.kept[new], self.is_kept[new] = self._made(split, new, 0), True
-        return self.kept[numbers].astype(np.int64)
+        is_fresh = split == 'train' and self.task.train_rows is None
+        return np.stack([self._row(split, seed if is_fresh else 0, int(i)) for i in numbers]).astype(np.int64)
 
-    def _made(self, split, numbers, seed):
+    def _row(self, split: str, seed: int, i: int) -> np.ndarray:
         make = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
-        rngs = (np.random.default_rng([split == 'val', seed, int(i)]) for i in numbers)
-        return np.stack([make(rng) for rng in rngs]).astype(np.int64, copy=False)
+        return make(np.random.default_rng([split == 'val', seed, i])).astype(np.int32)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """Return count ids from position start of a split's rows in order (of seed 0)."""

@@ -135,10 +135,9 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
     fast.no_truncation()
     fast.no_padding()
-    decoder = json.dumps(json.loads(path.read_text(encoding='utf-8')).get('decoder'))
+    decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
-    byte_of, added = {}, {}
     if 'ByteLevel' in decoder:
         characters = sorted(pre_tokenizers.ByteLevel.alphabet())  # printable bytes are themselves, others from 256 on
         printable = [ord(c) for c in characters if ord(c) < 256]
@@ -203,13 +202,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
 
     It has fewer than vocab_size ids if the texts have too few pairs.
     """
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOS_NAMES[0]], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    fast.train_from_iterator(texts, trainer)
+    from tokenizers import ByteLevelBPETokenizer
+    fast = ByteLevelBPETokenizer()
+    fast.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS_NAMES[0]])
     return fast.to_str(pretty=True)
 
 
@@ -225,8 +220,8 @@ def main(argv: list[str] | None = None) -> None:
         as_read = SimpleNamespace(config=None, split='train', text_field='text', id_field=None, split_lines=True,
                                   shuffle=0)
         batches = (batch for name in names for _, batch in open_source(name, as_read)[0](None))
-        content = train_tokenizer((found[2] for batch in batches for found in batch if found), s.vocab_size)
-        write_file(s.out, content.encode())
+        texts = (found[2] for batch in batches for found in batch if found)
+        write_file(s.out, train_tokenizer(texts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 
 

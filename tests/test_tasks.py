@@ -227,6 +227,7 @@ def test_a_row_is_printed_with_its_targets(capsys):
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
     ('recall:distances=8-x', "distances is '8-x': expected whole numbers of at least 3 joined by -"),
     ('recall:pairs=17', 'at most the 16 keys, as those of a row are different'),
+    ('manhattan:grid=7', 'grid is 7: expected an even number'),
     ('recall:length=50', 'length is 50: 8 pairs and their queries at 8-16-32-64 tokens do not fit'),
     (f'path_star:length={"9" * 40}', 'at most 9e+15'),
     ('', 'data is empty: expected a .txt file'),

@@ -71,18 +71,18 @@ def test_a5_scores_count_each_position_by_the_transformer_and_by_p_psi_after_the
 @pytest.mark.slow
 def test_a5_trains_on_short_words_and_is_judged_on_long_ones(tmp_path):
     out = tmp_path / 'a5'
-    result = run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20', '--block_size=4',
-                 '--documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}')
-    assert result.returncode == 0 and 'a sample' in result.stdout, result.stderr
+    result = succeeded(run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20',
+                           '--block_size=4', '--documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}'))
+    assert 'a sample' in result.stdout
     succeeded(run('eval.py', out, '--val', '--data=a5:length=9,val_rows=20', '--dtype=float32'))
     assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_results(out).keys()
-    drawn = run('-m', 'analysis.a5', out, '--length=9', '--words=20', '--batch_size=7', '--device=cpu',
-                f'--out={tmp_path / "words"}')
-    assert drawn.returncode == 0 and 'p_psi as an RNN' in drawn.stdout, drawn.stderr
+    drawn = succeeded(run('-m', 'analysis.a5', out, '--length=9', '--words=20', '--batch_size=7', '--device=cpu',
+                          f'--out={tmp_path / "words"}'))
+    assert 'p_psi as an RNN' in drawn.stdout
     found = {who + row['position']: float(row['mean']) for row in csv.DictReader(open(tmp_path / 'words.csv'))
              for who in ['rnn_accuracy_' if row['who'] else 'accuracy_']}
     assert found == {name: value for name, value in eval_results(out).items() if 'accuracy' in name}
-    assert (tmp_path / 'words.png').stat().st_size > 1000
+    assert (tmp_path / 'words.png').exists()
 
 
 # ---- Countdown ----
@@ -149,18 +149,11 @@ PROMPT = '14 83 88 91 23 | | | | | | | |'
     ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # leaves 1 over
     ('83-14=69 91 88 - =3 69/3=23', (0, 1, 0, 1)),
     ('83-14=69 91-88=3 69/3|23', (0, 1, 1, 0)),
+    ('| ' * 15, (0, 0, 0, 0)),
     ('83=14=69 91-88=3 69/3=23', (0, 0, 1, 1))])
 def test_countdown_marks_a_solution_and_each_equation(answer, marks):
     tokenizer, task = tokenizer_of('countdown'), open_data('countdown').task
     assert task.marks(tokenizer.encode(PROMPT), tokenizer.encode(answer)) == marks
-
-
-def test_countdown_reads_bars_that_stand_together_and_marks_an_empty_answer():
-    tokenizer, d = tokenizer_of('countdown'), open_data('countdown')
-    assert tokenizer.encode('14,83,88,91,23||||||||83-14=69') == tokenizer.encode(PROMPT + ' 83 - 14 = 69')
-    assert d.task.marks(tokenizer.encode(PROMPT), [d.eos_id] * 15) == (0, 0, 0, 0)
-    with pytest.raises(UserError, match="'0' is no symbol of countdown"):
-        tokenizer.encode('23+0=23')
 
 
 def test_the_countdown_score_is_that_of_greedy_decoding(monkeypatch):
@@ -331,27 +324,6 @@ def test_a_file_that_is_no_city_is_a_sentence(text, sentence, tmp_path):
         open_data(f'manhattan:edges={path}')
 
 
-@pytest.fixture(scope='module')
-def trained_city(tmp_path_factory):
-    out = tmp_path_factory.mktemp('city') / 'city'
-    result = run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
-                 f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0')
-    assert result.returncode == 0 and 'next_token' in result.stdout, result.stderr
-    return out
-
-
-@pytest.mark.slow
-def test_a_run_on_manhattan_is_judged_and_samples_a_way(trained_city, tmp_path):
-    out = trained_city
-    succeeded(run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
-                  '--dtype=float32'))
-    assert {'next_token', 'valid'} <= eval_results(out).keys()
-    drawn = succeeded(run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}'))
-    assert 'next_token' in drawn.stdout and 'valid' in drawn.stdout
-    sampled = succeeded(run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32'))
-    assert sampled.stdout.startswith('0_0 2_1')
-
-
 # ---- analysis.manhattan ----
 
 @pytest.fixture(scope='module')
@@ -455,11 +427,22 @@ def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
 
 
 @pytest.mark.slow
-def test_the_map_of_a_run_is_measured_and_drawn(trained_city, tmp_path):
-    out = trained_city
-    drawn = run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20', '--n_prefixes=3')
-    assert drawn.returncode == 0 and '  rank ' in drawn.stdout, drawn.stderr
-    assert (tmp_path / 'map.png').exists() and (tmp_path / 'map.csv').read_text().startswith('run,detours,')
+def test_a_run_on_manhattan_is_judged_samples_a_way_and_its_map_is_drawn(tmp_path):
+    out = tmp_path / 'city'
+    result = succeeded(run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
+                           f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0'))
+    assert 'next_token' in result.stdout
+    succeeded(run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
+                  '--dtype=float32'))
+    assert {'next_token', 'valid'} <= eval_results(out).keys()
+    drawn = succeeded(run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}'))
+    assert 'next_token' in drawn.stdout and 'valid' in drawn.stdout
+    sampled = succeeded(run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32'))
+    assert sampled.stdout.startswith('0_0 2_1')
+    drawn = succeeded(run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20',
+                          '--n_prefixes=3'))
+    assert '  rank ' in drawn.stdout and (tmp_path / 'map.png').exists()
+    assert (tmp_path / 'map.csv').read_text().startswith('run,detours,')
     few, many = (manhattan.measure(str(out), manhattan.Settings(n_walks=200, n_prefixes=3, detours=share))[0]
                  for share in (0.1, 0.9))
     assert {**few, 'detours': None} == {**many, 'detours': None}  # the other walks are the same, whatever ways drew

@@ -9,7 +9,7 @@ Datasets of the hub are streamed: only what is needed is downloaded. Local files
 (one document per file, or per line with --split_lines), given by path, pattern or folder (data/sources.py).
 
 The shards depend on the source and the settings only, not on the number of workers or on interruptions. Started again,
-it checks what it has written and that source and settings are the same, and continues behind its last full shard. If
+it checks what it has written, and that source and settings are the same, and continues behind its last full shard. If
 it fails before its first full shard, it leaves nothing.
 
 FineWeb-Edu has its own defaults, those of the official SPS code (OF_FINEWEB). --shuffle=N holds N documents in memory,
@@ -96,8 +96,7 @@ def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecuto
         pool.submit(os.getpid)
         yield pool
     except BrokenProcessPool:
-        raise UserError('a worker process was killed, possibly because memory ran out: start again with fewer '
-                        '--workers; what is written stays')
+        raise UserError('a worker process was killed, perhaps for lack of memory: start again with fewer --workers')
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -121,8 +120,6 @@ def check_folder(folder: Path) -> None:
     if (folder / 'meta.json').exists():
         raise UserError(f'{folder} is complete (it has a meta.json) and can be used as it is: to prepare other data, '
                         'remove it or give another --out_dir')
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f'{folder} is a file: give --out_dir a folder')
     files = {path.name for path in folder.iterdir()} if folder.exists() else set()
     foreign = sorted(files - {'.lock', '.progress.json.writing'})
     if foreign and not read_progress(folder):
@@ -144,8 +141,8 @@ def read_progress(folder: Path) -> dict | None:
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
     """Write what the next start needs to continue: `state` of the source, and the shards as they are on disk."""
     writer.flush()
-    progress = {'arguments': arguments, 'splits': writer.splits, 'state': state, 'left_out': left_out}
-    write_json(folder / 'progress.json', progress)
+    write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'state': state,
+                                          'left_out': left_out})
 
 
 def check_arguments(folder: Path, begun_with: dict, now: dict) -> None:
@@ -177,8 +174,8 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 def prepare(name: str, s: Settings) -> None:
     """Write the data folder of a source, or continue with it."""
-    plain = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_')
-    folder = Path(s.out_dir or BUILT / (plain or 'files'))
+    own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
+    folder = Path(s.out_dir or BUILT / own_name)
     check_folder(folder)  # before anything is written there, the lock included
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,11 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import filelock
 
 from common.files import UserError
-from data.shards import BUILT, VAL_SHARE, Data, write_data
+from data.shards import BUILT, Data, write_data
 from data.tasks import Generated, builtin_data, task_class
 
 
@@ -53,15 +52,13 @@ def text_data(path: Path) -> tuple[Path, Iterator | None]:
 
     The folder's name depends on the names, sizes and times of the texts.
     """
-    from data.sources import checksum_of_files, fitting_share, open_source, text_files, with_splits
+    from data.sources import TEXTS, checksum_of_files, fitting_share, open_source, text_files, with_splits
     files = text_files(str(path))
     if not files:
         return path, None
 
     def documents():
-        s = SimpleNamespace(config=None, text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE,
-                            val_hash='sha256', shuffle=0)
-        read, _ = open_source(str(path), s)
-        for _, batch in with_splits(read(None), fitting_share(read, s), s.val_hash):
+        read, _ = open_source(str(path), TEXTS)
+        for _, batch in with_splits(read(None), fitting_share(read, TEXTS), TEXTS.val_hash):
             yield from batch
     return BUILT / f'{path.resolve().name}-{checksum_of_files(files)[:12]}', documents()

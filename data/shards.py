@@ -156,10 +156,7 @@ def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') 
 
 
 def hash_share(text: str, val_hash: str) -> float:
-    """Return a number in [0, 1]: the first 8 bytes of a text's hash as an integer, over 2^64.
-
-    sha256: of the text, big-endian. md5: of '42:' and the text, little-endian, as in the official SPS code.
-    """
+    """Return the first 8 bytes of a text's hash as a share of 2^64. md5 with '42:' is the official SPS code's."""
     if val_hash == 'md5':
         return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 from common.files import UserError
-from data.shards import hash_share, split_of
+from data.shards import VAL_SHARE, hash_share, split_of
 
 FORMATS = {'json': ('.jsonl', '.json', '.jsonl.gz', '.json.gz'), 'parquet': ('.parquet',), 'txt': ('.txt',)}
 FOR_DATASETS = ('.arrow', '.csv', '.zst')  # in a folder, for the library
@@ -31,6 +32,9 @@ BATCH = 250  # records read, and then encoded, at a time
 TAIL = 0.1  # share of the only text that becomes validation data, as in nanoGPT
 ENOUGH = 10  # validation documents; 5% of fewer than 200 documents
 SHUFFLE_SEED = 2357  # official SPS code
+TEXTS = SimpleNamespace(  # how train.py --data reads texts, as `s` in the functions below
+    config=None, split='train', text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE,
+    val_hash='sha256', shuffle=0)
 
 # ---- which files ----
 
@@ -158,12 +162,13 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
     """Yield (next state, place, record, split) from a state on: the number of a file and of a line or record."""
     read = {'json': json_records, 'parquet': partial(parquet_records, s), 'txt': partial(text_records, s, len(files))}
     for i in range(state['file'], len(files)):
-        file, n = files[i], state['line'] if i == state['file'] else 0
+        file, n = files[i], state['line'] if i == state['file'] else 0  # n: lines or rows that have been read
         unit = 'row' if format_of(file) == 'parquet' else 'line'
         try:
-            for number, record, split in read[format_of(file)](file, n):
-                n = number + 1
-                yield {'file': i, 'line': n}, f'{file}, {unit} {n:,}', record, split
+            for found in islice(read[format_of(file)](file), n, None):
+                n += 1
+                if found:
+                    yield {'file': i, 'line': n}, f'{file}, {unit} {n:,}', *found
         except UserError:
             raise
         except Exception as error:  # each format has its own
@@ -181,33 +186,27 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
     return wanted
 
 
-def json_records(file: str, first: int) -> Iterator[tuple]:
-    """Yield (number, record, None) of the lines of a file from the first-th on, or of the list that .json may be."""
+def json_records(file: str) -> Iterator[tuple | None]:
+    """Yield (record, None) of the lines of a file, or of the list that .json may be; None for an empty line."""
     with (gzip.open if file.endswith('.gz') else open)(file, 'rb') as lines:
         begin = lines.peek(64).lstrip(b'\xef\xbb\xbf \t\r\n')
         if '.jsonl' not in Path(file).name and begin.startswith(b'['):
-            for n, record in islice(enumerate(json.load(lines)), first, None):
-                yield n, record, None
-            return
-        for n, line in enumerate(lines):
-            if n >= first and line.strip():
-                yield n, json.loads(line), None  # decodes a byte order mark, too
+            yield from ((record, None) for record in json.load(lines))
+        for line in lines:
+            yield (json.loads(line), None) if line.strip() else None  # decodes a byte order mark, too
 
 
-def parquet_records(s, file: str, first: int) -> Iterator[tuple]:
-    """Yield (number, record, None) of the rows of a file from the first-th on."""
+def parquet_records(s, file: str) -> Iterator[tuple]:
+    """Yield (record, None) of the rows of a file."""
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(file) as parquet:
-        n = 0
         for batch in parquet.iter_batches(BATCH, columns=fields_to_read(file, parquet.schema_arrow.names, s)):
-            skip = max(0, first - n)
-            for i, record in enumerate(batch[skip:].to_pylist(), n + skip):
-                yield i, record, None
-            n += len(batch)
+            for record in batch.to_pylist():
+                yield record, None
 
 
-def text_records(s, n_files: int, file: str, first: int) -> Iterator[tuple]:
-    """Yield (number, record, split) of a .txt file: a document, two parts of the only one, or its lines."""
+def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
+    """Yield (record, split) of a .txt file, of two parts of the only one, or of its lines; None for an empty one."""
     with open(file, encoding='utf-8-sig') as lines:
         if s.split_lines:
             parts = ((line.rstrip('\n'), None) for line in lines)
@@ -215,9 +214,8 @@ def text_records(s, n_files: int, file: str, first: int) -> Iterator[tuple]:
             text = lines.read()
             cut = int(len(text) * (1 - TAIL))
             parts = [(text, None)] if n_files > 1 else [(text[:cut], 'train'), (text[cut:], 'val')]
-        for n, (part, split) in enumerate(parts):
-            if n >= first and part.strip():
-                yield n, {s.id_field: part, s.text_field: part}, split
+        for part, split in parts:
+            yield ({s.id_field: part, s.text_field: part}, split) if part.strip() else None
 
 
 def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tuple]:

@@ -20,7 +20,6 @@ import functools
 import hashlib
 import importlib
 import math
-import typing
 from dataclasses import fields
 from pathlib import Path
 
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from common.files import UserError
-from common.settings import Text, typed
+from common.settings import Text, make_settings
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
@@ -38,9 +37,8 @@ KEPT_IDS, ROW_OVERHEAD = 2 ** 28, 100
 
 # ---- tasks by name ----
 
-
 def builtin_data() -> list[str]:
-    """Return the names of built-in data: the files of this folder with `build` or `Task`."""
+    """Return the names of built-in data: the files of this folder with `documents` or `Task`."""
     return sorted({path.stem for path in Path(__file__).parent.glob('[a-z]*.py')} - NOT_DATA)
 
 
@@ -52,17 +50,8 @@ def task_class(name) -> type | None:
 
 def make_task(name: str):
     """Create the Task of a data name 'task' or 'task:option=value,...'. Raises UserError for a bad option or value."""
-    Task, where = task_class(name), f'in data {name!r}'
-    types_of, values = typing.get_type_hints(Task), {}
-    for option in filter(None, name.partition(':')[2].split(',')):
-        key, _, value = option.partition('=')
-        if key not in types_of:
-            raise UserError(f'unknown option {key!r} {where}: expected one of {", ".join(types_of)}')
-        values[key] = typed(key, Text(value), types_of[key], where)
-    try:
-        return Task(**values)
-    except ValueError as error:
-        raise UserError(f'data {name!r}: {error}')
+    options = (option.partition('=') for option in name.partition(':')[2].split(',') if option)
+    return make_settings(task_class(name), {key: Text(value) for key, _, value in options}, f'in data {name!r}')
 
 
 # ---- their rows as data ----

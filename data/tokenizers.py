@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -43,7 +42,7 @@ def load_tokenizer(name, bos: bool = False) -> Tokenizer:
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
     vocab.bpe. With bos, documents and prompts start with that token. Raises UserError if the tokenizer is missing or
-    damaged, or has no token that ends a document; with bos, if it has none that starts one.
+    damaged, or has no token that ends a document (with bos: that starts one).
     """
     name, path = str(name), Path(name)
     if name == 'byte':
@@ -209,7 +208,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from data.sources import open_source
+    from data.sources import TEXTS, open_source
     with friendly_errors():
         s, names, _ = load_settings(Settings, argv)
         check_ranges(s, vocab_size=(257, 10 ** 6))
@@ -217,9 +216,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError("which texts? python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json")
         if Path(s.out).exists():
             raise UserError(f'{s.out} exists: write to another --out')
-        as_read = SimpleNamespace(config=None, split='train', text_field='text', id_field=None, split_lines=True,
-                                  shuffle=0)
-        batches = (batch for name in names for _, batch in open_source(name, as_read)[0](None))
+        batches = (batch for name in names for _, batch in open_source(name, TEXTS)[0](None))
         texts = (found[2] for batch in batches for found in batch if found)
         write_file(s.out, train_tokenizer(texts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')

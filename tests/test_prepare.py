@@ -247,7 +247,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, name, content, options, sen
 @pytest.mark.parametrize('name, content, sentence', [
     ('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'), ('meta.json', '{}', 'is complete'),
     ('progress.json', '{"mine": 1}', 'progress.json is not of a preparation'),
-    ('progress.json', '[', 'progress.json is damaged'), (None, 'a file', 'out is a file')])
+    ('progress.json', '[', 'progress.json is damaged'), (None, 'a file', 'Not a directory')])
 def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, source, name, content, sentence):
     path = tmp_path / 'out' / (name or '')
     path.parent.mkdir(exist_ok=True)

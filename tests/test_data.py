@@ -82,15 +82,6 @@ def test_an_epoch_reads_every_window_once(tiny_data):
     assert orders[0] != orders[1] and offsets[0] != offsets[1]
 
 
-def test_batches_depend_on_seed_and_step_only(tiny_data):
-    d = Data(tiny_data)
-    idx, targets = d.train_batch(7, 8, 32, seed=1)
-    assert torch.equal(idx[:, 1:], targets[:, :-1])
-    parts = [d.train_batch(7, 8, 32, 1, slice(a, b))[0] for a, b in ((0, 3), (3, 8))]
-    assert torch.equal(torch.cat(parts), idx)
-    assert not torch.equal(d.train_batch(7, 8, 32, seed=2)[0], idx)
-
-
 # ---- validation ----
 
 def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_data):

@@ -156,18 +156,23 @@ def test_fewer_keys_than_pairs_by_default_make_fewer_pairs():
 
 # ---- rows ----
 
-@pytest.mark.parametrize('name', [CHASE, STAR])
-def test_a_batch_depends_on_seed_and_step_only(name):
-    d = open_data(name)
+@pytest.mark.parametrize('name', ['', CHASE, STAR])
+def test_a_batch_depends_on_seed_and_step_only(name, tiny_data):
+    d = open_data(name or tiny_data)
+    T = getattr(d, 'T', 32)
+    idx, targets = d.train_batch(7, 8, T, seed=1)
+    parts = [open_data(name or tiny_data).train_batch(7, 8, T, 1, slice(a, b)) for a, b in ((0, 3), (3, 8))]
+    assert all(torch.equal(torch.cat(part), whole) for part, whole in zip(zip(*parts), (idx, targets)))
+    assert not any(torch.equal(d.train_batch(step, 8, T, seed)[0], idx) for step, seed in ((7, 2), (8, 1)))
+    counted = targets >= 0
+    assert (counted[:, :-1] <= (targets[:, :-1] == idx[:, 1:])).all() and counted.any()
+
+
+def test_rows_are_tokens_one_after_the_other_and_windows():
+    d = open_data(CHASE)
+    assert (d.tokens('val', d.T - 2, 7) == d.rows('val', range(2), 0).ravel()[d.T - 2:d.T + 5]).all()
     with pytest.raises(UserError, match=f'block_size is 9, .* set block_size to {d.T}'):
         d.n_windows('val', 9)
-    idx, targets = d.train_batch(7, 8, d.T, seed=1)
-    parts = [open_data(name).train_batch(7, 8, d.T, 1, slice(a, b)) for a, b in ((0, 3), (3, 8))]
-    assert all(torch.equal(torch.cat(part), whole) for part, whole in zip(zip(*parts), (idx, targets)))
-    assert not any(torch.equal(d.train_batch(step, 8, d.T, seed)[0], idx) for step, seed in ((7, 2), (8, 1)))
-    counted = targets >= 0
-    assert (counted[:, :-1] <= (targets[:, :-1] == idx[:, 1:])).all() and idx.max() < d.eos_id
-    assert (d.tokens('val', d.T - 2, 7) == d.rows('val', range(2), 0).ravel()[d.T - 2:d.T + 5]).all()
 
 
 def test_fresh_rows_never_repeat_and_held_out_ones_are_the_same_for_every_seed():

@@ -9,12 +9,11 @@ Datasets of the hub are streamed: only what is needed is downloaded. Local files
 (one document per file, or per line with --split_lines), given by path, pattern or folder (data/sources.py).
 
 The shards depend on the source and the settings only, not on the number of workers or on interruptions. Started again,
-it checks what it has written and that source and settings are the same, and continues behind its last full shard. If
+it checks what it has written, and that source and settings are the same, and continues behind its last full shard. If
 it fails before its first full shard, it leaves nothing.
 
-FineWeb-Edu has its own defaults, those of the official SPS code (OF_FINEWEB): sample-350BT; a document is validation
-data if the first 8 bytes of the md5 of "42:" and its id, a little-endian integer, are below 0.0005 of 2^64; files and
-documents are shuffled. --shuffle=N holds N documents in memory, 1 GiB at 200,000.
+FineWeb-Edu has its own defaults, those of the official SPS code (OF_FINEWEB). --shuffle=N holds N documents in memory,
+1 GiB at 200,000.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -42,7 +41,7 @@ from typing import Literal
 from common.files import UserError, friendly_errors, locked, read_json, sha256, write_json
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT, TOKENIZER_FILES, ShardWriter, document_ids
-from data.sources import fitting_share, local_files, open_source, with_splits
+from data.sources import fitting_share, open_source, with_splits
 from data.tokenizers import load_tokenizer
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
@@ -97,8 +96,7 @@ def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecuto
         pool.submit(os.getpid)
         yield pool
     except BrokenProcessPool:
-        raise UserError('a worker process was killed, possibly because memory ran out: start again with fewer '
-                        '--workers; what is written stays')
+        raise UserError('a worker process was killed, perhaps for lack of memory: start again with fewer --workers')
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -122,8 +120,6 @@ def check_folder(folder: Path) -> None:
     if (folder / 'meta.json').exists():
         raise UserError(f'{folder} is complete (it has a meta.json) and can be used as it is: to prepare other data, '
                         'remove it or give another --out_dir')
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f'{folder} is a file: give --out_dir a folder')
     files = {path.name for path in folder.iterdir()} if folder.exists() else set()
     foreign = sorted(files - {'.lock', '.progress.json.writing'})
     if foreign and not read_progress(folder):
@@ -131,38 +127,30 @@ def check_folder(folder: Path) -> None:
                         'a new or an empty folder')
 
 
-def check_progress(saved: dict) -> None:
-    """Raise ValueError if progress.json is of something else."""
-    if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
-        raise ValueError('it is not of a preparation')
-
-
 def read_progress(folder: Path) -> dict | None:
     """Return the progress of an interrupted preparation: {'arguments', 'splits', 'state', 'left_out'}."""
-    path = folder / 'progress.json'
+    path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if nothing else is in it'
     if not path.exists():
         return None
-    remedy = f'give another --out_dir, or remove {folder} if nothing else is in it'
-    return read_json(path, remedy, check_progress)
+    saved = read_json(path, remedy)
+    if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
+        raise UserError(f'{path} is not of a preparation: {remedy}')
+    return saved
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
     """Write what the next start needs to continue: `state` of the source, and the shards as they are on disk."""
     writer.flush()
-    progress = {'arguments': arguments, 'splits': writer.splits, 'state': state, 'left_out': left_out}
-    write_json(folder / 'progress.json', progress)
+    write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'state': state,
+                                          'left_out': left_out})
 
 
 def check_arguments(folder: Path, begun_with: dict, now: dict) -> None:
     """Raise UserError if a preparation was begun with another source, tokenizer or setting."""
-    for name, value in now.items():
-        if begun_with.get(name) == value:
-            continue
-        if name.endswith('_checksum'):
-            raise UserError(f'the {name.removesuffix("_checksum")} has changed since {folder} was begun: use it as it '
-                            'was, or another --out_dir')
-        raise UserError(f'{folder} was begun with {name} = {begun_with.get(name)!r}, now it is {value!r}: use that, or '
-                        'another --out_dir')
+    changed = [f'{name} = {begun_with.get(name)!r} (now: {now[name]!r})' for name in now
+               if begun_with.get(name) != now[name]]
+    if changed:
+        raise UserError(f'{folder} was begun with {", ".join(changed)}: use the same, or another --out_dir')
 
 
 @contextmanager
@@ -186,10 +174,9 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 def prepare(name: str, s: Settings) -> None:
     """Write the data folder of a source, or continue with it."""
-    plain = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_')
-    folder = Path(s.out_dir or BUILT / (plain or 'files'))
+    own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
+    folder = Path(s.out_dir or BUILT / own_name)
     check_folder(folder)  # before anything is written there, the lock included
-    local_files(name, s.config)  # a missing file is reported before a tokenizer that cannot be downloaded
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
@@ -245,14 +232,11 @@ def fill(writer: ShardWriter, batches: Iterator[tuple], max_tokens: int | None, 
 
 def training_command(folder: Path, splits: dict) -> str:
     """Return a command that trains on the data: a model for that much of it, with windows that both splits have."""
-    n_train, n_val = splits['train']['tokens'], splits['val']['tokens']
-    longest = min(n_train // 2, n_val - 1)
-    options = [f'--data={folder}', f'--out_dir=out/{folder.resolve().name}']
-    if longest < 256:
-        options.append(f'--block_size={longest}')
-    is_large = n_train >= 10 ** 8 and longest >= 4096
-    config = 'config/standard_xs.py' if is_large else 'config/quickstart.py'
-    return shlex.join(['python', 'train.py', config, *options])
+    n_train, longest = splits['train']['tokens'], min(splits['train']['tokens'] // 2, splits['val']['tokens'] - 1)
+    config = 'standard_xs' if n_train >= 10 ** 8 and longest >= 4096 else 'quickstart'
+    window = [f'--block_size={longest}'] if longest < 256 else []
+    return shlex.join(['python', 'train.py', f'config/{config}.py', f'--data={folder}',
+                       f'--out_dir=out/{folder.resolve().name}', *window])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -264,9 +248,8 @@ def main(argv: list[str] | None = None) -> None:
         name = positional[0] if positional else FINEWEB
         if name == FINEWEB:
             s = dataclasses.replace(s, **{key: value for key, value in OF_FINEWEB.items() if key not in given})
-        check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8))
-        if not 0 < s.val_share < 1:
-            raise UserError(f'val_share is {s.val_share}: expected more than 0 and less than 1')
+        check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8),
+                     val_share=(0, 1))
         if not name:
             raise UserError('the source is empty: expected a file, a pattern, a folder or a dataset of the hub')
         prepare(name, s)

@@ -2,8 +2,7 @@
 
 The file of a task has a dataclass Task, whose fields are options: 'path_star:degree=2,length=5'. It defines
 
-    symbols                     the text of each token id; the next id is eos, which occurs only in rows that pack
-                                several documents
+    symbols                     the text of each token id; the next id is eos, which only ends documents in packed rows
     row_tokens                  tokens of a row, T + 1: T inputs and, one position later, their T targets
     train_rows, val_rows        rows of the fixed training set, or None for unlimited generated rows; held-out rows
     row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
@@ -14,13 +13,13 @@ and optionally
 
     val_row(rng)                a held-out row, if they are drawn differently
     targets(rows)               instead of `counted`: the targets (B, T) of rows (B, T + 1), if not the next tokens
-    symbol_options              names of the options that the symbols depend on; by default all but numbers of rows.
-                                A run can be evaluated on any data in which these are the same
+    symbol_options              names of the options that the symbols depend on, by default all but numbers of rows:
+                                a run can be evaluated on any data in which these are the same
 """
+import functools
 import hashlib
 import importlib
 import math
-import typing
 from dataclasses import fields
 from pathlib import Path
 
@@ -28,18 +27,18 @@ import numpy as np
 import torch
 
 from common.files import UserError
-from common.settings import Text, typed
+from common.settings import Text, make_settings
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
-
-KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and kept in memory
+# The rows of a fixed training set are made once and kept in memory if they take at most 1 GiB: so many ids. Python's
+# objects take as much per row as ROW_OVERHEAD ids.
+KEPT_IDS, ROW_OVERHEAD = 2 ** 28, 100
 
 # ---- tasks by name ----
 
-
 def builtin_data() -> list[str]:
-    """Return the names of built-in data: the files of this folder with `build` or `Task`."""
+    """Return the names of built-in data: the files of this folder with `documents` or `Task`."""
     return sorted({path.stem for path in Path(__file__).parent.glob('[a-z]*.py')} - NOT_DATA)
 
 
@@ -51,17 +50,8 @@ def task_class(name) -> type | None:
 
 def make_task(name: str):
     """Create the Task of a data name 'task' or 'task:option=value,...'. Raises UserError for a bad option or value."""
-    Task, where = task_class(name), f'in data {name!r}'
-    types_of, values = typing.get_type_hints(Task), {}
-    for option in filter(None, name.partition(':')[2].split(',')):
-        key, _, value = option.partition('=')
-        if key not in types_of:
-            raise UserError(f'unknown option {key!r} {where}: expected one of {", ".join(types_of)}')
-        values[key] = typed(key, Text(value), types_of[key], where)
-    try:
-        return Task(**values)
-    except ValueError as error:
-        raise UserError(f'data {name!r}: {error}')
+    options = (option.partition('=') for option in name.partition(':')[2].split(',') if option)
+    return make_settings(task_class(name), {key: Text(value) for key, _, value in options}, f'in data {name!r}')
 
 
 # ---- their rows as data ----
@@ -84,10 +74,9 @@ class Generated:
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
-        n_kept = self.task.train_rows or 0
-        if n_kept * self.task.row_tokens > KEPT_IDS:
-            n_kept = 0
-        self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
+        n_kept = (self.task.train_rows or 0) + self.task.val_rows
+        is_kept = self.task.train_rows and n_kept * (self.task.row_tokens + ROW_OVERHEAD) <= KEPT_IDS
+        self._row = functools.lru_cache(n_kept if is_kept else 0)(self._row)
 
     @property
     def sha256(self) -> str:
@@ -101,18 +90,11 @@ class Generated:
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
         """Return the rows of a split with these numbers, int64 (len(numbers), T + 1)."""
         is_fresh = split == 'train' and self.task.train_rows is None
-        stream, make_row = seed if is_fresh else 0, self.task.row
-        if split == 'val':
-            make_row = getattr(self.task, 'val_row', make_row)
+        return np.stack([self._row(split, seed if is_fresh else 0, int(i)) for i in numbers]).astype(np.int64)
 
-        def make(i):
-            return make_row(np.random.default_rng([split == 'val', stream, i]))
-        numbers = np.asarray(numbers)
-        if split == 'val' or numbers.max() >= len(self.kept):
-            return np.stack([make(i) for i in numbers.tolist()]).astype(np.int64, copy=False)
-        for i in numbers[~self.is_kept[numbers]].tolist():
-            self.kept[i], self.is_kept[i] = make(i), True
-        return self.kept[numbers].astype(np.int64)
+    def _row(self, split: str, seed: int, i: int) -> np.ndarray:
+        make = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
+        return make(np.random.default_rng([split == 'val', seed, i])).astype(np.int32)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """Return count ids from position start of a split's rows in order (of seed 0)."""

@@ -2,14 +2,13 @@
 import json
 import re
 import shutil
-import sysconfig
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import byte_documents, shard_ids
+from conftest import shard_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -83,15 +82,6 @@ def test_an_epoch_reads_every_window_once(tiny_data):
     assert orders[0] != orders[1] and offsets[0] != offsets[1]
 
 
-def test_batches_depend_on_seed_and_step_only(tiny_data):
-    d = Data(tiny_data)
-    idx, targets = d.train_batch(7, 8, 32, seed=1)
-    assert torch.equal(idx[:, 1:], targets[:, :-1])
-    parts = [d.train_batch(7, 8, 32, 1, slice(a, b))[0] for a, b in ((0, 3), (3, 8))]
-    assert torch.equal(torch.cat(parts), idx)
-    assert not torch.equal(d.train_batch(7, 8, 32, seed=2)[0], idx)
-
-
 # ---- validation ----
 
 def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_data):
@@ -109,10 +99,9 @@ def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_dat
     assert in_order.flatten().tolist() == whole[:3 * T].tolist()
 
 
-@pytest.mark.parametrize('n_tokens, seed, want', [
-    (320, 42, 'random'), (320, None, 'first'), (10 ** 7, 42, 'all'), (None, 42, 'all'), (0, None, 'one')])
-def test_a_validation_loss_is_of_so_many_tokens_and_of_all_in_order_where_there_are_fewer(tiny_data, n_tokens, seed,
-                                                                                          want):
+@pytest.mark.parametrize('n_tokens, seed, n', [(320, 42, 10), (320, None, 10), (10 ** 7, 42, None), (None, 42, None),
+                                               (0, None, 1)])
+def test_a_validation_loss_is_of_so_many_tokens_or_of_all_in_order_if_there_are_fewer(tiny_data, n_tokens, seed, n):
     d, T, seen = Data(tiny_data), 32, []
 
     def model(idx, targets):
@@ -121,48 +110,33 @@ def test_a_validation_loss_is_of_so_many_tokens_and_of_all_in_order_where_there_
         return {'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean}
     model.config = SimpleNamespace(eos_id=None)
     parts, n_counted = validation_loss(model, d, T, n_tokens, seed, 3, 'cpu')
-    n = {'all': d.n_windows('val', T), 'one': 1}.get(want, 10)
-    assert seen == d.val_batch(range(n), T, 42 if want == 'random' else None)[0].tolist()
-    assert n_counted == n * T
+    seed, n = (seed, n) if n else (None, d.n_windows('val', T))
+    assert seen == d.val_batch(range(n), T, seed)[0].tolist() and n_counted == n * T
     mean = np.mean(seen)
     assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
 
 
 @pytest.mark.slow
-def test_embedded_data_is_deduplicated_and_split_by_hash(tmp_path):
-    python_docs.build(tmp_path / 'a')
-    splits = Data(tmp_path / 'a').splits
-    assert 1.5e6 < splits['train']['tokens'] < 4e6 and splits['val']['tokens'] > 3e4
-    train, val = (set(byte_documents(tmp_path / 'a', split)) for split in ('train', 'val'))
-    assert not train & val and len(train) == splits['train']['documents']
+def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash():
+    found = [*python_docs.documents()]
+    assert found == [*python_docs.documents()] and len({text for _, text in found}) == len(found)
+    assert all(split == shards.split_of(text) for split, text in found)
+    n_bytes = {name: sum(len(text.encode()) for split, text in found if split == name) for name in ('train', 'val')}
+    assert 1.5e6 < n_bytes['train'] < 4e6 and n_bytes['val'] > 3e4
 
 
-def test_embedded_data_is_deterministic(tmp_path, monkeypatch):
-    """On a part of the library, as reading all of it takes seconds."""
-    library = tmp_path / 'library'
-    for name in ('json', 'email', 'unittest'):
-        shutil.copytree(Path(sysconfig.get_paths()['stdlib']) / name, library / name)
-    monkeypatch.setattr(python_docs.sysconfig, 'get_paths', lambda: {'stdlib': str(library)})
-    for name in ('a', 'b'):
-        python_docs.build(tmp_path / name)
-    assert (tmp_path / 'a/meta.json').read_text() == (tmp_path / 'b/meta.json').read_text()
-
-
-def test_two_runs_that_start_at_once_build_the_same_data(tiny_data, tmp_path, monkeypatch):
+def test_runs_that_start_at_once_build_data_once(tiny_data, tmp_path, monkeypatch):
+    """One holds the lock and builds, the other waits and then reads the same data."""
     monkeypatch.setattr(data, 'BUILT', tmp_path)
-
-    def build(folder):
-        shutil.copytree(tiny_data, folder)  # the other process is done by now
-        shards.write_data(folder, load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
-    monkeypatch.setattr(python_docs, 'build', build)
-    assert data.open_data('python_docs').sha256 == Data(tiny_data).sha256
-
-    def failing(folder):
-        raise UserError('no text')
-    monkeypatch.setattr(python_docs, 'build', failing)
-    monkeypatch.setattr(data, 'BUILT', tmp_path / 'other')
-    with pytest.raises(UserError, match='no text'):
-        data.open_data('python_docs')
+    monkeypatch.setattr(python_docs, 'documents', lambda: (pytest.fail('built twice') for _ in range(1)))
+    lock = data.filelock.FileLock(tmp_path / '.lock')
+    with ThreadPoolExecutor() as pool:
+        with lock:
+            waiting = pool.submit(data.open_data, 'python_docs')
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+            shutil.copytree(tiny_data, tmp_path / 'python_docs')
+        assert waiting.result().sha256 == Data(tiny_data).sha256
 
 
 # ---- damage ----
@@ -172,28 +146,29 @@ def copy(tiny_data, tmp_path):
     return shutil.copytree(tiny_data, tmp_path / 'copy')
 
 
-def test_damaged_data_is_a_sentence(copy):
-    def expect(sentence, act):
-        with pytest.raises(UserError, match=re.escape(sentence)):
-            act()
-
+@pytest.mark.parametrize('content, sentence', [
+    (b'short', '{shard} has 5 bytes, meta.json says'), (None, '{shard} is missing'),
+    ('other', '{shard} does not match its checksum'), ('other', 'holds id 65535, but its tokenizer has only 257 ids')])
+def test_a_damaged_shard_is_a_sentence(copy, content, sentence):
     shard = copy / 'train_00001.bin'
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-2])
-    expect(f'{shard} has {len(whole) - 2} bytes, meta.json says {len(whole)}', lambda: Data(copy))
+    size = shard.stat().st_size
     shard.unlink()
-    expect(f'{shard} is missing', lambda: Data(copy))
-    shard.write_bytes(b'\xff\xff' * (len(whole) // 2))
-    expect(f'{shard} does not match its checksum', Data(copy).verify)
-    expect('holds id 65535, but its tokenizer has only 257 ids', lambda: Data(copy).tokens('train', 0, 10000))
-    expect('no data at nowhere: expected a .txt file, a folder with meta.json or with .txt files, or built-in data '
-           '(a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)',
-           lambda: data.open_data('nowhere'))
+    if content:
+        shard.write_bytes(b'\xff' * size if content == 'other' else content)
+    with pytest.raises(UserError, match=re.escape(sentence.format(shard=shard))):
+        d = Data(copy)
+        d.tokens('train', 0, 10000) if 'id' in sentence.split() else d.verify()
+
+
+def test_no_data_is_a_sentence():
+    with pytest.raises(UserError, match='no data at nowhere: expected a .txt file, .* or built-in data .a5, countdown, '
+                                        'manhattan, path_star, pointer_chasing, python_docs, recall'):
+        data.open_data('nowhere')
 
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
                            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
-places = st.sampled_from([('tokenizer',), ('n_ids',), ('eos_id',), ('dtype',), ('splits',), ('splits', 'val'),
+places = st.sampled_from([(), ('tokenizer',), ('n_ids',), ('eos_id',), ('dtype',), ('splits',), ('splits', 'val'),
                           *(('splits', 'val', name) for name in ('tokens', 'documents', 'bytes', 'shards')),
                           ('splits', 'val', 'shards', 0),
                           *(('splits', 'val', 'shards', 0, name) for name in ('file', 'tokens', 'sha256'))])
@@ -202,22 +177,15 @@ places = st.sampled_from([('tokenizer',), ('n_ids',), ('eos_id',), ('dtype',), (
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(places, json_values)
 def test_whatever_value_meta_json_has_it_is_read_or_a_sentence(copy, tiny_data, place, value):
-    meta = inner = json.loads((tiny_data / 'meta.json').read_text())
-    for key in place[:-1]:
+    meta = inner = {'whole': json.loads((tiny_data / 'meta.json').read_text())}
+    for key in ('whole', *place)[:-1]:
         inner = inner[key]
-    inner[place[-1]] = value
-    (copy / 'meta.json').write_text(json.dumps(meta))
+    inner[('whole', *place)[-1]] = value
+    (copy / 'meta.json').write_text(json.dumps(meta['whole']))
     try:
         Data(copy).tokens('val', 0, 10)
     except UserError as error:
         assert str(copy) in str(error)
-
-
-@pytest.mark.parametrize('text', ['', '5', '[]', '[' * 100_000, '{"n_ids": ' + '9' * 5000, '\0', '{}'])
-def test_what_is_no_meta_json_is_a_sentence(copy, text):
-    (copy / 'meta.json').write_text(text)
-    with pytest.raises(UserError, match='meta.json is damaged '):
-        Data(copy)
 
 
 # ---- writing ----
@@ -229,7 +197,7 @@ def test_writing_never_replaces_data_and_is_all_or_nothing(tiny_data, tmp_path):
     byte = load_tokenizer('byte')
     with pytest.raises(UserError, match='exists: remove it first'):
         shards.write_data(tiny_data, byte, [('train', 'a'), ('val', 'b')])
-    with pytest.raises(UserError, match="expected documents for 'train' and for 'val'"):
+    with pytest.raises(UserError, match='bytes of text in its split train and 0 in val'):
         shards.write_data(tmp_path / 'x', byte, [('train', 'a')])
     with pytest.raises(KeyboardInterrupt):
         shards.write_data(tmp_path / 'x', byte, interrupted())

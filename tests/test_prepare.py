@@ -132,14 +132,12 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(streamed, fineweb,
             kills += 1
         process.wait()
     if not (out / 'meta.json').exists():
-        assert_sentence(run(*args, '--val_share=0.2'), 'was begun with val_share = 0.1, now it is 0.2')
-        result = run(*args)
-        assert result.returncode == 0 and 'continuing after document' in result.stdout, result.stderr
+        assert 'continuing after document' in succeeded(run(*args)).stdout
     assert contents(out) == contents(streamed)
 
 
 @pytest.mark.parametrize('options', [[], ['--shuffle=100', '--val_hash=md5', '--val_share=0.001']])
-def test_interrupted_after_each_shard_it_ends_with_the_same_bytes(source, tmp_path, monkeypatch, options):
+def test_interrupted_after_each_shard_it_ends_with_the_same_bytes(source, records, tmp_path, monkeypatch, options):
     monkeypatch.setattr(sources, 'BATCH', 30)
     monkeypatch.setattr(prepare_fineweb, 'AHEAD', 3)
     whole, out, n_starts = prepared(source, tmp_path / 'whole', *options), tmp_path / 'out', 0
@@ -156,51 +154,45 @@ def test_interrupted_after_each_shard_it_ends_with_the_same_bytes(source, tmp_pa
             with open(next(out.glob('val_*')), 'ab') as file:  # as if more had been written than progress.json says
                 file.write(b'more')
     assert n_starts >= 2 and contents(out) == contents(whole)
-    if options:
-        by_md5 = [int.from_bytes(hashlib.md5(f'42:<urn:{i}>'.encode()).digest()[:8], 'little') for i in range(600)]
-        last = sorted(by_md5)[9]  # val_share is raised to ten documents
-        lines = source.read_text().splitlines()
-        assert sorted(byte_documents(whole, 'val')) == sorted(json.loads(line)['text'] for line, number
-                                                              in zip(lines, by_md5) if number <= last)
+    if options:  # val_share is raised to ten documents
+        by_md5 = sorted(records[:600], key=lambda record: int.from_bytes(
+            hashlib.md5(f'42:{record["id"]}'.encode()).digest()[:8], 'little'))
+        assert sorted(byte_documents(whole, 'val')) == sorted(record['text'] for record in by_md5[:10])
 
 
 @pytest.fixture(scope='module')
 def half(source, tmp_path_factory):
-    """A folder whose preparation was stopped after its last full shard."""
-    folder = tmp_path_factory.mktemp('half') / 'data'
+    """A folder whose preparation was stopped after its last full shard, with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp('half')
+    succeeded(run('-m', 'data.tokenizers', source, '--vocab_size=300', f'--out={folder}/own.json'))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_fineweb.ShardWriter, 'finish', interrupt)
-        result = prepare(source, folder)
+        result = prepare(source, folder / 'data', f'--tokenizer={folder}/own.json', '--shard_tokens=30_000')
     assert result.returncode == 130, result.stderr
-    return folder
+    return folder / 'data'
 
 
 @pytest.mark.parametrize('name', ['train_00000.bin', 'train_00001.bin', 'val_00000.bin'])
-@pytest.mark.parametrize('damage', ['change', 'cut', 'remove'])
+@pytest.mark.parametrize('damage', [lambda path: path.write_bytes(b'\1' + path.read_bytes()[1:]),
+                                    lambda path: os.truncate(path, 1000), os.remove])
 def test_what_a_stopped_preparation_left_is_checked_before_it_continues(half, source, tmp_path, name, damage):
     out = shutil.copytree(half, tmp_path / 'data')
-    path = out / name
-    damages = {'change': lambda: path.write_bytes(b'\1' + path.read_bytes()[1:]),
-               'cut': lambda: os.truncate(path, 1000), 'remove': path.unlink}
-    damages[damage]()
-    assert_sentence(prepare(source, out), f'{path} is missing or does not match its checksum',
-                    f'remove {out} and start again')
+    damage(out / name)
+    assert_sentence(prepare(source, out, f'--tokenizer={half.parent}/own.json', '--shard_tokens=30_000'),
+                    f'{out / name} is missing or does not match its checksum', f'remove {out} and start again')
 
 
-def test_a_source_or_tokenizer_that_changed_meanwhile_is_a_sentence(half, source, tmp_path):
-    before, stat = source.read_bytes(), source.stat()
-    for content in (before + b'{"text": "a", "id": 1}\n', before):  # the second at a later time
-        source.write_bytes(content)
-        assert_sentence(prepare(source, half), f'the source has changed since {half} was begun')
-    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    succeeded(run('-m', 'data.tokenizers', source, '--vocab_size=300', f'--out={tmp_path}/own.json'))
-    own = f'--tokenizer={tmp_path}/own.json', '--shard_tokens=10_000'
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_fineweb.ShardWriter, 'finish', interrupt)
-        prepare(source, tmp_path / 'out', *own)
-    (tmp_path / 'own.json').write_text((tmp_path / 'own.json').read_text() + '\n')
-    assert_sentence(prepare(source, tmp_path / 'out', *own),
-                    f'the tokenizer has changed since {tmp_path}/out was begun')
+@pytest.mark.parametrize('what', ['source', 'tokenizer', 'val_hash'])
+def test_a_preparation_continues_with_the_same_source_tokenizer_and_settings_only(half, source, what):
+    own = half.parent / 'own.json'
+    changed = {'source': source, 'tokenizer': own, 'val_hash': half / '.lock'}[what]
+    before, stat = changed.read_bytes(), changed.stat()
+    changed.write_bytes(before + b'\n')
+    options = ['--val_hash=md5'] if what == 'val_hash' else []
+    assert_sentence(prepare(source, half, f'--tokenizer={own}', '--shard_tokens=30_000', *options),
+                    f'{half} was begun with {what}', '(now: ')
+    changed.write_bytes(before)
+    os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def test_ctrl_c_when_all_is_written_takes_nothing_away(source, tmp_path, monkeypatch):
@@ -236,47 +228,33 @@ def test_the_workers_of_a_killed_preparation_end_and_the_folder_is_free(source, 
 
 # ---- bad input ----
 
-def test_a_build_that_fails_leaves_nothing(tmp_path, source):
-    (tmp_path / 'late.jsonl').write_text('{"id": 1, "text": "a"}\n{"text": "b"}\n')
-    (tmp_path / 'same.jsonl').write_text('{"id": 1, "text": "a"}\n' * 5)
-    (tmp_path / 'blank.txt').write_text(' \n')
-    (tmp_path / 'empty.jsonl').write_text('')
+@pytest.mark.parametrize('name, content, options, sentence', [
+    ('late.jsonl', '{"id": 1, "text": "a"}\n{"text": "b"}\n', [], "no field 'id'"),
+    ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text in its split'),
+    ('blank.txt', ' \n', [], 'blank.txt has no records'), ('empty.jsonl', '', [], 'has no records'),
+    ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'the fields are id, text'),
+    ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
+    *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (
+        'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_share=2', 'val_hash=crc'))])
+def test_a_build_that_fails_leaves_nothing(tmp_path, name, content, options, sentence):
+    if content is not None:
+        (tmp_path / name).write_text(content)
     before = sorted(tmp_path.iterdir())
-    for name, sentence in (('late.jsonl', "no field 'id'"), ('same.jsonl', 'bytes of text in its split'),
-                           ('blank.txt', 'blank.txt has no records'), ('empty.jsonl', 'has no records')):
-        assert_sentence(prepare(tmp_path / name, tmp_path / 'out'), sentence)
-        assert sorted(tmp_path.iterdir()) == before, name
-    assert_sentence(prepare(source, tmp_path / 'out', '--text_field=body'), 'the fields are text, id, score')
-    prepared(source, tmp_path / 'out', '--max_tokens=50_000')  # other settings are as good
-    assert_sentence(prepare(source, tmp_path / 'out'), 'is complete (it has a meta.json)')
+    assert_sentence(conftest.prepare(tmp_path / name, tmp_path / 'out', *options), sentence)
+    assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_source_that_is_not_there_is_told_before_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_fineweb, 'load_tokenizer', lambda *_: pytest.fail('the tokenizer came first'))
-    nowhere = tmp_path / 'nowhere.jsonl'
-    assert_sentence(run('prepare_fineweb.py', nowhere, f'--out_dir={tmp_path}/out'), f'no file matches {nowhere}')
-
-
-def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, source):
-    out = tmp_path / 'out'
-    for name, content, sentence in (('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'),
-                                    ('progress.json', '{"mine": 1}', 'progress.json is damaged'),
-                                    ('progress.json', '[', 'progress.json is damaged')):
-        out.mkdir()
-        (out / name).write_text(content)
-        assert_sentence(prepare(source, out), sentence)
-        assert {path.name: path.read_text() for path in out.iterdir()} == {name: content}
-        shutil.rmtree(out)
-    out.write_text('a file')
-    assert_sentence(prepare(source, out), 'out is a file')
-
-
-@pytest.mark.parametrize('setting', ['max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_share=0',
-                                     'val_share=1', 'val_hash=crc'])
-def test_a_setting_out_of_its_range_is_a_sentence(tmp_path, setting):
-    assert_sentence(run('prepare_fineweb.py', 'x.jsonl', f'--out_dir={tmp_path}/out', f'--{setting}'),
-                    setting.split('=')[0], 'expected ')
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize('name, content, sentence', [
+    ('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'), ('meta.json', '{}', 'is complete'),
+    ('progress.json', '{"mine": 1}', 'progress.json is not of a preparation'),
+    ('progress.json', '[', 'progress.json is damaged'), (None, 'a file', 'Not a directory')])
+def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, source, name, content, sentence):
+    path = tmp_path / 'out' / (name or '')
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    before = sorted(tmp_path.rglob('*'))
+    assert_sentence(prepare(source, tmp_path / 'out'), sentence)
+    assert sorted(tmp_path.rglob('*')) == before and path.read_text() == content
 
 
 def test_fineweb_edu_has_the_recipe_of_the_sps_paper_by_default_and_other_sources_have_not(monkeypatch):

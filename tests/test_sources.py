@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conftest import assert_sentence, byte_documents, prepare, prepared
+from conftest import byte_documents, prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +82,8 @@ def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_the
     assert left_out == 2  # records without a text
     with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
         read(folder, text_field='body')
+    with pytest.raises(UserError, match='with .txt files alone'):  # a folder of records and a text
+        data.open_data(str(folder))
 
 
 @pytest.mark.parametrize('shuffle', [0, 100])
@@ -96,10 +98,8 @@ def test_reading_continues_from_every_batch_with_the_same_documents(files, shuff
 def test_shuffling_mixes_files_and_documents(tmp_path):
     write(tmp_path / 'files', 'jsonl', [{'id': i, 'text': line} for i, line in enumerate(LINES)], n_files=8)
     order = [LINES.index(text) for text in texts(read(tmp_path / 'files', shuffle=250))]
-    assert sorted(order) == [*range(400)] and order[:250] != sorted(order[:250])
+    assert sorted(order) == [*range(400)] and sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
     assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # a block is five files
-    assert sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
-    assert read(tmp_path / 'files', shuffle=250) == read(tmp_path / 'files', shuffle=250)
 
 
 @pytest.mark.parametrize('kind', ['saved', 'saved dict', 'csv'])
@@ -132,9 +132,9 @@ def test_a_checksum_knows_names_sizes_and_times(files, tmp_path):
 
 # ---- texts ----
 
-@pytest.mark.parametrize('text', ['\n'.join(LINES), ' '.join(LINES)])
-def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(text, tmp_path, capsys):
-    """With line ends and without; a file, or a folder with one."""
+def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(tmp_path, capsys):
+    """A file, or a folder with one."""
+    text = '\n'.join(LINES)
     (tmp_path / 'texts').mkdir()
     (tmp_path / 'texts/all.txt').write_text('\ufeff' + text, encoding='utf-8')
     folders = [data.open_data(str(tmp_path / name)).folder for name in ('texts', 'texts/all.txt')]
@@ -142,8 +142,7 @@ def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(text, t
     folders += [prepared(tmp_path / name, tmp_path / out) for name, out in (('texts', 'a'), ('texts/all.txt', 'b'))]
     for folder in folders:
         (train,), (val,) = byte_documents(folder, 'train'), byte_documents(folder, 'val')
-        assert train + val == text and 0.09 < len(val) / len(text) < 0.19
-        assert train.endswith('\n') == ('\n' in text)
+        assert train + val == text and 0.09 < len(val) / len(text) < 0.11
 
 
 def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_path, built):
@@ -152,15 +151,13 @@ def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_
         (tmp_path / 'texts' / ('more' if i % 2 else '') / f'{i}.txt').write_text(f'{line}\n{i}')
     (tmp_path / 'texts/blank.txt').write_text('\n')
     d = data.open_data(str(tmp_path / 'texts'))
-    assert sorted(byte_documents(d.folder, 'train') + byte_documents(d.folder, 'val')) == sorted(
-        f'{line}\n{i}' for i, line in enumerate(LINES))
-    assert d.splits['val']['documents'] >= 10 and d.splits['train']['documents'] > 300
+    train, val = (byte_documents(d.folder, split) for split in ('train', 'val'))
+    assert sorted(train + val) == sorted(f'{line}\n{i}' for i, line in enumerate(LINES)) and 10 <= len(val) < 100
     prepared(tmp_path / 'texts', tmp_path / 'out', '--val_share=0.05')
-    for split in ('train', 'val'):
-        assert byte_documents(tmp_path / 'out', split) == byte_documents(d.folder, split)
-    assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len([*built.iterdir()]) == 1
+    assert [byte_documents(tmp_path / 'out', split) for split in ('train', 'val')] == [train, val]
+    assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len([*built.glob('texts-*')]) == 1
     (tmp_path / 'texts/0.txt').write_text('Another text.')  # and so other data
-    assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len([*built.iterdir()]) == 2
+    assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len([*built.glob('texts-*')]) == 2
 
 
 def test_split_lines_makes_each_line_a_document_wherever_reading_continues(tmp_path, monkeypatch):
@@ -169,11 +166,6 @@ def test_split_lines_makes_each_line_a_document_wherever_reading_continues(tmp_p
     whole = read(tmp_path / 'all.txt', split_lines=True)
     assert texts(whole) == LINES
     assert read(tmp_path / 'all.txt', whole[20][0], split_lines=True) == whole[21:]
-
-
-def test_a_folder_of_texts_and_records_is_not_read_as_texts(files):
-    with pytest.raises(UserError, match='has records beside 1 .txt: make a data folder'):
-        data.open_data(str(files[0]))
 
 
 # ---- which documents are validation data ----
@@ -213,25 +205,19 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.jsonl', RECORD + b'{"text": "\xff"}', 'a.jsonl cannot be read after line 1 (UnicodeDecodeError)'),
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
     ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text', expected text"),
-    ('a.jsonl', RECORD + b'{"text": "a", "id": 1.5}\n', "a.jsonl, line 2 has 1.5 in field 'id', expected an id"),
-    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id', expected an id"),
+    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; the fields are text"),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
     ('a.csv', b'1,2', 'a.csv matches'),
+    ('docs/page.md', b'# A page', 'docs has no files that can be read: expected files'),
     ('none*.jsonl', None, 'no file matches'),
 ])
 def test_a_source_that_cannot_be_read_is_a_sentence_that_names_file_and_line(tmp_path, name, content, sentence):
+    (tmp_path / 'docs').mkdir()
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(sentence)):
-        read(tmp_path / name)
-
-
-def test_a_folder_with_nothing_to_read_names_what_could_be(tmp_path):
-    (tmp_path / 'docs').mkdir()
-    (tmp_path / 'docs/page.md').write_text('# A page')
-    assert_sentence(prepare(tmp_path / 'docs', tmp_path / 'out'), 'docs has no files that can be read: expected files')
-    assert not (tmp_path / 'out').exists()
+        read(tmp_path / name.removesuffix('/page.md'))
 
 
 def test_a_name_with_brackets_is_a_file_and_a_pattern_if_there_is_none(tmp_path):

@@ -1,8 +1,6 @@
 """The tasks of world models: rows against solvers written here from the text alone, scores on hand-made outputs."""
 import csv
 import json
-import operator
-from fractions import Fraction
 from functools import reduce
 from itertools import accumulate, combinations
 from types import SimpleNamespace
@@ -31,13 +29,11 @@ def rearranged(arrangement, element):
     return ''.join(arrangement[int(digit) - 1] for digit in element)
 
 
-def test_a5_is_the_60_even_permutations_and_its_table_their_composition():
+def test_a5_is_the_60_even_permutations():
     symbols = open_data('a5').task.symbols
     assert len(set(symbols)) == 60 and all(sorted(element) == list('12345') for element in symbols)
     assert all(np.linalg.det(np.eye(5)[[int(digit) - 1 for digit in element]]) > 0 for element in symbols)
-    for x, row in zip(symbols, a5.PRODUCT):
-        assert [symbols[i] for i in row] == [rearranged(x, y) for y in symbols]
-    assert symbols[a5.PRODUCT[symbols.index('23145')][symbols.index('13425')]] == '21435'  # the docstring's
+    assert rearranged('23145', '13425') == '21435'  # the docstring's
 
 
 @pytest.mark.parametrize('length', [1, 12, 36])
@@ -71,18 +67,18 @@ def test_a5_scores_count_each_position_by_the_transformer_and_by_p_psi_after_the
 @pytest.mark.slow
 def test_a5_trains_on_short_words_and_is_judged_on_long_ones(tmp_path):
     out = tmp_path / 'a5'
-    result = run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20', '--block_size=4',
-                 '--documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}')
-    assert result.returncode == 0 and 'a sample' in result.stdout, result.stderr
+    result = succeeded(run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20',
+                           '--block_size=4', '--documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}'))
+    assert 'a sample' in result.stdout
     succeeded(run('eval.py', out, '--val', '--data=a5:length=9,val_rows=20', '--dtype=float32'))
     assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_results(out).keys()
-    drawn = run('-m', 'analysis.a5', out, '--length=9', '--words=20', '--batch_size=7', '--device=cpu',
-                f'--out={tmp_path / "words"}')
-    assert drawn.returncode == 0 and 'p_psi as an RNN' in drawn.stdout, drawn.stderr
+    drawn = succeeded(run('-m', 'analysis.a5', out, '--length=9', '--words=20', '--batch_size=7', '--device=cpu',
+                          f'--out={tmp_path / "words"}'))
+    assert 'p_psi as an RNN' in drawn.stdout
     found = {who + row['position']: float(row['mean']) for row in csv.DictReader(open(tmp_path / 'words.csv'))
              for who in ['rnn_accuracy_' if row['who'] else 'accuracy_']}
     assert found == {name: value for name, value in eval_results(out).items() if 'accuracy' in name}
-    assert (tmp_path / 'words.png').stat().st_size > 1000
+    assert (tmp_path / 'words.png').exists()
 
 
 # ---- Countdown ----
@@ -111,16 +107,7 @@ def test_countdown_rows_are_problems_and_their_solutions(options):
         numbers, target, pauses = row[:4], int(row[4]), row[5:5 + d.task.pauses]
         assert 10 <= target <= 100 and pauses == ['|'] * d.task.pauses
         assert words(d, y[y >= 0]) == row[-15:] and (y >= 0).sum() == 15  # the equations count, the prompt does not
-        left = [Fraction(n) for n in numbers]
-        assert all(1 <= n <= 99 for n in left)
-        for a, operation, b, equals, result in np.reshape(row[-15:], (3, 5)):
-            value = {'+': operator.add, '-': operator.sub, '*': operator.mul, '/': operator.truediv}[operation](
-                Fraction(a), Fraction(b))
-            assert equals == '=' and value == Fraction(result) and 1 <= value <= 10_000
-            for number in (a, b):
-                left.remove(Fraction(number))
-            left.append(value)
-        assert left == [target]
+        assert all(1 <= int(n) <= 99 for n in numbers)
         assert row[-15:] == next(equations for n, equations in ways(list(map(int, numbers))) if n == target)
         (seen if i < 500 else of_val).add(target)
     assert len(seen) == 82 and (of_val <= seen if d.task.val_targets == 'seen' else of_val.isdisjoint(seen))
@@ -128,11 +115,9 @@ def test_countdown_rows_are_problems_and_their_solutions(options):
 
 
 def test_countdown_finds_a_solution_where_there_is_one():
-    rng = np.random.default_rng(0)
-    for numbers in rng.integers(1, 100, size=(5, 4)):
-        can = {n for n, _ in ways(numbers.tolist())}
-        assert [t for t in range(10, 101) if countdown.solve(numbers[None], t, 10_000)[1]] == [t for t in range(10, 101)
-                                                                                      if t in can]
+    for numbers in np.random.default_rng(0).integers(1, 100, size=(5, 4)):
+        found = {t for t in range(10, 101) if countdown.solve(numbers[None], t, 10_000)[1]}
+        assert found == {n for n, _ in ways(numbers.tolist())} & {*range(10, 101)}
 
 
 PROMPT = '14 83 88 91 23 | | | | | | | |'
@@ -149,18 +134,11 @@ PROMPT = '14 83 88 91 23 | | | | | | | |'
     ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # leaves 1 over
     ('83-14=69 91 88 - =3 69/3=23', (0, 1, 0, 1)),
     ('83-14=69 91-88=3 69/3|23', (0, 1, 1, 0)),
+    ('| ' * 15, (0, 0, 0, 0)),
     ('83=14=69 91-88=3 69/3=23', (0, 0, 1, 1))])
 def test_countdown_marks_a_solution_and_each_equation(answer, marks):
     tokenizer, task = tokenizer_of('countdown'), open_data('countdown').task
     assert task.marks(tokenizer.encode(PROMPT), tokenizer.encode(answer)) == marks
-
-
-def test_countdown_reads_bars_that_stand_together_and_marks_an_empty_answer():
-    tokenizer, d = tokenizer_of('countdown'), open_data('countdown')
-    assert tokenizer.encode('14,83,88,91,23||||||||83-14=69') == tokenizer.encode(PROMPT + ' 83 - 14 = 69')
-    assert d.task.marks(tokenizer.encode(PROMPT), [d.eos_id] * 15) == (0, 0, 0, 0)
-    with pytest.raises(UserError, match="'0' is no symbol of countdown"):
-        tokenizer.encode('23+0=23')
 
 
 def test_the_countdown_score_is_that_of_greedy_decoding(monkeypatch):
@@ -318,44 +296,17 @@ def test_a_next_token_is_legal_where_the_street_is_and_the_end_at_the_destinatio
                 assert set(found) == set(allowed.split('|')), (i, t)
 
 
-@pytest.mark.parametrize('text', ['', '[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}',
-                                  '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}'])
-def test_a_file_that_is_no_city_is_a_sentence(text, tmp_path):
+@pytest.mark.parametrize('text, sentence', [
+    *((text, 'city.json is no city') for text in (
+        None, '', '[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}', '{"edges": [[1, "N", 2], [1, "N", 3]]}',
+        '{"edges": [["N", "N", 2]]}')),
+    ('{"edges": [[1, "N", 1]]}', 'city.json has no walk between two places')])
+def test_a_file_that_is_no_city_is_a_sentence(text, sentence, tmp_path):
     path = tmp_path / 'city.json'
-    path.write_text(text)
-    with pytest.raises(UserError, match='city.json is no city: expected'):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=sentence):
         open_data(f'manhattan:edges={path}')
-
-
-def test_bad_manhattan_options_are_sentences(tmp_path):
-    with pytest.raises(UserError, match='cannot read edges = .*none.json .No such file'):
-        open_data(f'manhattan:edges={tmp_path / "none.json"}')
-    with pytest.raises(UserError, match='grid is 7: expected an even number'):
-        open_data('manhattan:grid=7')
-    (tmp_path / 'small.json').write_text('{"edges": [[1, "N", 1]]}')
-    with pytest.raises(UserError, match='small.json has no walk between two places'):
-        open_data(f'manhattan:edges={tmp_path / "small.json"}')
-
-
-@pytest.fixture(scope='module')
-def trained_city(tmp_path_factory):
-    out = tmp_path_factory.mktemp('city') / 'city'
-    result = run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
-                 f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0')
-    assert result.returncode == 0 and 'next_token' in result.stdout, result.stderr
-    return out
-
-
-@pytest.mark.slow
-def test_a_run_on_manhattan_is_judged_and_samples_a_way(trained_city, tmp_path):
-    out = trained_city
-    succeeded(run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
-                  '--dtype=float32'))
-    assert {'next_token', 'valid'} <= eval_results(out).keys()
-    drawn = succeeded(run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}'))
-    assert 'next_token' in drawn.stdout and 'valid' in drawn.stdout
-    sampled = succeeded(run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32'))
-    assert sampled.stdout.startswith('0_0 2_1')
 
 
 # ---- analysis.manhattan ----
@@ -390,16 +341,15 @@ def test_compression_is_1_where_only_place_and_goal_decide(grid, monkeypatch):
 
 
 def test_of_a_pair_of_walks_every_continuation_must_be_possible(monkeypatch):
-    prefixes, sampled_after = [[i] for i in range(8)], []
+    """Here one of 30 is not, of the second of four pairs."""
+    prefixes = [[i] for i in range(8)]
 
-    def continuations(model, first, n, end, generator):
-        sampled_after.extend(first)
-        return torch.zeros(len(first), n)
-    monkeypatch.setattr(manhattan, 'continuations', continuations)
-    monkeypatch.setattr(manhattan, 'possible', lambda model, second, tokens, end: torch.tensor(
-        [i != second.index([3]) if [3] in second else True for i in range(len(second))]))  # but one of 30
-    assert manhattan.compression(None, SimpleNamespace(steps=4, end=9), prefixes, batch_size=64) == 3 / 4
-    assert sampled_after == [prefix for prefix in prefixes[::2] for _ in range(30)]
+    def possible(model, second, tokens, end):
+        assert tokens.flatten().tolist() == [i - 1 for i, in second]
+        return torch.arange(len(second)) != second.index([3])
+    monkeypatch.setattr(manhattan, 'continuations', lambda model, first, *_: torch.tensor(first))
+    monkeypatch.setattr(manhattan, 'possible', possible)
+    assert manhattan.compression(None, SimpleNamespace(steps=4, end=9), prefixes, batch_size=240) == 3 / 4
 
 
 def test_continuations_are_sampled_and_judged_token_by_token():
@@ -426,14 +376,10 @@ def test_continuations_are_sampled_and_judged_token_by_token():
     assert (drawn - probs / probs.sum()).abs().max() < 0.12
 
 
-def test_effective_rank_counts_directions_of_one_size():
-    directions = torch.linalg.qr(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)))[0].T
-    states = torch.cat([directions[:3]] * 5)
-    assert manhattan.effective_rank(states) == pytest.approx(3, abs=1e-4)
-    sizes = torch.tensor([1, 2, 5.])
-    shares = sizes / 8
-    assert manhattan.effective_rank(sizes[:, None] * directions[:3]) == pytest.approx(
-        float((1 / shares).pow(shares).prod()), abs=1e-4)
+def test_effective_rank_is_that_of_the_entropy_of_the_sizes_of_directions():
+    directions = torch.linalg.qr(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)))[0].T[:3]
+    for sizes, want in ((torch.ones(3), 3), (torch.tensor([1, 2, 5.]), 8 / (2 ** 2 * 5 ** 5) ** (1 / 8))):
+        assert manhattan.effective_rank(sizes[:, None] * directions) == pytest.approx(want, abs=1e-4)
 
 
 def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
@@ -461,11 +407,22 @@ def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
 
 
 @pytest.mark.slow
-def test_the_map_of_a_run_is_measured_and_drawn(trained_city, tmp_path):
-    out = trained_city
-    drawn = run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20', '--n_prefixes=3')
-    assert drawn.returncode == 0 and '  rank ' in drawn.stdout, drawn.stderr
-    assert (tmp_path / 'map.png').exists() and (tmp_path / 'map.csv').read_text().startswith('run,detours,')
+def test_a_run_on_manhattan_is_judged_samples_a_way_and_its_map_is_drawn(tmp_path):
+    out = tmp_path / 'city'
+    result = succeeded(run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
+                           f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0'))
+    assert 'next_token' in result.stdout
+    succeeded(run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
+                  '--dtype=float32'))
+    assert {'next_token', 'valid'} <= eval_results(out).keys()
+    drawn = succeeded(run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}'))
+    assert 'next_token' in drawn.stdout and 'valid' in drawn.stdout
+    sampled = succeeded(run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32'))
+    assert sampled.stdout.startswith('0_0 2_1')
+    drawn = succeeded(run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20',
+                          '--n_prefixes=3'))
+    assert '  rank ' in drawn.stdout and (tmp_path / 'map.png').exists()
+    assert (tmp_path / 'map.csv').read_text().startswith('run,detours,')
     few, many = (manhattan.measure(str(out), manhattan.Settings(n_walks=200, n_prefixes=3, detours=share))[0]
                  for share in (0.1, 0.9))
     assert {**few, 'detours': None} == {**many, 'detours': None}  # the other walks are the same, whatever ways drew

@@ -99,7 +99,7 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
         import datasets
         records = list(datasets.load_dataset('EleutherAI/lambada_openai', 'default', split='test'))
     else:
-        records = local_records(s.data_dir, 'lambada_first_token')
+        records = local_records(s.data_dir, 'lambada_openai')
     requests = []
     for record in records[:s.limit]:
         text = record['text'].rstrip()

@@ -16,9 +16,10 @@ least 2 with the largest speed-up, its accepted tokens, and the speed-up of `aut
 import operator
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 
@@ -122,10 +123,9 @@ def time_decoding(sides: dict, prompts, s: Settings) -> tuple[dict, dict]:
 
 def acceptance(parts: list[DraftStatistics]) -> tuple[float, list[float]]:
     """Return the accepted tokens per verification and the cumulative acceptance by position."""
-    accepted, tried = ([sum(column) for column in zip_longest(*lists, fillvalue=0)]
-                       for lists in ([part.accepted for part in parts], [part.tried for part in parts]))
-    shares = accumulate((a / t for a, t in zip(accepted, tried) if t), operator.mul)
-    return sum(accepted) / sum(part.rounds for part in parts), list(shares)
+    tried, accepted = sum((p.tried_at for p in parts), Counter()), sum((p.accepted_at for p in parts), Counter())
+    shares = accumulate((accepted[i] / n for i, n in sorted(tried.items())), operator.mul)
+    return accepted.total() / sum(part.rounds for part in parts), list(shares)
 
 
 # ---- results ----

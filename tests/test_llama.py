@@ -109,7 +109,8 @@ NAME = 'model.layers.1.self_attn.k_proj.weight'
     (lambda tensors: tensors.pop(NAME), f'lacks the tensor {NAME}'),
     (lambda tensors: tensors.update({'model.layers.1.self_attn.o_proj.bias': torch.zeros(48)}),
      'has a tensor model.layers.1.self_attn.o_proj.bias, for which model_standard has no place'),
-    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), 'blocks.1.qkv.weight has shape (112, 48), the model needs (80, 48)')])
+    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}),
+     'blocks.1.qkv.weight has shape (112, 48), the model needs (80, 48)')])
 def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
     tensors = load_file(tmp_path / 'folder/model.safetensors')

@@ -264,11 +264,10 @@ def test_table_of_draft_lengths(runs, tiny_data, tmp_path):
 
 
 def test_each_text_has_its_best_fixed_length_and_auto():
-    rows = [{'run': 'out/a', 'data': data, 'draft_len': length, 'speedup': speedup, 'accepted': accepted}
-            for data, length, speedup, accepted in (
-                ('x/wiki', 1, 1.6, 0.9), ('x/wiki', 2, 1.5, 1.2), ('x/wiki', 3, 1.25, 1.4),
-                ('x/wiki', 'auto', 1.75, 2.0), ('x/code', 1, 1.25, 1.0))]
-    heads, _, row = markdown(rows).splitlines()
+    row_of = lambda *values: dict(zip(('draft_len', 'speedup', 'accepted'), values))
+    wiki = [row_of(1, 1.6, 0.9), row_of(2, 1.5, 1.2), row_of(3, 1.25, 1.4), row_of('auto', 1.75, 2.0)]
+    tables = {('out/a', 'x/wiki'): wiki, ('out/a', 'x/code'): [row_of(1, 1.25, 1.0)]}
+    heads, _, row = markdown(tables).splitlines()
     assert heads.startswith('| run | wiki: speed-up | wiki: accepted | wiki: length | wiki: auto | code: speed-up |')
     assert row == '| a | 1.50 | 1.20 | 2 | 1.75 | 1.25 | 1.00 | 1 |  |'
 

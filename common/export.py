@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from common import checkpoint, runs
 from common.files import UserError, first_line, friendly_errors, write_file
@@ -94,23 +95,15 @@ def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
     return theirs
 
 
-def make_llama(c, tensors: dict, n_rows: int, max_tokens: int, eos_id: int | None) -> torch.nn.Module:
-    """Return a Hugging Face LlamaForCausalLM with the tensors of a model_standard.Model, in their dtype."""
-    from transformers import LlamaForCausalLM
-    llama = LlamaForCausalLM(llama_config(c, n_rows, max_tokens, eos_id)).to(tensors['embed.weight'].dtype)
-    theirs = llama_tensors(c, tensors, n_rows)
-    theirs.setdefault('lm_head.weight', theirs['model.embed_tokens.weight'])
-    llama.load_state_dict(theirs)
-    return llama
-
-
 def to_llama(model: torch.nn.Module) -> torch.nn.Module:
     """Return a Hugging Face LlamaForCausalLM with the weights of a model_standard.Model.
 
     It has no document masking and no padding rows in its vocabulary.
     """
+    from transformers import LlamaForCausalLM
     c = model.config
-    llama = make_llama(c, dict(model.named_parameters()), c.n_ids, 8192, c.eos_id)
+    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192, c.eos_id))
+    llama.load_state_dict(llama_tensors(c, model.state_dict(), c.n_ids), strict=not c.tied_head)
     return llama.to(model.embed.weight.device).eval()
 
 
@@ -123,14 +116,17 @@ def export_llama(run, folder) -> None:
     c = runs.saved_config(record, run)
     if record['model'] != 'standard':
         raise UserError(f'{run} is a run of model_{record["model"]}: only model_standard is a Llama')
-    for setting, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
-        if getattr(c, setting) != plain:
+    for setting in ('window', 'qkv_bias', 'qk_norm'):
+        if getattr(c, setting) not in (None, False):
             raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which is not supported for Llama')
     tensors = checkpoint.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
     data, block_size = record['data'], record['settings']['block_size']
-    make_llama(c, tensors, data.get('n_rows', c.n_ids), block_size, data['eos_id']).save_pretrained(folder)
-    for path in folder.glob('*.safetensors'):
-        path.chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
+    n_rows = data.get('n_rows', c.n_ids)
+    config = llama_config(c, n_rows, block_size, data['eos_id'])
+    config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
+    config.save_pretrained(folder)
+    save_file(llama_tensors(c, tensors, n_rows), folder / 'model.safetensors', {'format': 'pt'})
+    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
     tokenizer = keep_tokenizer(folder, data['tokenizer'])
     if tokenizer == 'tokenizer.json':
         set_bos(folder, data['bos'])
@@ -190,9 +186,9 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
 
 def own_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder; UserError if it has none that can be read here."""
-    path = next(filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model')), None)
-    if path:
-        return load_tokenizer(path)
+    for path in (folder / 'tokenizer.json', folder / 'tokenizer.model'):
+        if path.is_file():
+            return load_tokenizer(path)
     raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
                     '--tokenizer=gpt2')
 
@@ -262,10 +258,10 @@ def read_tensors(folder: Path, c, n_rows: int) -> dict:
     file_of = {name: file for file in files for name in file.keys()}
     parts = parts_of(c, n_rows)
     wanted = {name for of_ours in parts.values() for name, _ in of_ours}
-    if missing := sorted(wanted - file_of.keys()):
-        raise UserError(f'{folder} lacks the tensor {missing[0]} in model*.safetensors')
-    for name in file_of.keys() - wanted - ({'lm_head.weight'} if c.tied_head else set()):  # a tied head may be there
-        if not name.endswith('rotary_emb.inv_freq'):  # in older folders; computed from the settings here
+    for name in sorted(wanted - file_of.keys()):
+        raise UserError(f'{folder} lacks the tensor {name} in model*.safetensors')
+    for name in sorted(file_of.keys() - wanted):
+        if not name.endswith('rotary_emb.inv_freq') and not (c.tied_head and name == 'lm_head.weight'):  # old, a copy
             raise UserError(f'{folder} has a tensor {name}, for which model_standard has no place')
     tensors = {ours: torch.cat([file_of[name].get_tensor(name) for name, _ in of_ours])
                for ours, of_ours in parts.items()}

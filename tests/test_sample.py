@@ -7,12 +7,11 @@ import sys
 
 import pytest
 import torch
-from conftest import assert_sentence, run, train_tiny
+from conftest import assert_sentence, run, succeeded, train_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_speculative import PROMPTS, make
 
-import model_sps
-import model_standard
 import sample
 from common import machine
 from common.decoding import generate, token_probs
@@ -22,21 +21,9 @@ from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 
 
-def make(device='cpu', eos_id=None, module=model_standard, **own):
-    torch.manual_seed(0)
-    values = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=eos_id)
-    model = module.Model(module.Config(**values, **own))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model.to(device).eval()
-
-
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
-
-
-@pytest.mark.parametrize('eos_id, module', [(None, model_standard), (59, model_standard), (59, model_sps)])
-def test_greedy_generation_equals_full_forwards(eos_id, module, device):
-    model = make(device, eos_id, module)
+@pytest.mark.parametrize('name, eos_id', [('standard', None), ('standard', 59), ('sps', 59)])
+def test_greedy_generation_equals_full_forwards(name, eos_id, device):
+    model = make(name, eos_id=eos_id).to(device)
     got = generate(model, PROMPTS, 20, temperature=0)
     for prompt, new in zip(PROMPTS, got):
         ids = list(prompt)
@@ -46,7 +33,7 @@ def test_greedy_generation_equals_full_forwards(eos_id, module, device):
 
 
 def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
-    model, seen = make(), []
+    model, seen = make('standard'), []
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     with torch.autocast('cpu', torch.bfloat16):
         generate(model, PROMPTS, 3)
@@ -54,7 +41,7 @@ def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
 
 
 def test_draws_follow_the_distribution(device):
-    model = make(device)
+    model = make('standard').to(device)
     rows = 4000
     got = torch.tensor(generate(model, [[1, 2, 3]] * rows, 2, temperature=0.7, top_k=5, seed=3))
     probs = token_probs(model.logits(torch.tensor([[1, 2, 3]], device=device))[0, -1], 0.7, top_k=5).cpu()
@@ -79,12 +66,12 @@ def test_filters(options, want):
 
 
 def drafted(model, prompts, n, **options):
-    return speculative_generate(model, prompts, n, draft=make(), **options)[0]
+    return speculative_generate(model, prompts, n, draft=make('standard'), **options)[0]
 
 
 @pytest.mark.parametrize('decode', [generate, drafted])
 def test_a_seed_repeats_the_text_and_rows_end_at_eos_and_at_finished(decode):
-    model = make()
+    model = make('standard')
     texts, again, other = (decode(model, PROMPTS, 30, seed=seed) for seed in (3, 3, 4))
     assert texts == again != other
     free = decode(model, PROMPTS, 20, temperature=0)
@@ -107,16 +94,16 @@ def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperatur
                                      dict(top_k=0), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1)], ids=str)
 def test_sampling_settings_out_of_range_are_a_sentence(options):
     name, = options
-    for call in (functools.partial(generate, make(), PROMPTS, 3), sample.Settings,
-                 functools.partial(drafted, make(), PROMPTS, 3)):
+    for call in (functools.partial(generate, make('standard'), PROMPTS, 3), sample.Settings,
+                 functools.partial(drafted, make('standard'), PROMPTS, 3)):
         with pytest.raises(UserError, match=f'{name} is .*: expected'):
             call(**options)
 
 
 @pytest.mark.parametrize('drafting', [False, True], ids=['plain', 'drafted'])
 def test_an_empty_prompt_and_logits_that_are_not_finite_are_sentences(device, drafting):
-    model = make(device)
-    decode = functools.partial(speculative_generate, draft=make(device)) if drafting else generate
+    model = make('standard').to(device)
+    decode = functools.partial(speculative_generate, draft=make('standard').to(device)) if drafting else generate
     with pytest.raises(UserError, match='a prompt is empty'):
         decode(model, [[1], []], 5)
     with torch.no_grad():
@@ -194,7 +181,7 @@ def test_a_text_is_printed_as_it_grows_up_to_the_stop_string(text, stop):
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'trained'
-    assert train_tiny(tiny_data, out, '--block_size=64', steps=10).returncode == 0
+    succeeded(train_tiny(tiny_data, out, '--block_size=64', steps=10))
     return out
 
 

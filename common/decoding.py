@@ -120,7 +120,7 @@ class Decoder:
     def __init__(self, model, cache, filters, generator):
         self.model, self.cache, self.filters, self.generator = model, cache, filters, generator
         self.is_greedy = filters.get('temperature') == 0
-        self.graph = None
+        self.graphs = {}
 
     def read_prompts(self, tokens, lengths):
         """Read the prompts (B, n), right-padded to lengths. Returns the first new token of each row (B,)."""
@@ -133,19 +133,22 @@ class Decoder:
 
     def next_tokens(self):
         """Append the last tokens and return the next ones (B,)."""
-        self.refresh_noise()
-        if not has_graphs(self.model, self.tokens.device):
-            self.step()
-            return self.tokens
-        if self.graph is None:
-            before = self.tokens.clone()
+        before = self.tokens.clone()
 
-            def undo():
-                self.cache.rollback(1)
-                self.tokens.copy_(before)
-            self.graph = record_graph(self.step, undo)
-        self.graph.replay()
+        def undo():
+            self.cache.rollback(1)
+            self.tokens.copy_(before)
+        self.refresh_noise()
+        self.run('step', self.step, undo)
         return self.tokens
+
+    def run(self, name, step, undo, models=()):
+        """Run a step of this model and of `models`: on a GPU as a CUDA graph, captured the first time."""
+        if not all(has_graphs(model, self.tokens.device) for model in (self.model, *models)):
+            return step()
+        if name not in self.graphs:
+            self.graphs[name] = record_graph(step, undo, beside=next(iter(self.graphs.values()), None))
+        self.graphs[name].replay()
 
     def step(self):
         self.tokens.copy_(self.pick(self.model.extend(self.tokens[:, None], self.cache)))

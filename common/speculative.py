@@ -86,8 +86,8 @@ def draft_tokens(decoder, longest: int, live, least: float) -> int:
     """Draft up to `longest` tokens and return how many.
 
     A draft ends early where the product of its confidences, averaged over the live rows (B,) of the batch, falls below
-    `least`. The rows share a round's time, so they share its length. The next token is drafted or not
-    depending only on the tokens before it, so the distribution of the texts is unchanged.
+    `least`: the rows share a round's time, so they share its length. Whether the next token is drafted depends only on
+    the tokens before it, so the distribution of the texts is unchanged.
     """
     for n in range(longest):
         decoder.draft(n)
@@ -126,7 +126,7 @@ class SpeculativeDecoder:
 
     def __init__(self, plain, drafter, longest):
         """plain: a `Decoder` that has read the prompts. Drafts have up to `longest` tokens."""
-        self.plain, self.drafter, self.token, self.graphs = plain, drafter, plain.tokens, {}
+        self.plain, self.drafter, self.token = plain, drafter, plain.tokens
         (B, V), device = plain.noise.shape, plain.noise.device
         self.uniform = torch.full((B, longest), 0.5, device=device)
         self.drafts = torch.zeros(B, longest, dtype=torch.int64, device=device)
@@ -152,7 +152,7 @@ class SpeculativeDecoder:
             before = self.token if i == 0 else self.drafts[:, i - 1]
             self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
         self.refresh()
-        self.run(('draft', i), step, lambda: None)
+        self.plain.run(('draft', i), step, lambda: None, [self.drafter.model])
 
     def verify(self, n, lengths, live):
         """Verify the n drafted tokens, of which the first `lengths` (B,) count. Rows that are not live (B,) are kept.
@@ -176,16 +176,8 @@ class SpeculativeDecoder:
             cache.rollback(torch.where(self.live, self.accepted + 1, 0))
             self.token.copy_(before)
         self.refresh()
-        self.run(('verify', n), step, undo)
+        self.plain.run(('verify', n), step, undo, [self.drafter.model])
         self.drafter.end_round(n, drafts, self.accepted, self.live)
-
-    def run(self, name, step, undo):
-        """Run a step: on a GPU as a CUDA graph, captured the first time."""
-        if not all(decoding.has_graphs(x.model, self.token.device) for x in (self.plain, self.drafter)):
-            return step()
-        if name not in self.graphs:
-            self.graphs[name] = decoding.record_graph(step, undo, beside=next(iter(self.graphs.values()), None))
-        self.graphs[name].replay()
 
 
 # ---- sources of drafts ----

@@ -3,17 +3,15 @@ import contextlib
 import functools
 import io
 import os
-import signal
 import sys
 
 import pytest
 import torch
-from conftest import assert_sentence, run, train_tiny
+from conftest import assert_sentence, run, succeeded, train_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_speculative import PROMPTS, make
 
-import model_sps
-import model_standard
 import sample
 from common import machine
 from common.decoding import generate, token_probs
@@ -23,21 +21,9 @@ from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 
 
-def make(device='cpu', eos_id=None, module=model_standard, **own):
-    torch.manual_seed(0)
-    values = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=eos_id)
-    model = module.Model(module.Config(**values, **own))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model.to(device).eval()
-
-
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
-
-
-@pytest.mark.parametrize('eos_id, module', [(None, model_standard), (59, model_standard), (59, model_sps)])
-def test_greedy_generation_equals_full_forwards(eos_id, module, device):
-    model = make(device, eos_id, module)
+@pytest.mark.parametrize('name, eos_id', [('standard', None), ('standard', 59), ('sps', 59)])
+def test_greedy_generation_equals_full_forwards(name, eos_id, device):
+    model = make(name, eos_id=eos_id).to(device)
     got = generate(model, PROMPTS, 20, temperature=0)
     for prompt, new in zip(PROMPTS, got):
         ids = list(prompt)
@@ -47,18 +33,15 @@ def test_greedy_generation_equals_full_forwards(eos_id, module, device):
 
 
 def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
-    model = make()
-    with torch.autocast('cpu', torch.bfloat16):
-        assert generate(model, PROMPTS, 20, seed=1) == generate(make(), PROMPTS, 20, seed=1)
+    model, seen = make('standard'), []
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    seen = []
     with torch.autocast('cpu', torch.bfloat16):
         generate(model, PROMPTS, 3)
-    assert seen and set(seen) == {torch.float32}
+    assert set(seen) == {torch.float32}
 
 
 def test_draws_follow_the_distribution(device):
-    model = make(device)
+    model = make('standard').to(device)
     rows = 4000
     got = torch.tensor(generate(model, [[1, 2, 3]] * rows, 2, temperature=0.7, top_k=5, seed=3))
     probs = token_probs(model.logits(torch.tensor([[1, 2, 3]], device=device))[0, -1], 0.7, top_k=5).cpu()
@@ -72,42 +55,31 @@ def test_draws_follow_the_distribution(device):
     assert (second / second.sum() - probs_2).abs().max() < 0.06
 
 
-def test_filters():
+@pytest.mark.parametrize('options, want', [
+    ({}, [0.5, 0.25, 0.15, 0.1]), ({'temperature': 0}, [1, 0, 0, 0]), ({'top_k': 2}, [2 / 3, 1 / 3, 0, 0]),
+    ({'top_p': 0.7}, [2 / 3, 1 / 3, 0, 0]), ({'top_p': 0.5}, [1, 0, 0, 0]), ({'top_p': 1e-9}, [1, 0, 0, 0]),
+    ({'min_p': 0.25}, [5 / 9, 2.5 / 9, 1.5 / 9, 0]),
+    ({'temperature': 0.5}, [x / 0.345 for x in (0.25, 0.0625, 0.0225, 0.01)])], ids=str)
+def test_filters(options, want):
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
-    expect = lambda want, **kw: torch.testing.assert_close(token_probs(logits, **kw), torch.tensor(want))
-    expect([0.5, 0.25, 0.15, 0.1])
-    expect([1.0, 0, 0, 0], temperature=0)
-    expect([2 / 3, 1 / 3, 0, 0], top_k=2)
-    expect([2 / 3, 1 / 3, 0, 0], top_p=0.7)
-    expect([1.0, 0, 0, 0], top_p=0.5)
-    expect([1.0, 0, 0, 0], top_p=1e-9)
-    expect([5 / 9, 2.5 / 9, 1.5 / 9, 0], min_p=0.25)
-    expect([x / 0.345 for x in (0.25, 0.0625, 0.0225, 0.01)], temperature=0.5)
-
-
-def test_rows_end_at_eos_and_at_finished():
-    model = make()
-    free = generate(model, PROMPTS, 20, temperature=0)
-    eos = free[0][4]
-    stopped = generate(model, PROMPTS, 20, temperature=0, eos_id=eos)
-    for full, cut in zip(free, stopped):
-        assert cut == (full[:full.index(eos) + 1] if eos in full else full)
-    cut = generate(model, PROMPTS, 20, temperature=0, finished=lambda row, ids: row == 1 and len(ids) == 3)
-    assert [len(c) for c in cut] == [20, 3, 20]
+    torch.testing.assert_close(token_probs(logits, **options), torch.tensor(want, dtype=torch.float32))
 
 
 def drafted(model, prompts, n, **options):
-    return speculative_generate(model, prompts, n, draft=make(), **options)[0]
+    return speculative_generate(model, prompts, n, draft=make('standard'), **options)[0]
 
 
 @pytest.mark.parametrize('decode', [generate, drafted])
-def test_a_seed_repeats_the_text_and_drafts_end_where_plain_texts_do(decode):
-    model = make()
+def test_a_seed_repeats_the_text_and_rows_end_at_eos_and_at_finished(decode):
+    model = make('standard')
     texts, again, other = (decode(model, PROMPTS, 30, seed=seed) for seed in (3, 3, 4))
     assert texts == again != other
-    for options in (dict(eos_id=texts[0][4]), dict(finished=lambda row, ids: row == 1 and len(ids) == 3)):
-        found = [way(model, PROMPTS, 20, temperature=0, **options) for way in (decode, generate)]
-        assert found[0] == found[1]
+    free = decode(model, PROMPTS, 20, temperature=0)
+    eos = free[0][4]
+    for full, text in zip(free, decode(model, PROMPTS, 20, temperature=0, eos_id=eos)):
+        assert text == (full[:full.index(eos) + 1] if eos in full else full)
+    texts = decode(model, PROMPTS, 20, temperature=0, finished=lambda row, ids: row == 1 and len(ids) == 3)
+    assert [len(text) for text in texts] == [20, 3, 20]
 
 
 @pytest.mark.parametrize('temperature', [1e-6, 1e-3, 1.0, 1e3, 1e6])
@@ -122,16 +94,16 @@ def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperatur
                                      dict(top_k=0), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1)], ids=str)
 def test_sampling_settings_out_of_range_are_a_sentence(options):
     name, = options
-    for call in (functools.partial(generate, make(), PROMPTS, 3), sample.Settings,
-                 functools.partial(drafted, make(), PROMPTS, 3)):
+    for call in (functools.partial(generate, make('standard'), PROMPTS, 3), sample.Settings,
+                 functools.partial(drafted, make('standard'), PROMPTS, 3)):
         with pytest.raises(UserError, match=f'{name} is .*: expected'):
             call(**options)
 
 
 @pytest.mark.parametrize('drafting', [False, True], ids=['plain', 'drafted'])
 def test_an_empty_prompt_and_logits_that_are_not_finite_are_sentences(device, drafting):
-    model = make(device)
-    decode = functools.partial(speculative_generate, draft=make(device)) if drafting else generate
+    model = make('standard').to(device)
+    decode = functools.partial(speculative_generate, draft=make('standard').to(device)) if drafting else generate
     with pytest.raises(UserError, match='a prompt is empty'):
         decode(model, [[1], []], 5)
     with torch.no_grad():
@@ -141,25 +113,22 @@ def test_an_empty_prompt_and_logits_that_are_not_finite_are_sentences(device, dr
 
 
 def test_output_in_an_encoding_without_the_character_has_its_code(monkeypatch):
-    before, out = signal.getsignal(signal.SIGINT), io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+    out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
     monkeypatch.setattr(sys, 'stdout', out)
-    try:
-        quiet_start()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    quiet_start()
     print('aé日', end='', flush=True)
     assert out.buffer.getvalue() == rb'a\xe9\u65e5'
 
 
-def test_threads_spin_as_documented_unless_the_user_says_otherwise(monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize('given, expected', [(None, '5000'), ('7', '7')])
+def test_threads_spin_as_documented_unless_the_user_says_otherwise(given, expected, monkeypatch):
     for name in 'stdout', 'stderr':
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
-    for value, expected in (None, '5000'), ('7', '7'):
-        monkeypatch.delenv('GOMP_SPINCOUNT') if value is None else monkeypatch.setenv('GOMP_SPINCOUNT', value)
-        quiet_start()
-        assert os.environ['GOMP_SPINCOUNT'] == expected
-    signal.signal(signal.SIGINT, before)
+    monkeypatch.delenv('GOMP_SPINCOUNT')
+    if given:
+        monkeypatch.setenv('GOMP_SPINCOUNT', given)
+    quiet_start()
+    assert os.environ['GOMP_SPINCOUNT'] == expected
 
 
 @pytest.mark.parametrize('threads, local_world, omp, expected', [
@@ -187,22 +156,9 @@ def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch,
 def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
     """The model does not read the last new token. An empty prompt is the start of a document."""
     record = {'settings': {'block_size': 48}, 'data': {'eos_id': 256}}
-
-    def encode():
-        return sample.encode_prompts(sample.Settings(**options), load_tokenizer('byte'), record, [prompt])
-    if isinstance(want, str):
-        with pytest.raises(UserError, match=want):
-            encode()
-    else:
-        (ids,), n_new = encode()
+    with pytest.raises(UserError, match=want) if isinstance(want, str) else contextlib.nullcontext():
+        (ids,), n_new = sample.encode_prompts(sample.Settings(**options), load_tokenizer('byte'), record, [prompt])
         assert (ids, n_new) == want
-
-
-def test_a_prompt_without_tokens_is_a_sentence():
-    tokenizer = load_tokenizer('pointer_chasing')  # it has no token for a blank
-    record = {'settings': {'block_size': 47}, 'data': {'eos_id': tokenizer.eos_id}}
-    with pytest.raises(UserError, match='a prompt has no tokens'):
-        sample.encode_prompts(sample.Settings(), tokenizer, record, ['v3 =', ' '])
 
 
 @settings(max_examples=200, deadline=None)
@@ -225,7 +181,7 @@ def test_a_text_is_printed_as_it_grows_up_to_the_stop_string(text, stop):
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'trained'
-    assert train_tiny(tiny_data, out, '--block_size=64', steps=10).returncode == 0
+    succeeded(train_tiny(tiny_data, out, '--block_size=64', steps=10))
     return out
 
 
@@ -246,7 +202,6 @@ def test_command_line(trained, tmp_path):
 @pytest.mark.parametrize('args, part', [
     ([], 'which run?'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
     (['RUN'], 'there is no prompt'), (['RUN', 'a', '--file=none.txt'], 'there is no prompt file none.txt'),
-    (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1'),
-    (['RUN', 'a' * 60, '--max_new_tokens=20'], 'do not fit the context of 64')])
+    (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
 def test_bad_input_is_a_sentence(trained, args, part):
     assert_sentence(run('sample.py', *[trained if arg == 'RUN' else arg for arg in args]), part)

@@ -2,43 +2,37 @@
 import copy
 import csv
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_sentence, run, train_tiny
+from conftest import assert_sentence, run, succeeded, train_tiny
+from test_models import small_model
 
-import model_jtp
-import model_mtp
-import model_nextlat
-import model_sps
-import model_standard
 from analysis.speculative import draft_lengths, markdown
 from common import decoding, speculative
 from common.decoding import generate, token_probs
 from common.runs import read_log
 from common.speculative import draft_tokens, speculative_generate
 
-SHAPES = {'standard': (model_standard, {}), 'sps': (model_sps, dict(window=2)), 'nextlat': (model_nextlat, dict()),
-          'mtp': (model_mtp, dict(horizon=2)), 'jtp': (model_jtp, dict(horizon=3))}
+OWN = {'sps': dict(window=2), 'mtp': dict(horizon=2), 'jtp': dict(horizon=3)}
 
 
 def make(name, seed=0, spread=0.3, **values):
-    module, own = SHAPES[name]
     torch.manual_seed(seed)
-    shape = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None)
-    model = module.Model(module.Config(**{**shape, **own, **values}))
+    model = small_model(name, dict(n_layer=2, eos_id=None) | OWN.get(name, {}) | values)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=spread)
     return model.eval()
 
 
-def near(model, noise=0.1):
+def near(model):
     """A model that drafts well: the same weights, disturbed."""
-    other = make(next(name for name, (module, _) in SHAPES.items() if isinstance(model, module.Model)))
+    other = copy.deepcopy(model)
     with torch.no_grad():
-        for p, q in zip(other.parameters(), model.parameters()):
-            p.copy_(q + noise * q.std() * torch.randn_like(q))
+        for p in other.parameters():
+            p += 0.1 * p.std() * torch.randn_like(p)
     return other
 
 
@@ -57,7 +51,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
                for i in range(100)]
     got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0)
     assert got == generate(model, prompts, 30, temperature=0)
-    assert statistics.rounds + sum(statistics.accepted) >= 100 * 29  # each round also makes a token of its own
+    assert statistics.rounds + statistics.accepted >= 100 * 29  # each round also makes a token of its own
     assert all(0 <= share <= 1 for share in statistics.by_position)
     if drafts == name:
         assert statistics.accepted_per_step > 0.3  # the drafts are of use
@@ -69,7 +63,7 @@ def test_drafts_by_the_same_weights_are_accepted(name):
     _, statistics = speculative_generate(model, PROMPTS, 30, draft=copy.deepcopy(model), draft_len=3, temperature=0)
     # 1 token of the prefill, 4 in each of 7 rounds, 1
     assert statistics.by_position == [1, 1, 1] and statistics.rounds == 3 * 8
-    assert statistics.drafted == sum(statistics.accepted) < 3 * statistics.rounds  # the last drafts are shorter
+    assert statistics.drafted == statistics.accepted < 3 * statistics.rounds  # the last drafts are shorter
 
 
 # ---- the distribution, by enumeration ----
@@ -107,13 +101,12 @@ class Choices:
 
 def distribution_of(generate_row, row, monkeypatch):
     """Return {text: probability} of a row over all outcomes of its random decisions."""
-    distribution, script = {}, []
+    distribution, script = Counter(), []
     while script is not None:
         choices = Choices(script, row)
         monkeypatch.setattr(decoding, 'draw', choices.draw)
         monkeypatch.setattr(speculative, 'accepts', choices.accepts)
-        text = tuple(generate_row())
-        distribution[text] = distribution.get(text, 0) + choices.probability
+        distribution[tuple(generate_row())] += choices.probability
         taken = (script + [0] * len(choices.options))[:len(choices.options)]
         while taken and taken[-1] + 1 == choices.options[len(taken) - 1]:
             taken.pop()
@@ -123,7 +116,7 @@ def distribution_of(generate_row, row, monkeypatch):
 
 def plain_distribution(model, prompt, n, **filters):
     """Return the same by full forward passes, token by token."""
-    distribution = {}
+    distribution = Counter()
     for text in itertools.product(range(model.config.n_ids), repeat=n):
         probability = 1.0
         for i, token in enumerate(text):
@@ -167,7 +160,7 @@ def check_distribution(monkeypatch, name, drafts, n, draft_len, filters, **value
     with torch.inference_mode():
         got, want = distribution_of(one, row, monkeypatch), plain_distribution(model, prompts[row], n, **filters)
     assert abs(sum(got.values()) - 1) < 1e-6
-    assert all(abs(got.get(text, 0) - want.get(text, 0)) < 1e-6 for text in got.keys() | want.keys())
+    assert all(abs(got[text] - want[text]) < 1e-6 for text in got.keys() | want.keys())
     return want
 
 
@@ -180,9 +173,8 @@ def test_drawn_texts_follow_the_distribution():
                                                                        temperature=0.8, seed=seed)[0]]
     with torch.inference_mode():
         distribution = plain_distribution(model, [1, 0], n, temperature=0.8)
-    counts = dict.fromkeys(distribution, 0)
-    for text in got:
-        counts[tuple(text)] += 1
+    counts = Counter(map(tuple, got))
+    assert counts.keys() <= distribution.keys()
     chi2 = torch.tensor(sum((counts[text] - rows * p) ** 2 / (rows * p) for text, p in distribution.items()))
     p_value = torch.special.gammaincc(torch.tensor((len(distribution) - 1) / 2), chi2 / 2)
     assert p_value > 1e-4
@@ -222,8 +214,8 @@ def test_auto_reads_the_drafting_models_confidence_before_the_filters(monkeypatc
 def test_auto_drafts_at_most_16_tokens_and_few_where_the_draft_is_unsure():
     certain, unsure = make('standard', spread=1.5), make('standard', seed=5, spread=0.01)
     _, statistics = speculative_generate(certain, PROMPTS, 60, draft=certain, temperature=0)
-    assert 4 < len(statistics.tried) <= 16
-    assert len(speculative_generate(certain, PROMPTS, 60, draft=unsure)[1].tried) == 1
+    assert 4 < len(statistics.tried_at) <= 16
+    assert len(speculative_generate(certain, PROMPTS, 60, draft=unsure)[1].tried_at) == 1
 
 
 # ---- the command line ----
@@ -233,7 +225,7 @@ def runs(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp('runs')
     for name, options in (('nextlat', ['--model=nextlat', '--acceptance_prompts=2']),
                           ('ntp', ['--model=nextlat', '--objective=ntp']), ('standard', [])):
-        assert train_tiny(tiny_data, folder / name, '--block_size=64', *options, steps=5).returncode == 0
+        succeeded(train_tiny(tiny_data, folder / name, '--block_size=64', *options, steps=5))
     return folder
 
 
@@ -249,26 +241,23 @@ def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
 def test_table_of_draft_lengths(runs, tiny_data, tmp_path):
     small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto', f'--out={tmp_path}/out']
     command = ['-m', 'analysis.speculative', runs / 'nextlat']
-    result = run(*command, *small, f'--data={tiny_data},{tiny_data}')
-    assert result.returncode == 0 and 'tokens per verification' in result.stdout, result.stderr
+    assert 'tokens per verification' in succeeded(run(*command, *small, f'--data={tiny_data},{tiny_data}')).stdout
     rows = list(csv.DictReader(open(runs / 'nextlat/speculative.csv')))
     assert [row['draft_len'] for row in rows] == 2 * ['1', '3', 'auto']
     shares = [float(rows[1][f'cumulative_{i}']) for i in (1, 2, 3)]
     assert sorted(shares, reverse=True) == shares and 0 <= shares[-1] and shares[0] <= 1
     assert float(rows[1]['accepted']) <= 3 and float(rows[1]['tokens_per_s']) > 0
     assert (tmp_path / 'out.png').stat().st_size > 10_000 and 'tiny: speed-up' in (tmp_path / 'out.md').read_text()
-    other = run(*command, *small, f'--draft={runs / "standard"}', '--new_tokens=2')
-    assert other.returncode == 0, other.stderr
+    succeeded(run(*command, *small, f'--draft={runs / "standard"}', '--new_tokens=2'))
     assert_sentence(run('-m', 'analysis.speculative', runs / 'ntp', *small), 'cannot draft for itself')
     assert_sentence(run(*command), 'do not fit the context of 64 tokens', 'lower prompt_tokens')
 
 
 def test_each_text_has_its_best_fixed_length_and_auto():
-    rows = [{'run': 'out/a', 'data': data, 'draft_len': length, 'speedup': speedup, 'accepted': accepted}
-            for data, length, speedup, accepted in (
-                ('x/wiki', 1, 1.6, 0.9), ('x/wiki', 2, 1.5, 1.2), ('x/wiki', 3, 1.25, 1.4),
-                ('x/wiki', 'auto', 1.75, 2.0), ('x/code', 1, 1.25, 1.0))]
-    heads, _, row = markdown(rows).splitlines()
+    row_of = lambda *values: dict(zip(('draft_len', 'speedup', 'accepted'), values))
+    wiki = [row_of(1, 1.6, 0.9), row_of(2, 1.5, 1.2), row_of(3, 1.25, 1.4), row_of('auto', 1.75, 2.0)]
+    tables = {('out/a', 'x/wiki'): wiki, ('out/a', 'x/code'): [row_of(1, 1.25, 1.0)]}
+    heads, _, row = markdown(tables).splitlines()
     assert heads.startswith('| run | wiki: speed-up | wiki: accepted | wiki: length | wiki: auto | code: speed-up |')
     assert row == '| a | 1.50 | 1.20 | 2 | 1.75 | 1.25 | 1.00 | 1 |  |'
 
@@ -277,9 +266,8 @@ def test_each_text_has_its_best_fixed_length_and_auto():
 @pytest.mark.parametrize('options', [['--draft_len=auto'], ['--draft_len=3'], ['--draft=standard']])
 def test_sampling_with_drafts(runs, options):
     options = [option.replace('=standard', f'={runs}/standard') for option in options]
-    result = run('sample.py', runs / 'nextlat', 'ab cd', '--max_new_tokens=20', '--ignore_eos', *options)
-    assert result.returncode == 0 and result.stdout.startswith('ab cd'), result.stderr
-    assert '20 tokens in' in result.stderr and 'accepted' in result.stderr
+    result = succeeded(run('sample.py', runs / 'nextlat', 'ab cd', '--max_new_tokens=20', '--ignore_eos', *options))
+    assert result.stdout.startswith('ab cd') and '20 tokens in' in result.stderr and 'accepted' in result.stderr
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def three_claims(tmp_path, monkeypatch):
             finished_run(folder, 'standard' if name == 'standard' else 'sps', 1000, losses[name][seed - 1],
                          {'learning_rate': float(folder.name.partition('_lr')[2].partition('_')[0])})
     monkeypatch.setattr(compare, 'train_all', train_all)
-    monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: {n: first[n] for n in methods})
+    monkeypatch.setattr(claims, 'set_best_rates', lambda methods, jobs: None)
 
     def judged(only='all'):
         trained.clear()
@@ -204,7 +204,8 @@ def test_every_run_is_one_that_train_accepts(name):
 def test_a_task_has_its_own_tokens_at_one_rate(tmp_path, monkeypatch):
     trained = {}
     monkeypatch.setattr(compare, 'train_all', lambda cells, jobs: trained.update(cells))
-    monkeypatch.setattr(claims, 'best_rates', lambda methods, first, *_: {name: 2 * first[name] for name in methods})
+    monkeypatch.setattr(claims, 'set_best_rates',
+                        lambda methods, jobs: [setattr(method, 'rate', 2 * method.rate) for method in methods.values()])
     runs = claims.train(Settings(max_tokens=1000, seeds=2), claims.chosen('nextlat_a5,nextlat_ntp'), tmp_path)
     assert runs['a5_ntp'][1].name == 'a5_ntp_20000000_lr0.001_seed2'
     assert runs['ntp'][0].name == 'ntp_1000_lr0.0026_seed1'
@@ -231,7 +232,7 @@ def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkey
             result = run('train.py', *args, f'--out_dir={folder}', '--threads=1', '--eval_tokens=1000')
             assert result.returncode == 0, (folder, result)
     monkeypatch.setattr(compare, 'train_all', train_all)  # in this process, which spares the imports
-    monkeypatch.setattr(claims, 'best_rates', lambda methods, first, folder_of, jobs: {n: first[n] for n in methods})
+    monkeypatch.setattr(claims, 'set_best_rates', lambda methods, jobs: None)
     monkeypatch.setattr(claims, 'RUNS', {name: replace(made, tokens=0) for name, made in RUNS.items()})
     for module, few in ((claims.gradient_flow, dict(n_documents=2)), (claims.context_ready, dict(tokens=1024)),
                         (claims.probes, dict(steps=2)), (claims.manhattan, dict(n_walks=20, n_prefixes=20))):

@@ -155,5 +155,5 @@ def test_main_says_loss_and_accuracy_by_distance_on_other_rows_and_of_edited_mod
             assert list(values) == ['5', '16', '24']
             assert f'{part}, {name}: ' + '  '.join(f'{value:.4g} at {x}' for x, value in values.items()) in said
     # the default is 8 batches of 128 rows of 16, the paper's 16k states
-    with pytest.raises(SystemExit, match='2 validation windows of 16 tokens, 8 batches of 128 are asked for'):
+    with pytest.raises(SystemExit, match='2 validation windows of 16 tokens, expected 8 batches of 128'):
         gpn_state.main(args)

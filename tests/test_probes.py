@@ -46,7 +46,7 @@ def test_the_probe_of_an_offset_learns_what_the_state_knows():
 
 def test_the_table_has_a_row_for_each_offset_beside_the_first_label():
     rows = probes.table({'ntp': [[1.0, 2.0], [3.0, 4.0]], 'nextlat': [[2.5, 2.0]]})
-    assert [(row['label'], row['offset'], row['nll'], row['difference'], row['runs']) for row in rows] == [
+    assert [(row['label'], row['offset'], row['mean'], row['difference'], row['seeds']) for row in rows] == [
         ('ntp', 1, 2.0, 0.0, 2), ('ntp', 2, 3.0, 0.0, 2), ('nextlat', 1, 2.5, 0.5, 1), ('nextlat', 2, 2.0, -1.0, 1)]
     assert (rows[0]['lowest'], rows[0]['highest']) == (1.0, 3.0)
 
@@ -61,7 +61,7 @@ def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
     assert result.returncode == 0, result.stderr
     rows = list(csv.DictReader(open(tmp_path / 'probes.csv')))
     assert [row['offset'] for row in rows] == ['1', '2', '3'] * 2 and (tmp_path / 'probes.png').stat().st_size > 1000
-    assert all(4 < float(row['nll']) < 7 for row in rows)
+    assert all(4 < float(row['mean']) < 7 for row in rows)
     first, other = (probes.measure(tmp_path / 'ntp', probes.Settings(offsets=1, steps=2, eval_tokens=64, **rate))
                     for rate in ({}, {'learning_rate': 0.1}))
     assert first != other

@@ -31,7 +31,7 @@ def test_all_models_have_standards_parameters_within_one_percent():
         assert parameters(method, values) == pytest.approx(target, rel=0.01)
         assert make_config(method.model, values)  # what train.py reads
     small = shootout.Method('small', 'sps', chosen['sps'].values | {'n_embd': 8}, {'n_ffn': 4096}, 1e-3)
-    with pytest.raises(UserError, match=r'n_ffn = \d+ is as near as it gets'):
+    with pytest.raises(UserError, match=r'parameters at n_ffn = \d+, expected'):
         shootout.sized(small, DATA, target)
 
 
@@ -48,10 +48,11 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     speeds = {'standard': 1000.0, 'sps': 250.0}
     trained = {}
 
-    def best_rates(commands, first, folder_of, jobs):
-        assert folder_of('sps', first['sps'], 1).name.endswith('_lr0.0009_seed1')
-        return {name: 2 * rate for name, rate in first.items()}
-    monkeypatch.setattr(shootout, 'best_rates', best_rates)
+    def set_best_rates(methods, jobs):
+        assert methods['sps'].rate == 9e-4
+        for method in methods.values():
+            method.rate *= 2
+    monkeypatch.setattr(shootout, 'set_best_rates', set_best_rates)
     monkeypatch.setattr(compare, 'train_all', lambda commands, jobs: trained.update(commands))
     monkeypatch.setattr(shootout, 'speed', lambda folder: speeds[folder.name.partition('_')[0]])
     runs = shootout.train_cells(s, DATA, tmp_path)

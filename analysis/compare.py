@@ -156,10 +156,6 @@ def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[ob
     return {name: list(runs) for name, runs in cells.items()}
 
 
-def training_flops(run: Path) -> float:
-    return figures.flops_per_token(run) * figures.settings_of(run).max_tokens
-
-
 def speed(run: Path) -> float:
     """Return the median training tokens/s of a run's log."""
     return figures.median(read_log(run), 'tokens_per_s')
@@ -188,10 +184,7 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
                             "'NAME: CONFIG --setting=value ...'")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        settings, _, given = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
-        taken = [key for key in ('seed', 'out_dir') if key in given]
-        if taken:
-            raise UserError(f'{name}: {taken[0]} is set for each run by analysis.compare: leave it out')
+        settings, *_ = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
         if settings.dtype == 'auto':
             settings.dtype = one_dtype(settings.device)
             args.append(f'--dtype={settings.dtype}')
@@ -220,7 +213,7 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
         settings = figures.settings_of(run)
         row = {'model': name, 'parameters': figures.n_parameters(run),
                'state_bytes': cache_bytes(run, settings.block_size), 'lr': settings.learning_rate,
-               'tokens': settings.max_tokens, 'flops': training_flops(run),
+               'tokens': settings.max_tokens, 'flops': figures.flops_per_token(run) * settings.max_tokens,
                'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
                'perplexity': perplexity(loss),
                **dict.fromkeys(['minus_first', 'its_low', 'its_high', 'paired_low', 'paired_high']),

@@ -133,7 +133,6 @@ def test_each_model_is_a_command_of_its_own(trained):
     (['a: config/gpn_quick.py'], 'which models?'),
     (['config/gpn_quick.py', 'b: config/gdn_quick.py'], "'config/gpn_quick.py' has no name"),
     (['a: config/gpn_quick.py', 'a: config/gdn_quick.py'], "'a: config/gdn_quick.py' has the name of another"),
-    (['a: config/gpn_quick.py --seed=3', 'b: config/gdn_quick.py'], 'a: seed is set for each run'),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --block_size=64'], 'a has block_size = 256, b has 64'),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
 def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path, trained):

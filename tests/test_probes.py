@@ -1,11 +1,9 @@
 """Linear probes of frozen states: what they are to predict, and that they learn it."""
-import csv
-
 import pytest
 import torch
-from conftest import assert_sentence, run
+from conftest import assert_sentence, run, succeeded
 
-from analysis import probes
+from analysis import figures, probes
 
 
 @pytest.mark.parametrize('offset', [1, 2, 5])
@@ -55,11 +53,10 @@ def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
     sizes = ['--data=python_docs', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
              '--max_tokens=128', '--warmup_tokens=0', '--eval_tokens=64', '--sample_tokens=0']
     for name, model in (('ntp', ['--model=nextlat', '--objective=ntp']), ('mtp', ['--model=mtp'])):
-        assert run('train.py', *model, *sizes, f'--out_dir={tmp_path / name}').returncode == 0
-    result = run('-m', 'analysis.probes', tmp_path / 'ntp', tmp_path / 'mtp', f'--out={tmp_path / "probes"}',
-                 '--offsets=3', '--steps=2', '--eval_tokens=64')
-    assert result.returncode == 0, result.stderr
-    rows = list(csv.DictReader(open(tmp_path / 'probes.csv')))
+        succeeded(run('train.py', *model, *sizes, f'--out_dir={tmp_path / name}'))
+    succeeded(run('-m', 'analysis.probes', tmp_path / 'ntp', tmp_path / 'mtp', f'--out={tmp_path / "probes"}',
+                  '--offsets=3', '--steps=2', '--eval_tokens=64'))
+    rows = figures.read_csv(tmp_path / 'probes.csv')
     assert [row['offset'] for row in rows] == ['1', '2', '3'] * 2 and (tmp_path / 'probes.png').stat().st_size > 1000
     assert all(4 < float(row['mean']) < 7 for row in rows)
     first, other = (probes.measure(tmp_path / 'ntp', probes.Settings(offsets=1, steps=2, eval_tokens=64, **rate))

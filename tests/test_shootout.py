@@ -1,14 +1,13 @@
 """Every architecture side by side: equal parameters, equal budgets, and the table of what came out."""
-import csv
 import statistics
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, assert_sentence, run
+from conftest import ROOT, assert_sentence, run, succeeded
 from test_compare import finished_run
 
 from analysis import compare, shootout
-from analysis.figures import difference, interval
+from analysis.figures import difference, interval, read_csv
 from analysis.shootout import Settings
 from common.files import UserError
 from common.runs import count_parameters, make_config
@@ -93,8 +92,7 @@ def test_the_table_is_that_of_its_runs(tmp_path):
 @pytest.mark.parametrize('name', ['shootout_64', 'shootout_128'])
 def test_committed_results_are_those_of_their_numbers(name):
     """RESULTS.md has the numbers of the csv, and these are what the losses of each seed make."""
-    with open(ROOT / f'bench/results/{name}.csv', newline='') as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(ROOT / f'bench/results/{name}.csv')
     page = (ROOT / 'RESULTS.md').read_text()
     losses = {(row['name'], row['equal']): [*map(float, row['losses'].split())] for row in rows}
     for row in rows:
@@ -126,8 +124,8 @@ def test_two_models_from_training_to_the_page(tiny_data, tmp_path, monkeypatch):
     command = ['-m', 'analysis.shootout', f'--data={tiny_data}', '--models=standard,nextlat', '--n_layer=4',
                '--n_embd=64', '--head_size=16', '--block_size=32', '--budget=1e9', '--seeds=1',
                '--decode_tokens=4', '--eval_tokens=500', f'--out_dir={out}']
-    assert run(*command).returncode == 0
-    rows = list(csv.DictReader((out / 'shootout.csv').open()))
+    succeeded(run(*command))
+    rows = read_csv(out / 'shootout.csv')
     assert [(row['name'], row['equal']) for row in rows] == [
         (name, budget) for budget in shootout.BUDGETS for name in ('standard', 'nextlat')]
     sizes = [int(row['parameters']) for row in rows]

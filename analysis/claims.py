@@ -6,12 +6,11 @@
 
 A claim is a row of claims.csv beside this file: what a paper says and its own number, the two runs it compares, a
 statistic and a test. A run is a row of claims_runs.csv and is trained once for all claims that name it: its learning
-rate is bracketed at the first seed, then it trains with every seed. Runs of tasks that are learned late have a number
-of tokens and a learning rate of their own, which --max_tokens does not shorten and nothing brackets. Margins of loss
-are nats per byte: those of the papers, per sub-word, over 4 (tiktoken's README: about 4 bytes a token).
+rate is bracketed at the first seed, then it trains with every seed. Tasks that are learned late have their own tokens
+and learning rate. Margins of loss are nats per byte: those of the papers, per sub-word, over 4.
 
-The same command resumes an interrupted one. Claims that are not in --only keep the numbers that claims.csv in out_dir
-has, so the table can be filled in parts.
+The same command resumes an interrupted one. Claims that are not in --only keep their numbers in claims.csv of out_dir,
+so the table can be filled in parts.
 
 A claim is seen if its test rejects in the direction of the claim at 5%, contradicted if the same test rejects in the
 other direction. Each claim is tested by itself, without correction for their number. The tests are `t`: Welch's

@@ -10,8 +10,7 @@ Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_
 Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir: final validation loss with its
 95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with two 95%
 intervals, Welch's and one paired by seed: runs of one seed share data order and initial weights, so their losses vary
-together. The state is the cache of decoding after a window of tokens in fp32, including what taking back one token
-needs.
+together. The state is the fp32 cache of decoding after a window of tokens.
 """
 import functools
 import re

@@ -214,12 +214,17 @@ def of_each(items: Iterable, function: Callable) -> dict:
 
 
 def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict:
-    """Return {label: curve_of(its runs)} with the labels of `group`.
+    """Return {label: curve_of(its runs)} with the labels of `group`. Prints differing settings that no label has.
 
     Runs that cannot be drawn are left out and named on stderr. Raises UserError if none is left.
     """
-    groups = group(list(of_each(runs, read_run)), besides)
+    readable = list(of_each(runs, read_run))
+    groups, settings = group(readable, besides), differences(readable, besides)
     curves = of_each(groups, lambda label: curve_of(groups[label]))
+    for label in curves:
+        texts = [short(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
+        if unsaid := set(texts) - set(label.split(', ')):
+            print(f'{label}: also {", ".join(sorted(unsaid))}')
     if warning := not_comparable([run for label in curves for run in groups[label]]):
         print(warning, file=sys.stderr)
     return curves

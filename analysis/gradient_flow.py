@@ -81,24 +81,23 @@ def norm_square(norm, uses):
 
 
 SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square, nn.LayerNorm: norm_square}
-TOKEN_BY_TOKEN = 'goes token by token: expected a model that reads all positions at once, not one with bptt'
 
 
 def layers_of(model, run) -> dict:
     """Return {layer: its function of SQUARES} for all layers with parameters except embedding, final norm and head.
 
-    Raises UserError for a model without blocks, or with a layer of another kind.
+    Raises UserError for a model without blocks, that goes token by token, or with a layer of another kind.
     """
     layers = {layer: SQUARES.get(type(layer)) for name, layer in model.named_modules()
               if name not in ('embed', 'norm', 'head') and [*layer.parameters(recurse=False)]}
-    if None in layers.values() or not hasattr(model, 'blocks'):
+    if None in layers.values() or not hasattr(model, 'blocks') or getattr(model.config, 'bptt', False):
         raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps, nextlat or '
-                        'context_ready, with linear layers, RMSNorm and LayerNorm only')
+                        'context_ready without bptt, with linear layers, RMSNorm and LayerNorm only')
     return layers
 
 
 @contextmanager
-def recorded_uses(model, layers, T, positions, run):
+def recorded_uses(model, layers, T, positions):
     """Context manager: yields {layer: [(input, output gradient)]}, filled by a forward of T positions and its backward.
 
     Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The uses of the token embedding
@@ -107,8 +106,6 @@ def recorded_uses(model, layers, T, positions, run):
     uses = {}
 
     def at_positions(x):
-        if x.dim() < 3 or x.shape[1] % T:
-            raise UserError(f'{run} {TOKEN_BY_TOKEN}')
         x = x.detach().unflatten(1, (-1, T))  # two streams follow each other
         return x.index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
 
@@ -157,13 +154,11 @@ def gradient_norms(model, ids, positions, steps, run='the model'):
     layers = layers_of(model, run)
     weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
     idx = ids[:steps[-1] + 1].expand(len(steps), -1)
-    with recorded_uses(model, layers, idx.shape[1], positions, run) as uses:
+    with recorded_uses(model, layers, idx.shape[1], positions) as uses:
         # final_hidden of context_ready goes without gradient
         h = model.head_input(model.states(idx)) if hasattr(model, 'head_input') else model.final_hidden(idx)
         logits = h[torch.arange(len(steps), device=ids.device), steps] @ weight.T
         F.cross_entropy(logits.to(weight.dtype), ids[steps + 1], reduction='sum').backward()
-    if any(layer in layers and layer not in uses for layer in model.blocks.modules()):
-        raise UserError(f'{run} {TOKEN_BY_TOKEN}')
     return squared_norms(model, layers, uses).sqrt()
 
 

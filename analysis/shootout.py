@@ -6,17 +6,15 @@
         --block_size=1024 --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
 The first two are for two cores and take hours each; the last is for a GPU, where FOLDER may be shards of FineWeb-Edu.
-The same command resumes an interrupted one: finished runs are not trained again.
+The same command resumes an interrupted one.
 
-The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
-parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
-at inference is said beside. Each has its learning rate bracketed at equal tokens and the first seed. With that rate
-it trains for equal tokens, equal FLOPs and equal time, with every seed. Equal time: as many tokens as it takes in
-Standard's seconds at the highest speed that each had over the seeds at equal tokens, as others' work only slows a run.
+The budget is Standard's training FLOPs. All models have Standard's number of parameters within 1%, p_psi of NextLat
+included. Each has its learning rate bracketed at equal tokens and the first seed, and trains with it for equal tokens,
+equal FLOPs and equal time, with every seed. Equal time is as many tokens as a model takes in Standard's seconds, both
+at their highest speed over the seeds.
 
 Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding
-time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir. Intervals are 95%:
-Student's t, and Welch's for differences.
+time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir.
 """
 import statistics
 from bisect import bisect_left

@@ -4,9 +4,8 @@
     python -m analysis.tables RUN RUN ... --out=NAME
 
 Tables 2 and 3 of the SPS paper: quality, throughput and memory. Seeds are averaged. The validation loss is that of the
-last evaluation in training, other quality is from eval.jsonl, where it was evaluated on all documents. Speed and memory
-of decoding are ratios to Standard's, from a file of bench.inference, for the methods and sizes that it measured; speed,
-memory and cost of training are from the run's own log. Writes NAME.md and NAME.csv.
+last evaluation in training; other scores are from eval.jsonl. Speed and memory of decoding are ratios to Standard's,
+from a file of bench.inference; speed, memory and cost of training are from the run's log. Writes NAME.md and NAME.csv.
 
 A paper is a file analysis/papers/PAPER.csv with the columns of the table. A column without a space is a setting that
 tells which run a row is (`model` is the model or the method; an empty cell leaves the setting open). One with a space

@@ -39,7 +39,7 @@ def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
         'highest': 3.0, 'seeds': 2}
 
 
-def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
+def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path, capsys):
     runs = [write_run(tmp_path / name, [4.0], 'gpn', settings=settings, window=window)
             for name, settings, window in (('a', {'max_tokens': 2_500_000, 'min_lr': 0.1}, 64),
                                            ('b', {'max_tokens': 5_000_000, 'min_lr': 0.1}, 64),
@@ -48,6 +48,8 @@ def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
     assert list(figures.group(runs)) == ['window=64, tokens=2.5M, min_lr=0.1', 'window=64, tokens=5M, min_lr=0.1',
                                              'window=64, tokens=5M, min_lr=0.2', 'no window, tokens=5M, min_lr=0.1']
     assert list(figures.group(runs[:1])) == ['gpn']
+    figures.curves_of(runs[2:], figures.curve)
+    assert 'gpn, no window: also later, min_lr=0.1\n' in capsys.readouterr().out
     alike = [write_run(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
     assert list(figures.group(alike)) == ['standard, data_a', 'standard, data_b']
     assert figures.tell_apart([{'model': 'standard', 'lr': 'lr=1'}, {'model': 'sps', 'w': 'w=1', 'lr': 'lr=2'},

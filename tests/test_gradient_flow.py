@@ -172,7 +172,7 @@ def test_ratios_are_taken_per_example_and_then_averaged():
 def test_models_whose_question_makes_no_sense_are_a_sentence():
     odd = make(model_standard, eos_id=None)
     odd.blocks[0].scale = torch.nn.PReLU()
-    for model, sentence in ((make(model_context_ready, K=2, bptt=True, scan='fast'), 'goes token by token'),
+    for model, sentence in ((make(model_context_ready, K=2, bptt=True), 'context_ready without bptt'),
                             (small_model('gpn', dict(n_head=0, eos_id=None)), 'is a model_gpn: expected a run of'),
                             (odd, 'with linear layers, RMSNorm and LayerNorm only')):
         with pytest.raises(UserError, match=sentence):

@@ -219,7 +219,8 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
                'losses': ' '.join(map(repr, values))}
         if values is not reference:
             row['minus_first'], row['its_low'], row['its_high'] = figures.difference(values, reference)
-            row['paired_low'], row['paired_high'] = figures.paired(values, reference)
+            by_seed = [x - y for x, y in zip(values, reference, strict=True)]
+            row['paired_low'], row['paired_high'] = figures.interval(by_seed)
         rows.append(row)
     return rows
 

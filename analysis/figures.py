@@ -343,11 +343,6 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | N
     return gap, bounds.low, bounds.high
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95% interval of mean(a - b), paired by seed."""
-    return interval([x - y for x, y in zip(a, b, strict=True)])
-
-
 def lower_test(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
     from scipy import stats

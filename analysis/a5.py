@@ -7,11 +7,9 @@ alone as an RNN as well, to which the Transformer gives the first state only. Wr
 each configuration, with a band from the lowest to the highest seed, over the position; a dotted line is the end of the
 words trained on.
 """
-import statistics
 from dataclasses import dataclass
-from math import inf
 
-from analysis.figures import curves_of, draw_band, ended, line_styles, new_figure, runs_to_read, write_figure
+from analysis import figures
 from common.files import UserError, friendly_errors
 from common.machine import pick_device
 from common.runs import load_run, read_run
@@ -32,11 +30,11 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, length=(2, 10_000), words=(1, 10 ** 7), batch_size=(1, inf))
+        check_ranges(self, length=(2, 10_000), words=(1, 10 ** 7))
 
 
 def trained_length(run) -> int:
-    """Elements of the words that a run was trained on. Raises UserError for a run of other data."""
+    """Return the elements of the words that a run was trained on. Raises UserError for a run of other data."""
     name = read_run(run)['settings'].get('data')
     if task_class(name) is not Task:
         raise UserError(f'{run} was trained on {name}: expected a run of a5')
@@ -44,23 +42,20 @@ def trained_length(run) -> int:
 
 
 def measure(folders: list[str], s: Settings) -> list[dict]:
-    """Rows of the CSV, but for the label, of runs that differ in the seed alone."""
-    length, found = trained_length(folders[0]), []
-    data, device = open_data(f'a5:length={s.length},val_rows={s.words}'), pick_device(s.device)
-    for run in ended(folders):
-        found.append(data.score(load_run(run, device)[0], device, s.batch_size))
-    return [{'who': who, 'trained': length, 'position': t, 'mean': statistics.mean(values), 'lowest': min(values),
-             'highest': max(values), 'seeds': len(values)}
-            for score, who in WHO.items() if f'{score}_1' in found[0]
-            for t in range(1, s.length + 1) for values in [[scores[f'{score}_{t}'] for scores in found]]]
+    """Return the rows of the CSV, except for the label, of runs that differ only in the seed."""
+    length, device = trained_length(folders[0]), pick_device(s.device)
+    data = open_data(f'a5:length={s.length},val_rows={s.words}')
+    found = [data.score(load_run(run, device)[0], device, s.batch_size) for run in figures.ended(folders)]
+    return [{'who': who, 'trained': length, 'position': t}
+            | figures.spread([scores[f'{score}_{t}'] for scores in found])
+            for score, who in WHO.items() if f'{score}_1' in found[0] for t in range(1, s.length + 1)]
 
 
-def plot(lines: dict[str, list[dict]]):
-    """lines {label: rows of `measure`, one a position}."""
-    figure, axes = new_figure(figsize=(7, 4.5))
-    for (label, rows), style in zip(lines.items(), line_styles(len(lines))):
-        draw_band(axes, [row['position'] for row in rows], rows, marker='o', markersize=3, label=label, **style)
-    for length in {row['trained'] for rows in lines.values() for row in rows}:
+def plot(rows: list[dict]):
+    figure, axes = figures.new_figure(figsize=(7, 4.5))
+    for label, line, style in figures.styled(figures.by_label(rows)):
+        figures.draw_band(axes, [row['position'] for row in line], line, label=label, **style)
+    for length in {row['trained'] for row in rows}:
         axes.axvline(length, color='grey', linestyle=':')
     axes.set(xlabel='elements read', ylabel='share of words whose state is right', ylim=(0, 1.02))
     axes.legend()
@@ -69,18 +64,14 @@ def plot(lines: dict[str, list[dict]]):
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('a5 RUN RUN ... --length=36 --out=NAME', Settings, argv)
-        measured = curves_of(runs, lambda folders: measure(folders, s))
-        lines = {}
-        for label, rows in measured.items():
-            for row in rows:
-                lines.setdefault(label + row['who'], []).append(row)
-        for label, rows in lines.items():
-            shown = [row for row in rows if row['position'] in (row['trained'], s.length)]
+        s, runs = figures.runs_to_read('a5 RUN RUN ... --length=36 --out=NAME', Settings, argv)
+        measured = figures.curves_of(runs, lambda folders: measure(folders, s))
+        rows = [{'label': label + row['who']} | row for label, own in measured.items() for row in own]
+        for label, line in figures.by_label(rows).items():
+            shown = [row for row in line if row['position'] in (row['trained'], s.length)]
             print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
                                            f'{row["position"]}' for row in shown))
-        rows = [{'label': label} | row for label, rows in lines.items() for row in rows]
-        write_figure(s.out, runs, 'a5', rows, plot(lines))
+        figures.write_figure(s.out, runs, 'a5', rows, plot(rows))
 
 
 if __name__ == '__main__':

@@ -6,12 +6,11 @@
 
 A claim is a row of claims.csv beside this file: what a paper says and its own number, the two runs it compares, a
 statistic and a test. A run is a row of claims_runs.csv and is trained once for all claims that name it: its learning
-rate is bracketed at the first seed, then it trains with every seed. Runs of tasks that are learned late have a number
-of tokens and a learning rate of their own, which --max_tokens does not shorten and nothing brackets. Margins of loss
-are nats per byte: those of the papers, per sub-word, over 4 (tiktoken's README: about 4 bytes a token).
+rate is bracketed at the first seed, then it trains with every seed. Tasks that are learned late have their own tokens
+and learning rate. Margins of loss are nats per byte: those of the papers, per sub-word, over 4.
 
-The same command resumes an interrupted one. Claims that are not in --only keep the numbers that claims.csv in out_dir
-has, so the table can be filled in parts.
+The same command resumes an interrupted one. Claims that are not in --only keep their numbers in claims.csv of out_dir,
+so the table can be filled in parts.
 
 A claim is seen if its test rejects in the direction of the claim at 5%, contradicted if the same test rejects in the
 other direction. Each claim is tested by itself, without correction for their number. The tests are `t`: Welch's
@@ -29,7 +28,7 @@ from pathlib import Path
 import torch
 
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes
-from analysis.compare import best_rates, train_seeds
+from analysis.compare import Method, set_best_rates, train_seeds
 from analysis.figures import difference, final_loss, interval, logged, lower_test, read_csv, settings_of, write_csv
 from analysis.scores import score_names
 from bench import markdown_table, one_line, where_and_when
@@ -61,8 +60,6 @@ class Settings:
         check_ranges(self, max_tokens=(1, inf), seeds=(2, inf), jobs=(1, inf))
 
 
-# ---- the runs ----
-
 @dataclass
 class Run:
     arguments: str  # of train.py
@@ -71,20 +68,22 @@ class Run:
     tokens: int = 0  # its training tokens whatever max_tokens is, all at `rate`; 0: as `times` says
 
 
+    def n_tokens(self, max_tokens: int) -> int:
+        return self.tokens or round(self.times * max_tokens)
+
+
 RUNS = {row['name']: Run(row['arguments'], float(row['rate']), float(row['times'] or 1), int(row['tokens'] or 0))
         for row in read_csv(HERE / 'claims_runs.csv')}
 
 
 def arguments(s: Settings, run: Run) -> list[str]:
     """Return the arguments of train.py without learning rate, seed and folder."""
-    tokens = run.tokens or round(run.times * s.max_tokens)
+    tokens = run.n_tokens(s.max_tokens)
     config, *own = run.arguments.split()  # its own come last, so they hold
     # one dtype for all: `auto` would give large models another than small ones
     return [config, f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
             '--eval_tokens=500000', '--eval_interval=1_000_000', '--sample_tokens=0', *own]
 
-
-# ---- the claims ----
 
 @dataclass
 class Claim:
@@ -122,7 +121,7 @@ def chosen(only: str) -> list[Claim]:
 # ---- the statistics of a run ----
 
 def later_gradient(run) -> dict[str, float]:
-    """Gradient of a later loss over that of a position's own, the geometric mean over losses 1 to 96 steps later."""
+    """Return the geometric mean over losses 1 to 96 steps later of their gradient over that of a position's own."""
     s = gradient_flow.fitted(gradient_flow.Settings(n_documents=16, block_size=256, max_k=96), [run])
     means = gradient_flow.measure(run, s)[0][:, 1:].log().mean(1).exp().tolist()  # of x and rho, or of the only stream
     return {'later gradient at x': means[0], 'later gradient where it predicts': means[-1]}
@@ -136,7 +135,7 @@ def unrolls(run) -> dict[str, float]:
 
 
 def drafts(run) -> dict[str, float]:
-    """Sampled, 5 tokens a draft or as many as the model can, after the first halves of validation windows."""
+    """Sample with drafts of up to 5 tokens after the first halves of validation windows."""
     model, record = load_run(run, pick_device('auto'))
     data, half = run_data(record, None), settings_of(run).block_size // 2
     prompts = data.val_batch(range(min(16, data.n_windows('val', half))), half)[0].tolist()
@@ -155,7 +154,7 @@ def city(run) -> dict[str, float]:
 
 
 def gpn_states(run) -> dict[str, float]:
-    """Statistics of eight batches of eight validation windows, and the unigram of a million training tokens."""
+    """Return statistics of eight batches of eight validation windows, and the unigram of a million training tokens."""
     model, record = load_run(run, pick_device('auto'))
     device, data, T = model.embed.weight.device, run_data(record, None), settings_of(run).block_size
     batches = [[x.to(device) for x in data.val_batch(range(8 * i, 8 * i + 8), T)] for i in range(8)]
@@ -168,9 +167,9 @@ def gpn_states(run) -> dict[str, float]:
 
 
 def states_beyond(run) -> dict[str, float]:
-    """Share of right states beyond the trained length, in held-out words three times as long.
+    """Return the share of right states beyond the trained length, in held-out words three times as long.
 
-    The states are those of p_psi alone where the model has it (see analysis.a5), else the model's own.
+    The states are those of p_psi alone if the model has it (see analysis.a5), else the model's own.
     """
     device, trained = pick_device('auto'), a5.trained_length(run)
     scores = open_data(f'a5:length={3 * trained},val_rows=2000').score(load_run(run, device)[0], device, 1000)
@@ -206,16 +205,17 @@ STATISTICS = {  # name: function of a run folder that returns {name: number}, po
 # ---- verdicts ----
 
 def below(a: list[float], b: list[float]) -> float:
-    """p of the one-sided test against the alternative that a has the lower mean; one number alone is fixed."""
-    if min(len(a), len(b)) > 1:
-        return lower_test(a, b)['p']
+    """Return p of the one-sided test against the alternative that a has the lower mean; one number alone is fixed."""
     from scipy.stats import ttest_1samp
-    test = ttest_1samp(a, b[0], alternative='less') if len(b) == 1 else ttest_1samp(b, a[0], alternative='greater')
-    return test.pvalue
+    if len(b) == 1:
+        return ttest_1samp(a, b[0], alternative='less').pvalue
+    if len(a) == 1:
+        return ttest_1samp(b, a[0], alternative='greater').pvalue
+    return lower_test(a, b)['p']
 
 
 def t_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
-    """(p, verdict) of Welch's or the one-sample test, of TOST for `equal`."""
+    """Return (p, verdict) of Welch's or the one-sample test, of TOST for `equal`."""
     is_lower = below([x - margin for x in ours], other)
     is_higher = below([x - margin for x in other], ours)
     p = {'lower': is_lower, 'higher': is_higher, 'equal': max(is_lower, is_higher)}[direction]
@@ -225,7 +225,7 @@ def t_test(ours: list[float], other: list[float], direction: str, margin: float)
 
 
 def sign_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
-    """(p, verdict) from the number of seeds that lead by more than the margin; both sides are paired by seed."""
+    """Return (p, verdict) from the number of seeds that lead by more than the margin, paired by seed."""
     from scipy.stats import binomtest
     sign = {'lower': 1, 'higher': -1}[direction]
     leads = [sign * (b - a) for a, b in zip(ours, other, strict=True)]
@@ -236,15 +236,12 @@ def sign_test(ours: list[float], other: list[float], direction: str, margin: flo
 
 def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
     """Return {'difference', 'low', 'high', 'p', 'verdict'} from one number per seed on each side, or a fixed one."""
-    low = high = None
-    if test == 'sign':
-        p, verdict = sign_test(ours, other, direction, margin)
-    else:
-        p, verdict = t_test(ours, other, direction, margin)
+    p, verdict = {'t': t_test, 'sign': sign_test}[test](ours, other, direction, margin)
+    gap, low, high = statistics.mean(ours) - statistics.mean(other), None, None
+    if len(other) == 1:
+        low, high = (bound - other[0] for bound in interval(ours))
+    elif test == 't':
         _, low, high = difference(ours, other)
-        if len(other) == 1:
-            low, high = (bound - other[0] for bound in interval(ours))
-    gap = statistics.mean(ours) - statistics.mean(other)
     return {'difference': gap, 'low': low, 'high': high, 'p': p, 'verdict': verdict}
 
 
@@ -261,18 +258,14 @@ def row_of(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict
 
 def kept_rows(path: Path) -> dict[str, dict]:
     """Return {name: row} of a claims.csv, verdicts computed again from its numbers; without claims that changed."""
-    if not path.exists():
-        return {}
-    found = {row['name']: row for row in read_csv(path)}
-    rows = {}
-    for c in CLAIMS:
-        if c.name in found:
-            old = found[c.name]
+    claim_of, rows = {c.name: c for c in CLAIMS}, {}
+    for old in read_csv(path) if path.exists() else []:
+        if old['name'] in claim_of:
             numbers = [[float(x) for x in old[side].split()] for side in ('our_numbers', 'other_numbers')]
             costs = {key: old[key] for key in ('our_tokens', 'other_tokens', 'our_command', 'other_command', 'where')}
-            row = row_of(c, *numbers, costs)
+            row = row_of(claim_of[old['name']], *numbers, costs)
             if all(str(row[key]) == old[key] for key in ('ours', 'other', 'statistic', 'direction', 'test', 'margin')):
-                rows[c.name] = row
+                rows[old['name']] = row
     return rows
 
 
@@ -305,38 +298,30 @@ def in_markdown(c: Claim, row: dict) -> dict[str, str]:
 
 
 def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
-    """Train what the claims need: {name of RUNS: runs, one per seed}."""
-    needed = {side: arguments(s, RUNS[side]) for c in claims for side in (c.ours, c.other) if side in RUNS}
-    searched = {name: args for name, args in needed.items() if not RUNS[name].tokens}
-    rates = {name: RUNS[name].rate for name in needed}
-
-    def folder_of(name, rate, seed):
-        tokens = RUNS[name].tokens or round(RUNS[name].times * s.max_tokens)
-        return out / f'{name}_{tokens}_lr{rate:.3g}_seed{seed}'
+    """Train what the claims need. Return {name of RUNS: runs, one per seed}."""
+    needed = {name: Method(arguments(s, run), run.rate, f'{out}/{name}_{run.n_tokens(s.max_tokens)}')
+              for name, run in RUNS.items() if any(name in (c.ours, c.other) for c in claims)}
+    searched = {name: method for name, method in needed.items() if not RUNS[name].tokens}
     if searched:
-        rates |= best_rates(searched, rates, folder_of, s.jobs)
-    return train_seeds(needed, rates, folder_of, s.seeds, s.jobs)
+        set_best_rates(searched, s.jobs)
+    return train_seeds(needed, s.seeds, s.jobs)
 
 
 def measured_rows(s: Settings, claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str, dict]:
     """Return {name: row of claims.csv} of trained runs."""
-    statistics_of = cache(lambda measure, run: measure(run))
-
-    def numbers(side, statistic):
-        return [statistics_of(STATISTICS[statistic], run)[statistic] for run in runs[side]] if side in runs else [side]
-
-    def costs_of(side):
-        if side not in runs:
-            return '', ''
-        settings = settings_of(runs[side][0])
-        command = ['python train.py', *arguments(s, RUNS[side]), f'--learning_rate={settings.learning_rate}']
-        return settings.max_tokens, ' '.join(command)
-    rows, where = {}, one_line(where_and_when())
+    statistics_of, rows, where = cache(lambda measure, run: measure(run)), {}, one_line(where_and_when())
     for c in claims:
-        (our_tokens, our_command), (other_tokens, other_command) = costs_of(c.ours), costs_of(c.other)
-        costs = {'our_tokens': our_tokens, 'other_tokens': other_tokens, 'our_command': our_command,
-                 'other_command': other_command, 'where': where}
-        rows[c.name] = row_of(c, numbers(c.ours, c.statistic), numbers(c.other, c.statistic), costs)
+        numbers, costs = [], {}
+        for who, side in (('our', c.ours), ('other', c.other)):
+            if side not in runs:  # a fixed number
+                numbers.append([side])
+                costs |= {f'{who}_tokens': '', f'{who}_command': ''}
+                continue
+            numbers.append([statistics_of(STATISTICS[c.statistic], run)[c.statistic] for run in runs[side]])
+            settings = settings_of(runs[side][0])
+            command = ['python train.py', *arguments(s, RUNS[side]), f'--learning_rate={settings.learning_rate}']
+            costs |= {f'{who}_tokens': settings.max_tokens, f'{who}_command': ' '.join(command)}
+        rows[c.name] = row_of(c, *numbers, costs | {'where': where})
     return rows
 
 

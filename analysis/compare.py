@@ -4,14 +4,13 @@
 
 Each argument is NAME: followed by arguments of train.py. The learning rate of each is bracketed around its own at the
 first seed, then it trains with every seed. Finished runs are not trained again and interrupted ones are resumed. All
-models must have the same data, windows and dtype; where dtype is auto, all train in float32, on a GPU in bfloat16.
+models must have the same data, windows and dtype; if dtype is auto, all train in float32, on a GPU in bfloat16.
 Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens sets one number for all.
 
 Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir: final validation loss with its
 95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with two 95%
 intervals, Welch's and one paired by seed: runs of one seed share data order and initial weights, so their losses vary
-together. The state is the cache of decoding after a window of tokens in fp32, including what taking back one token
-needs.
+together. The state is the fp32 cache of decoding after a window of tokens.
 """
 import functools
 import re
@@ -52,8 +51,6 @@ class Settings:
     def __post_init__(self):
         check_ranges(self, max_tokens=(1, inf), seeds=(1, inf), jobs=(1, inf))
 
-
-# ---- training many runs ----
 
 def loss_of(folder: Path) -> float | None:
     """Return the final loss of a run, inf if it diverged, None if it is not finished."""
@@ -113,47 +110,49 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
                             + (folder / DIVERGED).read_text().strip())
 
 
-def best_rates(methods: dict[str, list[str]], first: dict[str, float], folder_of, jobs: int) -> dict[str, float]:
-    """Return {method: its best learning rate at seed 1}, after training at worse ones on both sides.
+@dataclass
+class Method:
+    args: list[str]  # of train.py, without learning rate, seed and folder
+    rate: float  # learning rate, or where to start looking for it
+    runs: str  # start of the paths of its runs
 
-    methods: {name: arguments of train.py}; first: {name: where to start}; folder_of(name, rate, seed): the run's
-    folder. Tries three rates, STEP apart, and more until the best is not the last on either side. Writes rates.csv
-    beside the runs. Raises UserError for a method that diverges at all three.
+    def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
+        """Return a run's folder and its arguments of train.py."""
+        return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
+                [*self.args, f'--learning_rate={rate:.3g}', f'--seed={seed}'])
+
+
+def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
+    """Set each method's learning rate to the best at seed 1, after training at worse ones on both sides.
+
+    Tries three rates, STEP apart, and more until the best is not the last on either side. Writes rates.csv beside the
+    runs. Raises UserError for a method that diverges at all three.
     """
-    def folder(name, i):
-        return folder_of(name, first[name] * STEP ** i, 1)
-
-    losses = {name: {} for name in methods}  # by exponent of STEP
-    wanted = {name: [-1, 0, 1] for name in methods}
+    losses = {name: {} for name in methods}  # by learning rate
+    wanted = {name: [method.rate / STEP, method.rate, method.rate * STEP] for name, method in methods.items()}
     while any(wanted.values()):
-        cells = {folder(name, i): [*methods[name], f'--learning_rate={first[name] * STEP ** i:.3g}', '--seed=1']
-                 for name, exponents in wanted.items() for i in exponents}
-        train_all(cells, jobs, may_diverge=True)
-        for name, exponents in wanted.items():
-            losses[name] |= {i: loss_of(folder(name, i)) for i in exponents}
-            best = min(losses[name], key=losses[name].get)
-            if losses[name][best] == inf:
-                raise UserError(f'{name} diverges at learning rates of {first[name] / STEP:.3g} to '
-                                f'{first[name] * STEP:.3g}: start lower')
-            wanted[name] = [i for i in (best - 1, best + 1) if i not in losses[name]]
-    figures.write_csv(folder(next(iter(methods)), 0).parent / 'rates.csv',
-              [{'model': name, 'lr': float(f'{first[name] * STEP ** i:.3g}'), 'loss': loss}
-               for name, of_name in losses.items() for i, loss in sorted(of_name.items())])
-    return {name: first[name] * STEP ** min(losses[name], key=losses[name].get) for name in methods}
+        cells = {(name, rate): methods[name].run(rate, 1) for name, rates in wanted.items() for rate in rates}
+        train_all(dict(cells.values()), jobs, may_diverge=True)
+        for (name, rate), (folder, _) in cells.items():
+            losses[name][rate] = loss_of(folder)
+        for name, of_rate in losses.items():
+            best = min(of_rate, key=of_rate.get)
+            if of_rate[best] == inf:
+                raise UserError(f'{name} diverges at learning rates of {min(of_rate):.3g} to {max(of_rate):.3g}: start '
+                                'lower')
+            wanted[name] = [best / STEP] * (best == min(of_rate)) + [best * STEP] * (best == max(of_rate))
+            methods[name].rate = best
+    folder, _ = next(iter(methods.values())).run(1, 1)
+    figures.write_csv(folder.parent / 'rates.csv', [{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': loss}
+                      for name, of_rate in losses.items() for rate, loss in sorted(of_rate.items())])
 
 
-def train_seeds(methods: dict, rates: dict, folder_of, seeds: int, jobs: int) -> dict[object, list[Path]]:
-    """Return {method: its runs, one per seed}, trained at its learning rate. Arguments as for `best_rates`."""
-    runs = {name: [folder_of(name, rates[name], seed) for seed in range(1, seeds + 1)] for name in methods}
-    train_all({run: [*methods[name], f'--learning_rate={rates[name]:.3g}', f'--seed={seed}']
-               for name, folders in runs.items() for seed, run in enumerate(folders, 1)}, jobs)
-    return runs
-
-
-# ---- what runs cost ----
-
-def training_flops(run: Path) -> float:
-    return figures.flops_per_token(run) * figures.settings_of(run).max_tokens
+def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[object, list[Path]]:
+    """Return {method: its runs, one per seed}, trained at its learning rate."""
+    cells = {name: dict(method.run(method.rate, seed) for seed in range(1, seeds + 1))
+             for name, method in methods.items()}
+    train_all({folder: args for runs in cells.values() for folder, args in runs.items()}, jobs)
+    return {name: list(runs) for name, runs in cells.items()}
 
 
 def speed(run: Path) -> float:
@@ -173,43 +172,31 @@ def cache_bytes(run: Path, n_tokens: int) -> int | None:
     return model.new_cache(1, n_tokens).nbytes if getattr(model, 'new_cache', None) else None
 
 
-# ---- the command line and the table ----
-
-@dataclass
-class Side:
-    args: list[str]  # of train.py, without learning rate, seed and folder
-    settings: TrainSettings  # that these arguments give
-    folder: str  # how the names of its runs begin
-
-
-def read_sides(s: Settings, arguments: list[str]) -> dict[str, Side]:
-    """Return {name: side} of arguments 'NAME: CONFIG --setting=value ...'; UserError if they cannot be compared."""
-    sides = {}
+def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
+    """Return {name: method} of arguments 'NAME: CONFIG --setting=value ...'; UserError if they cannot be compared."""
+    methods, settings_of = {}, {}
     for argument in arguments:
         name, colon, command = argument.partition(': ')
-        folder = re.sub(r'\W+', '_', name)
-        if not colon or folder in [side.folder for side in sides.values()]:
+        runs = str(Path(s.out_dir) / re.sub(r'\W+', '_', name))
+        if not colon or runs in [method.runs for method in methods.values()]:
             raise UserError(f"{argument!r} has {'the name of another model' if colon else 'no name'}: expected "
                             "'NAME: CONFIG --setting=value ...'")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        settings, _, given = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
-        taken = [key for key in ('seed', 'out_dir') if key in given]
-        if taken:
-            raise UserError(f'{name}: {taken[0]} is set for each run by analysis.compare: leave it out')
+        settings, *_ = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
         if settings.dtype == 'auto':
             settings.dtype = one_dtype(settings.device)
             args.append(f'--dtype={settings.dtype}')
-        sides[name] = Side(args, settings, folder)
-    if len(sides) < 2:
+        methods[name], settings_of[name] = Method(args, settings.learning_rate, runs), settings
+    if len(methods) < 2:
         raise UserError('which models? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
-    (first, reference), *others = sides.items()
-    for name, side in others:
+    (first, reference), *others = settings_of.items()
+    for name, settings in others:
         for key in SAME:
-            ours, theirs = getattr(reference.settings, key), getattr(side.settings, key)
+            ours, theirs = getattr(reference, key), getattr(settings, key)
             if ours != theirs:
                 raise UserError(f'{first} has {key} = {ours}, {name} has {theirs}: expected one for all')
-    return sides
+    return methods
 
 
 def table(runs: dict[str, list[Path]]) -> list[dict]:
@@ -225,14 +212,15 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
         settings = figures.settings_of(run)
         row = {'model': name, 'parameters': figures.n_parameters(run),
                'state_bytes': cache_bytes(run, settings.block_size), 'lr': settings.learning_rate,
-               'tokens': settings.max_tokens, 'flops': training_flops(run),
+               'tokens': settings.max_tokens, 'flops': figures.flops_per_token(run) * settings.max_tokens,
                'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
                'perplexity': perplexity(loss),
                **dict.fromkeys(['minus_first', 'its_low', 'its_high', 'paired_low', 'paired_high']),
                'losses': ' '.join(map(repr, values))}
         if values is not reference:
             row['minus_first'], row['its_low'], row['its_high'] = figures.difference(values, reference)
-            row['paired_low'], row['paired_high'] = figures.paired(values, reference)
+            by_seed = [x - y for x, y in zip(values, reference, strict=True)]
+            row['paired_low'], row['paired_high'] = figures.interval(by_seed)
         rows.append(row)
     return rows
 
@@ -253,18 +241,13 @@ def loss_table(rows: list[dict]) -> str:
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, arguments, _ = load_settings(Settings, argv)
-        sides, out = read_sides(s, arguments), Path(s.out_dir)
+        methods, out = read_methods(s, arguments), Path(s.out_dir)
         out.mkdir(parents=True, exist_ok=True)
-
-        def folder_of(name, rate, seed):
-            return out / f'{sides[name].folder}_lr{rate:.3g}_seed{seed}'
-        methods = {name: side.args for name, side in sides.items()}
-        rates = best_rates(methods, {name: side.settings.learning_rate for name, side in sides.items()}, folder_of,
-                           s.jobs)
-        rows = table(train_seeds(methods, rates, folder_of, s.seeds, s.jobs))
-        side, *_ = sides.values()
-        text = (f'{one_line(where_and_when())}. Data {side.settings.data}, {s.jobs} runs at a time, one thread each.'
-                f'\n\n{loss_table(rows)}\n')
+        set_best_rates(methods, s.jobs)
+        runs = train_seeds(methods, s.seeds, s.jobs)
+        rows, ((run, *_), *_) = table(runs), runs.values()
+        text = (f'{one_line(where_and_when())}. Data {figures.settings_of(run).data}, {s.jobs} runs at a time, one '
+                f'thread each.\n\n{loss_table(rows)}\n')
         figures.write_csv(out / 'compare.csv', rows)
         write_file(out / 'compare.md', text.encode())
         print(f'{text}\nwritten to {out}/compare.md and .csv')

@@ -16,17 +16,13 @@ nothing. Three readings, of positions whose correction still moves:
     L_token_50 ...   the quantiles of these ratios: 50, 90 and 99 of 100 are smaller
 """
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from analysis.figures import line_styles, new_figure, number_log_axis, runs_to_read, write_figure
+from analysis import figures
 from common.files import UserError, friendly_errors
-from common.machine import pick_device
-from common.runs import load_run, run_data
-from common.settings import check_ranges
 from common.validation import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -41,15 +37,12 @@ class Settings:
     data: str | None = None  # data folder; None: the run's own
     device: str = 'auto'  # auto, cuda, cpu or mps
 
-    def __post_init__(self):
-        check_ranges(self, tokens=(1, inf), batch_size=(1, inf))
-
 
 @torch.no_grad()
 def measure(model, idx, targets):
-    """One batch (B, T): nats per token, how far corrections moved, and the unrolls of a parallel prefill.
+    """Return ({K or 'sequential': nats per token}, moves, unrolls of a parallel prefill) of one batch (B, T).
 
-    Nats are {K or 'sequential': nats}; the moves (3, B, T) are the norms of c_K - c_(K-1), c_(K-1) - c_(K-2), c_(K-1).
+    The moves (3, B, T) are the norms of c_K - c_(K-1), c_(K-1) - c_(K-2) and c_(K-1).
     """
     c, nll, corrections = model.config, {}, []
     if c.K == 1:
@@ -72,7 +65,7 @@ def measure(model, idx, targets):
 
 
 def contraction(moves):
-    """ESTIMATES from moves (3, B, T), the norms that `measure` returns; each '' where no correction moves."""
+    """Return ESTIMATES from the moves (3, B, T) of `measure`; each is '' where no correction moves."""
     def ratios(after, before, size):
         return (after / before)[before > 1e-4 * size].numpy()  # what is exact, but for rounding, has no ratio
     pooled, tokens = ratios(*moves.norm(dim=1)), ratios(*moves)
@@ -83,38 +76,35 @@ def contraction(moves):
 
 
 def analyse(run, s):
-    """A row of the table."""
-    model, record = load_run(run, pick_device(s.device))
+    """Return a row of the table."""
+    model, record, data = figures.load_model_and_data(run, s)
     if record['model'] != 'context_ready':
         raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
     c, T = model.config, record['settings']['block_size']
-    data = run_data(record, s.data, run)
     windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))
-    totals, counted, moves, unrolls = {}, 0, [], []
+    counts, nats, moves, unrolls = [], [], [], []
     for a in range(0, len(windows), s.batch_size):
         idx, targets = (x.to(model.head.weight.device) for x in data.val_batch(windows[a:a + s.batch_size], T))
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
-        count = int((targets >= 0).sum())
         nll, moved, used = measure(model, idx, targets)
-        totals = {k: totals.get(k, 0) + v * count for k, v in nll.items()}
-        counted += count
+        counts.append(int((targets >= 0).sum()))
+        nats.append(nll)
         moves.append(moved.cpu())
         unrolls.append(used)
-    perplexities = {k: perplexity(v / counted) for k, v in totals.items()}
+    perplexities = {k: perplexity(np.average([nll[k] for nll in nats], weights=counts)) for k in nats[0]}
     variant = 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
     row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd, 'C/N': round(c.n_embd / c.n_layer), 'T': T,
            'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
     row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
     row |= {'sequential': round(perplexities['sequential'], 3),
             'K=1 - K=5': round(row['K=1'] - row['K=5'], 3) if c.K > 1 else '',
-            **contraction(torch.cat(moves, 1)), 'prefill_unrolls': max(unrolls),
-            **costs(model)}
+            **contraction(torch.cat(moves, 1)), 'prefill_unrolls': max(unrolls), **costs(model)}
     return row
 
 
 def costs(model):
-    """Of a token in decoding: multiply-adds of weights, the head's among them, and bytes of the cache."""
+    """Return the multiply-adds of weights, the head's included, and the bytes of the cache of a decoded token."""
     c = model.config
     used = [p for part in ('blocks', 'correction', 'extra') if hasattr(model, part)
             for p in getattr(model, part).parameters() if p.dim() >= 2]  # of tied, the shared ones are used twice
@@ -123,8 +113,8 @@ def costs(model):
 
 
 def plot(rows):
-    figure, axes = new_figure(figsize=(8, 4.5))
-    for row, style in zip(rows, line_styles(len(rows))):
+    figure, axes = figures.new_figure(figsize=(8, 4.5))
+    for row, style in zip(rows, figures.line_styles(len(rows))):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
         label = f'{Path(row["run"]).name}: {row["sequential"]:.3f}'
         axes.plot(*zip(*points), marker='o', markersize=5, label=label, **style)
@@ -132,18 +122,18 @@ def plot(rows):
     axes.set(xlabel='unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
              xticklabels=DEPTHS)
     axes.xaxis.minorticks_off()
-    number_log_axis(axes.yaxis, *axes.get_ylim())
+    figures.number_log_axis(axes.yaxis, *axes.get_ylim())
     figure.legend(loc='outside right upper', title='dotted: sequential')
     return figure
 
 
 def main(argv=None):
     with friendly_errors():
-        s, runs = runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv)
+        s, runs = figures.runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv)
         rows = [analyse(run, s) for run in runs]
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))
-        write_figure(s.out, runs, 'context_ready', rows, plot(rows))
+        figures.write_figure(s.out, runs, 'context_ready', rows, plot(rows))
 
 
 if __name__ == '__main__':

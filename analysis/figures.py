@@ -1,6 +1,6 @@
 """Shared by the figures and tables: reading runs, grouping and labelling them, statistics over seeds, plots."""
 import csv
-import io
+import itertools
 import json
 import os
 import statistics
@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from math import isfinite
 from pathlib import Path
 
-from common.files import UserError, write_file
+import torch
+
+from common.files import UserError
+from common.machine import pick_device, pick_dtype
 from common.run_settings import MAY_CHANGE
-from common.runs import blank_run, count_parameters, read_log, read_run
+from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
 from train import Settings as TrainSettings
 
-# settings that do not change what a curve is; the last three follow from the data and `documents`
+# settings that do not tell runs apart
 NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
-SAME_SIZE = 1.1  # models have one size up to this many times the parameters of the smallest
+SAME_SIZE = 1.1  # largest ratio of the parameters of models of one size
 
 
 # ---- one run ----
@@ -32,6 +35,18 @@ def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> tuple:
     if not runs:
         raise UserError(f'which runs? python -m analysis.{usage}')
     return s, runs
+
+
+def load_model_and_data(run: str, s) -> tuple:
+    """Return (model, config.json, data) of a run on s.device; s.data None: the run's own data."""
+    model, record = load_run(run, pick_device(s.device))
+    return model, record, run_data(record, s.data, run)
+
+
+def autocast(dtype: str, device: torch.device):
+    """Return the context manager of matrix products in a dtype: float32, bfloat16 or auto."""
+    picked = pick_dtype(dtype, device.type)
+    return torch.autocast(device.type, picked, enabled=picked != torch.float32)
 
 
 def model_name(record: dict) -> str:
@@ -84,9 +99,9 @@ def evaluations(path: Path) -> dict[str, float]:
     found = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)
-        settings = record.get('settings', {})
         asked = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
-        options = [f'{key}={settings[key]}' for key in asked if settings.get(key) is not None]
+        options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
+                   if key in asked and value is not None]
         if record.get('of_steps') and record['step'] < record['of_steps']:
             options.append(f'step={record["step"]}')
         for task, metrics in record['results'].items():
@@ -113,18 +128,13 @@ def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, d
 
     A setting of the model is compared with the other runs of that model, one of training with all runs.
     """
-    names, model, training = {}, {}, {}
-    for run in runs:
-        record = read_run(run)
-        names[run] = model_name(record)
-        for own, settings in ((model, record['model_config']), (training, record['settings'])):
-            own[run] = {key: value for key, value in settings.items() if key not in NO_DIFFERENCE | besides}
-    found = {}
-    for run in runs:
-        alike = [model[other] for other in runs if names[other] == names[run]]
-        own = {key: value for settings, others in ((model[run], alike), (training[run], training.values()))
-               for key, value in settings.items() if any(other.get(key, value) != value for other in others)}
-        found[run] = {'model': names[run], **own}
+    records, found = {run: read_run(run) for run in runs}, {}
+    for run, record in records.items():
+        found[run] = {'model': model_name(record)}
+        alike = [other for other in records.values() if model_name(other) == model_name(record)]
+        for part, others in (('model_config', alike), ('settings', records.values())):
+            found[run] |= {key: value for key, value in record[part].items() if key not in NO_DIFFERENCE | besides
+                           and any(other[part].get(key, value) != value for other in others)}
     return found
 
 
@@ -213,9 +223,8 @@ def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset
     curves = of_each(groups, lambda label: curve_of(groups[label]))
     for label in curves:
         texts = [short(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
-        unsaid = [text for text in texts if text not in label.split(', ')]
-        if unsaid:
-            print(f'{label}: also {", ".join(unsaid)}')
+        if unsaid := set(texts) - set(label.split(', ')):
+            print(f'{label}: also {", ".join(sorted(unsaid))}')
     if warning := not_comparable([run for label in curves for run in groups[label]]):
         print(warning, file=sys.stderr)
     return curves
@@ -276,13 +285,10 @@ def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str]
     sizes = by_size(runs)
 
     def compared(size):
-        try:
-            curves = curves_of(sizes[size], curve_of, besides)
-            label = named(curves, baseline)
-            if len(curves) < 2:
-                raise UserError(f'all runs are {baseline}: give runs of another method too')
-        except UserError as error:
-            raise UserError(f'{size} parameters: {error}')
+        curves = curves_of(sizes[size], curve_of, besides)
+        label = named(curves, baseline)
+        if len(curves) < 2:
+            raise UserError(f'all runs of {size} parameters are {baseline}: give runs of another method too')
         return curves, label
     return of_each(sizes, compared)
 
@@ -290,8 +296,8 @@ def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str]
 def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:
     """Return the points of a logged value at the steps where every run has it.
 
-    A point is {'step', 'tokens', 'minutes', 'gpu_hours', 'flops', 'mean', 'lowest', 'highest', 'seeds'}. gpu_hours is
-    None unless all runs were on GPUs, flops (of one run) is None if unknown.
+    A point is {'step', 'tokens', 'minutes', 'gpu_hours', 'flops'} and `spread`. gpu_hours is None unless all runs were
+    on GPUs, flops (of one run) is None if unknown.
     """
     logs = [{record['tokens']: record for record in read_log(run) if is_number(record.get(key))} for run in runs]
     gpus, flops = [n_gpus(run) for run in runs], flops_per_token(runs[0])
@@ -301,15 +307,23 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> l
         seconds = [log[tokens]['seconds'] for log in logs]
         gpu_hours = statistics.mean(n * s / 3600 for n, s in zip(gpus, seconds)) if all(gpus) else None
         points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': statistics.mean(seconds) / 60,
-                       'gpu_hours': gpu_hours, 'flops': flops and flops * tokens,
-                       'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values),
-                       'seeds': len(logs)})
+                       'gpu_hours': gpu_hours, 'flops': flops and flops * tokens} | spread(values))
     if not points:
         raise UserError(f'{" ".join(map(str, runs))}: no {what} that all of these runs logged at the same step')
     return points
 
 
+def for_good(points: list[dict], holds: Callable) -> dict | None:
+    """Return the first of the points from which holds(point) stays true, or None."""
+    last = list(itertools.takewhile(holds, reversed(points)))
+    return last[-1] if last else None
+
+
 # ---- statistics over seeds ----
+
+def spread(values: Sequence[float]) -> dict:
+    return {'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values), 'seeds': len(values)}
+
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the 95% interval of the mean (Student's t); (None, None) where the values do not vary."""
@@ -329,11 +343,6 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | N
     return gap, bounds.low, bounds.high
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95% interval of mean(a - b), paired by seed (Student's t)."""
-    return interval([x - y for x, y in zip(a, b, strict=True)])
-
-
 def lower_test(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
     from scipy import stats
@@ -351,7 +360,7 @@ def equivalence_test(a: Sequence[float], b: Sequence[float], margin: float) -> d
 
 
 def between(low: float | None, high: float | None, sign: str = '') -> str:
-    """An interval as text, empty if there is none. sign: '+' for a difference."""
+    """Return an interval as text, empty if there is none. sign: '+' for a difference."""
     return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
 
 
@@ -373,12 +382,11 @@ def read_csv(path) -> list[dict[str, str]]:
 
 
 def write_csv(path, rows: list[dict]) -> None:
-    """Writes rows, dicts with the same keys."""
-    text = io.StringIO(newline='')
-    writer = csv.DictWriter(text, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-    write_file(path, text.getvalue().encode(errors='replace'))
+    """Write rows, dicts with the same keys."""
+    with open(path, 'w', newline='', errors='replace') as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def new_figure(*args, **kwargs) -> tuple:
@@ -390,21 +398,43 @@ def new_figure(*args, **kwargs) -> tuple:
     return plt.subplots(*args, layout='constrained', **kwargs)
 
 
+def panels(n: int, columns: int, size: tuple[float, float], **kwargs) -> tuple:
+    """Return (figure, n axes of this size in inches), at most `columns` of them side by side."""
+    columns = min(columns, n)
+    rows = -(-n // columns)
+    figure, axes = new_figure(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False, **kwargs)
+    for unused in axes.flat[n:]:
+        unused.set_axis_off()
+    return figure, axes.flat[:n]
+
+
 def line_styles(n: int) -> list[dict]:
-    """n colours and line styles, all different up to 40."""
+    """Return n colours and line styles, all different up to 40."""
     return [{'color': f'C{i % 10}', 'linestyle': ('-', '--', ':', '-.')[i // 10 % 4]} for i in range(n)]
 
 
+def by_label(rows: list[dict]) -> dict[str, list[dict]]:
+    """Return {label: its rows}."""
+    labels = dict.fromkeys(row['label'] for row in rows)
+    return {label: [row for row in rows if row['label'] == label] for label in labels}
+
+
+def styled(lines: dict) -> Iterable[tuple]:
+    """Return (label, line, its style) of {label: line}."""
+    return zip(lines, lines.values(), line_styles(len(lines)))
+
+
 def draw_band(axes, x: list, points: list[dict], **style):
-    """A line of the points' 'mean' over x, in a band from 'lowest' to 'highest' of the seeds. Returns the line."""
-    line, = axes.plot(x, [p['mean'] for p in points], **style)
+    """Draw a line of the points' means over x in a band from the lowest to the highest seed. Return the line."""
+    marker = 'o' if len(points) <= 40 else None
+    line, = axes.plot(x, [p['mean'] for p in points], marker=marker, markersize=3, **style)
     axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
                       color=line.get_color(), linewidth=0)
     return line
 
 
 def number_log_axis(axis, lowest: float, highest: float) -> None:
-    """Numbers on a log axis from lowest to highest. matplotlib's own are powers of ten, and there may be none."""
+    """Label a log axis from lowest to highest. matplotlib labels powers of ten only, and there may be none."""
     from matplotlib import ticker
     axis.set_major_locator(ticker.MaxNLocator(6) if highest < 10 * lowest else ticker.LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f'{x:g}'))
@@ -412,12 +442,10 @@ def number_log_axis(axis, lowest: float, highest: float) -> None:
 
 
 def save_figure(figure, path) -> None:
-    """Writes a figure as PNG, and closes it."""
+    """Write a figure as PNG and close it."""
     import matplotlib.pyplot as plt
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format='png')
+    figure.savefig(path, dpi=150, format='png')
     plt.close(figure)
-    write_file(path, image.getvalue())
 
 
 def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], figure) -> None:
@@ -434,7 +462,7 @@ def is_number(value) -> bool:
 
 
 def smoothed(values, length: int):
-    """The trend of values (n,): a Savitzky-Golay filter of order 2 over `length` points, or all if fewer. (n,)."""
+    """Return the trend of values (n,): a Savitzky-Golay filter of order 2 over `length` points, or all if fewer."""
     from scipy.signal import savgol_filter
     length = min(length, len(values))
     return savgol_filter(values, length, 2) if length > 2 else values

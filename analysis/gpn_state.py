@@ -11,19 +11,17 @@ with each of these removed, which shows over how many tokens a pool of heads is 
 A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's half-life). The heads are
 split at the largest gap between their lifetimes. For a run with --documents=True all lags are within a document.
 """
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import new_figure, number_log_axis, write_figure
+from analysis import figures
 from attn_kernels import document_starts
 from common.files import UserError, friendly_errors
-from common.machine import pick_device
-from common.runs import load_run, run_data
-from common.settings import check_ranges, load_settings
+from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
 from model_gpn import choose_rows
 
@@ -41,28 +39,22 @@ class Settings:
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
 
     def __post_init__(self):
-        check_ranges(self, batches=(1, inf), batch_size=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
+        check_ranges(self, batches=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
 
 
-@contextmanager
 def empty_heads(model, heads):
-    """Context manager: keeps these memory heads empty, whatever is written to them."""
+    """Return a context manager that keeps these memory heads empty, whatever is written to them."""
     if not heads:
-        yield
-        return
+        return nullcontext()
     index = torch.tensor(heads, device=model.fuse.weight.device)
-    hook = model.write.register_forward_hook(lambda module, inputs, memory: memory.index_fill(1, index, 0))
-    try:
-        yield
-    finally:
-        hook.remove()
+    return model.write.register_forward_hook(lambda module, inputs, memory: memory.index_fill(1, index, 0))
 
 
 @torch.no_grad()
 def walk(model, idx, without=None, carried=False, heads_off=()):
-    """Run windows idx (B, T) -> predicted states (B, T, C), log decays of the memory (B, T, H), H = 0 without one.
+    """Run windows idx (B, T) -> predicted states (B, T, C) and log decays of the memory (B, T, H), H = 0 without one.
 
-    without (C,): a direction to remove from the states, if `carried` also from those that are carried on; heads_off:
+    without (C,): a direction to remove from the decoded states, with `carried` also from the carried ones; heads_off:
     memory heads to keep empty.
     """
     c, (B, T) = model.config, idx.shape
@@ -82,11 +74,10 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
 
 
 def geometry(x):
-    """Geometry of states x (N, C), section 7.1: {name: number}, sorted deviations (C,), cumulative variance (C,), and
-    the correlations of all pairs of dimensions (C (C - 1),).
+    """Return the geometry of states x (N, C), section 7.1: {name: number}, sorted deviations (C,), cumulative
+    variance (C,), and the correlations of all pairs of dimensions (C (C - 1),).
 
-    The mean is compared with the first principal component of the states as they are (the direction of the largest mean
-    square), and of the states minus their mean.
+    The mean is compared with the first principal component of the raw states and of the centred states.
     """
     x = x.double()
     mean, norms = x.mean(0), x.norm(dim=-1)
@@ -119,13 +110,13 @@ def geometry(x):
 
 
 def tokens_before(idx, eos_id):
-    """Number of earlier tokens of the same document in the window. idx (B, T) -> (B, T) int64."""
+    """Return the number of earlier tokens of the same document in the window. idx (B, T) -> (B, T) int64."""
     position = torch.arange(idx.shape[1], device=idx.device).expand_as(idx)
     return position if eos_id is None else position - document_starts(idx, eos_id)
 
 
 def running_means(states, before):
-    """Mean of a document's states up to each position, (B, T, C) like states; before (B, T) as `tokens_before`."""
+    """Return the mean of a document's states (B, T, C) up to each position; before (B, T) from `tokens_before`."""
     total = states.cumsum(1)
     start = torch.arange(states.shape[1], device=states.device) - before
     at_start = (total - states).gather(1, start.unsqueeze(-1).expand_as(states))
@@ -133,34 +124,28 @@ def running_means(states, before):
 
 
 def document_means(states, before):
-    """Mean state of the document that each position is in. Arguments and result as for `running_means`."""
+    """Return the mean state of the document that each position is in, (B, T, C)."""
     number, is_last = (before == 0).flatten().cumsum(0) - 1, before.roll(-1, 1) == 0
     return running_means(states, before)[is_last][number].view_as(states)
 
 
 def cosines(states, before, lags):
-    """Mean cosine of states (B, T, C) with those k later: (lags,) as they are, and (lags,) minus their document's mean.
+    """Return mean cosines of states (B, T, C) with those k later: (lags,) raw, and (lags,) minus their document's mean.
 
-    before (B, T) as `tokens_before`. Pairs across documents are left out: each document starts with an empty state.
+    Pairs across documents are left out: each document starts with an empty state.
     """
     return [torch.stack([F.cosine_similarity(x[:, :-k], x[:, k:], dim=-1)[before[:, k:] >= k].mean() for k in lags])
             for x in (states, states - document_means(states, before))]
 
 
 def retention(log_decay, before, lags):
-    """Share of a write that is left k steps later: the mean product of a head's decays. (B, T, H) -> (H, lags).
-
-    before (B, T) as `tokens_before`: nothing that a document wrote is left after its end.
-    """
+    """Return the share of a write left k steps later in its document, the mean product of decays: (H, lags)."""
     total = log_decay.double().cumsum(1)
     return torch.stack([(total[:, k:] - total[:, :-k]).exp()[before[:, k:] >= k].mean(0) for k in lags], 1)
 
 
 def lifetime(curve, lags):
-    """The lag at which retention falls to 1/e; infinite if it does not. Between two lags it falls exponentially.
-
-    The paper calls it half-life.
-    """
+    """Return the lag at which retention falls to 1/e, exponentially between two lags; infinity if it does not."""
     logs = curve.clamp(min=1e-300).log().tolist()
     below = [i for i, left in enumerate(logs) if left <= -1]
     if not below:
@@ -171,9 +156,9 @@ def lifetime(curve, lags):
 
 
 def pools(lives):
-    """(fast heads, slow heads), split at the largest ratio of a lifetime to the next shorter one.
+    """Return (fast heads, slow heads), split at the largest ratio of a lifetime to the next shorter one.
 
-    Where all lifetimes are equal, all heads are slow.
+    If all lifetimes are equal, all heads are slow.
     """
     ordered = sorted(min(life, 1e6) for life in lives)
     tokens = max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] / pair[0], default=ordered)[-1]
@@ -182,8 +167,8 @@ def pools(lives):
 
 @torch.no_grad()
 def judge(model, batches, **edits):
-    """Nats of each target that counts in training (N,), whether it is the likeliest token (N,), and the mean length of
-    a state, over batches [(idx, targets)]. edits: arguments of `walk`."""
+    """Return the nats of each target that counts in training (N,), whether it is the likeliest token (N,), and the
+    mean length of a state, over batches [(idx, targets)]. edits: arguments of `walk`."""
     nats, is_right, lengths = [], [], []
     for idx, targets in batches:
         states = walk(model, idx, **edits)[0]
@@ -196,13 +181,13 @@ def judge(model, batches, **edits):
 
 
 def counted_targets(model, idx, targets):
-    """Where targets count in training: idx, targets (B, T) -> (B, T) bool."""
+    """Return where targets count in training: idx, targets (B, T) -> (B, T) bool."""
     eos_id = model.config.eos_id
     return targets >= 0 if eos_id is None else (targets >= 0) & (idx != eos_id)
 
 
 def geometry_rows(states):
-    """Rows of the geometry of all states (B, T, C)."""
+    """Return rows of the geometry of all states (B, T, C)."""
     numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
     rows = [('geometry', name, '', v) for name, v in numbers.items()]
     rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
@@ -213,7 +198,7 @@ def geometry_rows(states):
 
 
 def direction_rows(model, means, unigram, show):
-    """Rows of the mean direction of states. means: of each batch (N, C); unigram and show as in `measure`."""
+    """Return rows of the mean direction of states. means: of each batch (N, C); unigram and show as in `measure`."""
     from scipy.stats import spearmanr
     n_ids, mean = model.config.n_ids, means.mean(0)
 
@@ -241,10 +226,10 @@ def direction_rows(model, means, unigram, show):
 
 @torch.no_grad()
 def measure(model, batches, unigram, show, asked_distance=None):
-    """All measures: rows (part, name, x, value).
+    """Return all measures as rows (part, name, x, value).
 
-    unigram (V,): counts of training tokens; show(id): a token as text; asked_distance, if the data have one:
-    idx (B, T) -> how far back each target's answer was read (B, T).
+    unigram (V,): counts of training tokens; show(id): a token as text; asked_distance (if the data has one): idx (B, T)
+    -> how far back each target's answer was read (B, T).
     """
     walked = [walk(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*walked))
@@ -276,7 +261,7 @@ def measure(model, batches, unigram, show, asked_distance=None):
 
 
 def ablation_rows(model, batches, tests, asked_distance):
-    """Rows of perplexity and the states' length under each of tests {name: edits of `walk`}, and by distance."""
+    """Return rows of perplexity and the states' length for each of tests {name: edits of `walk`}, and by distance."""
     rows = []
     if asked_distance is not None:
         distances = torch.cat([asked_distance(idx)[counted_targets(model, idx, targets)] for idx, targets in batches])
@@ -306,12 +291,9 @@ def plot(rows):
     curves = {}  # {part: {name: [(x, value)]}}
     for part, name, x, value in rows:
         curves.setdefault(part, {}).setdefault(name, []).append((x, value))
-    panels = [part for part in PANELS if part in curves]
-    lines = -(-len(panels) // 4)
-    figure, axes = new_figure(lines, 4, figsize=(20, 4 * lines), squeeze=False)
-    for ax in axes.flat[len(panels):]:
-        ax.set_axis_off()
-    for ax, part in zip(axes.flat, panels):
+    parts = [part for part in PANELS if part in curves]
+    figure, axes = figures.panels(len(parts), 4, (5, 4))
+    for ax, part in zip(axes, parts):
         x_label, y_label, scale = PANELS[part]
         if part == 'perplexity':
             ax.barh(list(curves[part]), [value for [(_, value)] in curves[part].values()])
@@ -322,26 +304,35 @@ def plot(rows):
             ax.legend(fontsize='x-small')
         ax.set(xlabel=x_label, ylabel=y_label, xscale=scale)
         if scale == 'log':
-            number_log_axis(ax.xaxis, *ax.get_xlim())
+            figures.number_log_axis(ax.xaxis, *ax.get_xlim())
     return figure
+
+
+def print_summary(rows):
+    shown = {}
+    for part, name, x, value in rows:
+        text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
+        if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
+            shown.setdefault(f'{part}, {name}', []).append(text)
+    for name, values in shown.items():
+        print(f'{name}: {"  ".join(values)}')
 
 
 def main(argv=None):
     with friendly_errors():
-        s, runs, _ = load_settings(Settings, argv)
-        if len(runs) != 1:
-            raise UserError('which run? python -m analysis.gpn_state RUN --out=NAME')
-        device = pick_device(s.device)
-        model, record = load_run(runs[0], device)
-        if record['model'].partition('.')[0] != 'gpn':  # or an edit of it, as gpn.NoDecay
-            raise UserError(f'{runs[0]} is a run of model_{record["model"]}: expected one of model_gpn')
-        data = run_data(record, s.data, runs[0])
+        s, (run, *others) = figures.runs_to_read('gpn_state RUN --out=NAME', Settings, argv)
+        if others:
+            raise UserError(f'one run is expected, got {1 + len(others)}')
+        model, record, data = figures.load_model_and_data(run, s)
+        if record['model'].partition('.')[0] != 'gpn':  # or an edit of it, such as gpn.NoDecay
+            raise UserError(f'{run} is a run of model_{record["model"]}: expected one of model_gpn')
+        device = model.fuse.weight.device
         T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # of a task its rows
         n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
         wanted = s.batches * batch_size
         if n_windows < wanted:
-            raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, {s.batches} batches of '
-                            f'{batch_size} are asked for: lower batches, batch_size or block_size')
+            raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, expected {s.batches} '
+                            f'batches of {batch_size}: lower batches, batch_size or block_size')
         batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
                    for i in range(0, wanted, batch_size)]
         counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
@@ -350,15 +341,9 @@ def main(argv=None):
         asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
         rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'),
                        asked_distance)
-        shown = {}
-        for part, name, x, value in rows:
-            text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
-            if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
-                shown.setdefault(f'{part}, {name}', []).append(text)
-        for name, values in shown.items():
-            print(f'{name}: {"  ".join(values)}')
+        print_summary(rows)
         table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
-        write_figure(s.out, runs, 'gpn_state', table, plot(rows))
+        figures.write_figure(s.out, [run], 'gpn_state', table, plot(rows))
 
 
 if __name__ == '__main__':

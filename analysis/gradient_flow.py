@@ -17,7 +17,7 @@ a at a position and gradient g at its output, the gradient of that position's we
 losses of 1,000 documents are some 850,000 forwards and backwards over 540 tokens on average.
 """
 import random
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import inf, log10
 
@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from analysis import figures
 from analysis.documents import fitting_block, long_documents
 from common.files import UserError, friendly_errors
-from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import load_run, run_data
+from common.machine import make_progress
 from common.settings import check_ranges
 
 STREAMS = 'x', 'rho'
@@ -50,8 +49,7 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, n_documents=(1, inf), positions=(1, inf), block_size=(2, inf), max_k=(1, inf),
-                     batch_size=(1, inf))
+        check_ranges(self, n_documents=(1, inf), positions=(1, inf), block_size=(2, inf), max_k=(1, inf))
 
     @property
     def first_position(self) -> int:
@@ -61,16 +59,17 @@ class Settings:
 # ---- the gradient of a position's own parameters ----
 
 def linear_square(layer, uses):
-    """||gradient||^2 of a linear layer's weight and bias. uses: [(input (..., n_in), output gradient (..., n_out))].
+    """Return ||gradient||^2 (...) of a linear layer's weight and bias.
 
-    The gradient is the sum of g a^T over a position's uses of the weight, of which unrolls make several. Returns (...).
+    uses: [(input (..., n_in), output gradient (..., n_out))]. The gradient is the sum of g a^T over a position's uses
+    of the weight; unrolls use it several times.
     """
     a, g = (torch.stack(each, -2) for each in zip(*uses))  # (..., uses, n)
     return ((a @ a.mT + (layer.bias is not None)) * (g @ g.mT)).sum((-2, -1))
 
 
 def norm_square(norm, uses):
-    """The same of an RMSNorm or a LayerNorm: inputs and output gradients (B, S, P, ..., C) -> (B, S, P).
+    """Return the same for an RMSNorm or a LayerNorm: inputs and output gradients (B, S, P, ..., C) -> (B, S, P).
 
     The axes between are heads, which share a position's copy of the weights.
     """
@@ -84,41 +83,29 @@ def norm_square(norm, uses):
 SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square, nn.LayerNorm: norm_square}
 
 
-TOKEN_BY_TOKEN = 'goes token by token: expected a model that reads all positions at once, not one with bptt'
-
-
 def layers_of(model, run) -> dict:
-    """{layer: its function of SQUARES}: all layers with parameters but the embedding, the final norm and the head.
+    """Return {layer: its function of SQUARES} for all layers with parameters except embedding, final norm and head.
 
-    Raises UserError for a model without blocks, or with a layer of another kind.
+    Raises UserError for a model without blocks, that goes token by token, or with a layer of another kind.
     """
-    layers = {}
-    if not hasattr(model, 'blocks'):
-        raise UserError(f'{run} is a {type(model).__module__}, which has no blocks: expected a run of standard, sps, '
-                        'nextlat or context_ready')
-    for name, layer in model.named_modules():
-        if name in ('embed', 'norm', 'head') or not [*layer.parameters(recurse=False)]:
-            continue
-        square = next((square for kind, square in SQUARES.items() if isinstance(layer, kind)), None)
-        if square is None:
-            raise UserError(f'{run}: {name} is a {type(layer).__name__}, whose gradient at a position is not known '
-                            'here: expected linear layers, RMSNorm and LayerNorm')
-        layers[layer] = square
+    layers = {layer: SQUARES.get(type(layer)) for name, layer in model.named_modules()
+              if name not in ('embed', 'norm', 'head') and [*layer.parameters(recurse=False)]}
+    if None in layers.values() or not hasattr(model, 'blocks') or getattr(model.config, 'bptt', False):
+        raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps, nextlat or '
+                        'context_ready without bptt, with linear layers, RMSNorm and LayerNorm only')
     return layers
 
 
 @contextmanager
-def recorded_uses(model, layers, T, positions, run):
-    """Yields {layer: [(input, output gradient)]}, filled by a forward of T positions and its backward.
+def recorded_uses(model, layers, T, positions):
+    """Context manager: yields {layer: [(input, output gradient)]}, filled by a forward of T positions and its backward.
 
-    Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The embedding's uses are
-    under 'x' and, of <predict>, under 'rho'; they have no input.
+    Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The uses of the token embedding
+    are under 'x', those of <predict> under 'rho'; they have no input.
     """
     uses = {}
 
     def at_positions(x):
-        if x.dim() < 3 or x.shape[1] % T:
-            raise UserError(f'{run} {TOKEN_BY_TOKEN}')
         x = x.detach().unflatten(1, (-1, T))  # two streams follow each other
         return x.index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
 
@@ -129,33 +116,26 @@ def recorded_uses(model, layers, T, positions, run):
     def after_layer(layer, args, y):
         watch(y, layer, at_positions(args[0]))
 
-    def after_embedding(_, args, y):
-        watch(y.requires_grad_(), 'x')
-
-    def before_rho(_, args):
-        watch(args[0], 'rho')
-
-    hooks = [layer.register_forward_hook(after_layer) for layer in layers]
-    hooks.append(model.embed.register_forward_hook(after_embedding))
-    if hasattr(model, 'n_x_layers'):  # model_sps
-        hooks.append(model.blocks[model.n_x_layers].register_forward_pre_hook(before_rho))
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(after_layer))
+        hooks.enter_context(model.embed.register_forward_hook(lambda _, args, y: watch(y.requires_grad_(), 'x')))
+        if hasattr(model, 'n_x_layers'):  # model_sps
+            first = model.blocks[model.n_x_layers]
+            hooks.enter_context(first.register_forward_pre_hook(lambda _, args: watch(args[0], 'rho')))
         yield uses
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def squared_norms(model, layers, uses):
-    """||gradient||^2 with respect to the copies of the parameters, (B, S, P), from `recorded_uses`.
+    """Return ||gradient||^2 with respect to the copies of the parameters, (B, S, P), from `recorded_uses`.
 
-    A use counts where it is computed: a token's embedding is x's, also what rho makes of it; <predict> is rho's.
+    A token's embedding belongs to x, even where rho reads it; <predict> belongs to rho.
     """
     total = uses['x'][0][1].square().sum(-1)
     if 'rho' in uses:
         total = torch.cat([total, uses['rho'][0][1][:, 1:].square().sum(-1)], 1)
     for layer, square in layers.items():
-        if layer not in uses:  # as the networks of NextLat's other losses
+        if layer not in uses:  # such as the networks of NextLat's other losses
             continue
         part = square(layer, uses[layer])
         # One stream of two: x below rho's first layer, and in the last layer the output stream.
@@ -166,28 +146,26 @@ def squared_norms(model, layers, uses):
 
 
 def gradient_norms(model, ids, positions, steps, run='the model'):
-    """Norms of the gradients of the loss at each of `steps` (J,), ascending, with respect to the copies at `positions`.
+    """Return norms (J, S, P) of the gradients of the losses at ascending `steps` (J,) with respect to the copies at
+    `positions` (P,).
 
-    ids (n,) int64: a document; positions (P,). Returns (J, S, P). Every loss has a row of the batch, which holds the
-    document up to the last of them, so that one backward computes them all.
+    ids (n,) int64: a document. Every loss has a row of the batch, so one backward computes them all.
     """
     layers = layers_of(model, run)
     weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
     idx = ids[:steps[-1] + 1].expand(len(steps), -1)
-    with recorded_uses(model, layers, idx.shape[1], positions, run) as uses:
+    with recorded_uses(model, layers, idx.shape[1], positions) as uses:
         # final_hidden of context_ready goes without gradient
         h = model.head_input(model.states(idx)) if hasattr(model, 'head_input') else model.final_hidden(idx)
         logits = h[torch.arange(len(steps), device=ids.device), steps] @ weight.T
         F.cross_entropy(logits.to(weight.dtype), ids[steps + 1], reduction='sum').backward()
-    if any(layer in layers and layer not in uses for layer in model.blocks.modules()):
-        raise UserError(f'{run} {TOKEN_BY_TOKEN}')
     return squared_norms(model, layers, uses).sqrt()
 
 
 def ratios(model, ids, positions, max_k, batch_size, run='the model'):
-    """r(p, k) of one document. ids (n,), positions (P,) ascending -> (P, S, max_k + 1) float64, k from 0.
+    """Return r(p, k) of one document. ids (n,), positions (P,) ascending -> (P, S, max_k + 1) float64, k from 0.
 
-    inf or nan where the loss at p's own step does not reach p, as rho of Reverse SPS.
+    inf or nan where the loss at p's own step does not reach p, such as rho of Reverse SPS.
     """
     steps = torch.unique(positions[:, None] + torch.arange(max_k + 1, device=ids.device))
     norms = None
@@ -205,7 +183,7 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
 # ---- over documents and runs ----
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
-    """The settings with their lengths filled in, shorter ones for runs of short windows."""
+    """Return the settings with their lengths filled in, shorter for runs of short windows."""
     block = fitting_block(runs, s.block_size)
     filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
     print(f'k goes to {filled.max_k}, positions from {filled.first_position}')
@@ -216,23 +194,22 @@ def fitted(s: Settings, runs: list[str]) -> Settings:
 
 
 def shortest_document(s: Settings) -> int:
-    """Tokens of a document, eos counted, that has enough positions: 585 with the paper's settings."""
+    """Return the least tokens of a document, eos counted, with enough positions: 585 with the paper's settings."""
     return s.first_position + s.positions + s.max_k + 1
 
 
 def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
-    """Steps of a document of n_tokens tokens whose losses up to max_k later are all in it, ascending."""
+    """Return ascending steps of a document of n_tokens tokens whose losses up to max_k later are all in it."""
     return sorted(rng.sample(range(s.first_position, n_tokens - s.max_k - 1), s.positions))
 
 
 def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the model'):
-    """The mean of r(p, k) over documents (ids, (n,) each) and positions: (S, max_k + 1) float64."""
+    """Return the mean of r(p, k) over documents (ids, (n,) each) and positions: (S, max_k + 1) float64."""
     device, rng, total = model.embed.weight.device, random.Random(0), 0
-    dtype = pick_dtype(s.dtype, device.type)
     model.requires_grad_(False)
     for done, document in enumerate(documents, 1):
         positions = torch.tensor(draw_positions(len(document), s, rng), device=device)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with figures.autocast(s.dtype, device):
             each = ratios(model, torch.as_tensor(document, device=device), positions, s.max_k, s.batch_size, run)
         total = total + each.mean(0)
         show(f'{run}: {done} of {len(documents)} documents')
@@ -240,15 +217,14 @@ def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the 
 
 
 def measure(run: str, s: Settings):
-    """(mean r(p, k) (S, max_k + 1), documents) of a run."""
-    model, record = load_run(run, pick_device(s.device))
-    data = run_data(record, s.data, run)
+    """Return (mean r(p, k) (S, max_k + 1), number of documents) of a run."""
+    model, _, data = figures.load_model_and_data(run, s)
     documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents)
     return mean_ratios(model, documents, s, make_progress(), run), len(documents)
 
 
 def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
-    """Rows of the CSV: the mean of what `measure` gave for each of a label's runs, with the settings it had."""
+    """Return rows of the CSV: means over what `measure` returned for each of a label's runs, and the settings."""
     means = sum(mean for mean, _ in measured) / len(measured)
     used = {name: asdict(s)[name] for name in IN_CSV}
     rows = []
@@ -263,7 +239,7 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
 
 
 def log_trend(ratios: list[float]) -> list:
-    """The trend of the logarithms, up to where a ratio is 0 (no path leads so far back); '' from there on."""
+    """Return the trend of the logarithms up to where a ratio is 0 (no path leads so far back); '' from there on."""
     end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
     trend = figures.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
     return [10 ** y for y in trend] + [''] * (len(ratios) - end)
@@ -271,16 +247,13 @@ def log_trend(ratios: list[float]) -> list:
 
 def plot(rows: list[dict]):
     figure, axes = figures.new_figure(figsize=(7, 4.5))
-    labels = list(dict.fromkeys(row['label'] for row in rows))
-    for label, style in zip(labels, figures.line_styles(len(labels))):
+    for label, own, style in figures.styled(figures.by_label(rows)):
         for stream, line in zip(STREAMS, ('-', ':')):
-            points = [row for row in rows if (row['label'], row['stream']) == (label, stream) and row['smoothed'] != '']
-            if not points:
-                continue
-            k, color = [row['k'] for row in points], style['color']
-            axes.plot(k, [row['ratio'] for row in points], color=color, linestyle=line, alpha=0.3, linewidth=0.8)
-            axes.plot(k, [row['smoothed'] for row in points], color=color, linestyle=line, linewidth=2,
-                      label=f'{label}, {stream}')
+            points = [row for row in own if row['stream'] == stream and row['smoothed'] != '']
+            if points:
+                k, style = [row['k'] for row in points], style | {'linestyle': line}
+                axes.plot(k, [row['ratio'] for row in points], alpha=0.3, linewidth=0.8, **style)
+                axes.plot(k, [row['smoothed'] for row in points], linewidth=2, label=f'{label}, {stream}', **style)
     axes.set(xlabel='k, steps from a position to the loss', yscale='log',
              ylabel="gradient, relative to that of the position's own loss")
     figures.number_log_axis(axes.yaxis, *axes.get_ylim())

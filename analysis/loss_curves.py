@@ -3,12 +3,10 @@
     python -m analysis.loss_curves RUN RUN ... --out=NAME
 
 Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where
-each line goes below the first one's for good, as figure 2 of the SPS paper does. Time is that of the runs' own logs:
-compare runs that had the same machine. Where all runs were on GPUs it is GPU-hours, wall time times the GPUs that the
-run began with. FLOPs are the model's `flops_per_token`. A run that cannot be drawn is left out, and named.
-
-The picture begins where the steep start is over, after a quarter of each line, so that the ends can be told apart; the
-CSV has all of it.
+each line stays below the first one, as in figure 2 of the SPS paper. Time comes from the runs' logs, so compare runs
+of one machine; if all runs were on GPUs it is GPU-hours, wall time times the GPUs at the start of the run. FLOPs are
+the model's `flops_per_token`. Runs that cannot be drawn are left out and named. The y axis leaves out the steep first
+quarter of each line.
 """
 from dataclasses import dataclass
 
@@ -25,23 +23,16 @@ class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: loss_curves beside the runs
 
 
-# ---- where curves cross ----
-
 def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
     """Return where `points` go below the curve `first` and stay there, or None."""
-    where = None
     x, y = [p[axis] for p in first], [p['mean'] for p in first]
-    for p in points:
-        other = np.interp(p[axis], x, y, left=np.nan, right=np.nan)  # beyond its ends nothing is compared
-        if p['mean'] >= other:
-            where = None
-        elif p['mean'] < other and where is None:
-            where = p[axis]
-    return where
+    comparable = [p for p in points if x[0] <= p[axis] <= x[-1]]
+    where = figures.for_good(comparable, lambda p: p['mean'] < np.interp(p[axis], x, y))
+    return where and where[axis]
 
 
 def crossings(points: list[dict], first: list[dict]) -> list[str]:
-    """Where `points` go below the curve `first` for good, over each axis that both have, as texts."""
+    """Return where `points` go below the curve `first` and stay there, as text for each axis that both have."""
     texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('by time ', '{:.1f} minutes'),
              'gpu_hours': ('by GPUs ', '{:,.1f} GPU-hours'), 'flops': ('by compute ', '{:.3g} FLOPs')}
     found = []
@@ -52,30 +43,25 @@ def crossings(points: list[dict], first: list[dict]) -> list[str]:
     return found
 
 
-# ---- the picture ----
-
 def axes_of(curves: list[list[dict]]) -> list[str]:
-    """What a loss is drawn over, of AXES: tokens, GPU-hours or else minutes, and FLOPs if they are known."""
+    """Return which of AXES to draw: tokens, GPU-hours or else minutes, and FLOPs if they are known."""
     known = [axis for axis in AXES if all(points[-1][axis] is not None for points in curves)]
     return [axis for axis in known if axis != 'minutes' or 'gpu_hours' not in known]
 
 
 def plot(curves: dict[str, list[dict]]):
-    styles = figures.line_styles(len(curves))
     drawn_over = axes_of(list(curves.values()))
     figure, panels = figures.new_figure(1, len(drawn_over), figsize=(5.5 * len(drawn_over), 5))
     for axes, axis in zip(panels, drawn_over):
-        for (label, points), style in zip(curves.items(), styles):
-            marker = 'o' if len(points) <= 40 else None
-            x = [p[axis] for p in points]
-            figures.draw_band(axes, x, points, label=label, marker=marker, markersize=3, **style)
+        for label, points, style in figures.styled(curves):
+            figures.draw_band(axes, [p[axis] for p in points], points, label=label, **style)
         set_axes(axes, list(curves.values()), f'{AXES[axis]} of training')
     figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
     return figure
 
 
 def set_axes(axes, curves: list[list[dict]], xlabel: str) -> None:
-    """Numbers the x axis as 2 M, 20 G; shows of each curve's losses all but its first quarter."""
+    """Label the x axis as 2 M, 20 G; cut the y axis above the last three quarters of each curve."""
     from matplotlib.ticker import EngFormatter
     lowest = min(p['lowest'] for points in curves for p in points)
     highest = max(p['highest'] for points in curves for p in points[len(points) // 4:])

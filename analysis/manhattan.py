@@ -12,28 +12,25 @@ Prints and writes to NAME.csv, for each run:
     same_way      share of the same pairs that are continued greedily in the same way
     rank          effective rank of the states at the tokens of the held-out rows: exp of the entropy of their
                   singular values, normalised to the sum 1
-    streets       streets that walks sampled between held-out pairs need: those that exist, those invented, and those
-                  that no walk took
+    streets       streets that walks sampled between held-out pairs need: existing, invented, and those not taken
 
 and draws the streets in NAME.png, the invented ones in red. The map is rebuilt as by Vafa et al.: each sampled walk is
-followed along streets that exist or were invented before. Where it cannot be, a street to a place nearby is invented,
-the one from which the rest of the walk can be followed the furthest, as long as no place has more than `max_degree`
-streets. Places have no coordinates in the data, so they are laid out by the directions of the streets, each one long.
+followed along streets that exist or were invented before. Where it cannot continue, a street to a place nearby is
+invented, the one from which the rest of the walk can be followed the furthest, up to `max_degree` streets at a place.
+Places have no coordinates in the data, so they are laid out by the directions of the streets, each of length 1.
 """
 from collections import Counter
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from analysis.figures import new_figure, runs_to_read, write_figure
+from analysis import figures
 from common.decoding import decodable, generate
 from common.files import UserError, friendly_errors
-from common.machine import pick_device
-from common.runs import load_run, run_data
 from common.settings import check_ranges
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
@@ -54,15 +51,14 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, detours=(0, 1), n_prefixes=(1, inf), n_walks=(1, inf), max_degree=(1, inf),
-                     distance=(0, inf), batch_size=(1, inf))
+        check_ranges(self, detours=(0, 1), n_prefixes=(1, 10 ** 7), n_walks=(1, 10 ** 7))
 
 
 # ---- ways with detours ----
 
 @torch.inference_mode()
 def ways_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]:
-    """The ids decoded greedily after each pair (start, goal), but for the detours: see the top."""
+    """Return the ids decoded greedily after each pair (start, goal), except for the detours."""
     model, device = decodable(model), next(model.parameters()).device
     cache = model.new_cache(len(pairs), task.steps + 3, device=device)
     tokens = torch.tensor(pairs, device=device) + task.first_node
@@ -87,7 +83,7 @@ def ways_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]:
 # ---- compression ----
 
 def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | None:
-    """The ids of a random walk of n_steps to a node, on the way to goal; None where no street leads on backwards."""
+    """Return the ids of a random walk of n_steps to a node, on the way to goal; None if it has no way back."""
     turns = []
     for _ in range(n_steps):
         before, turn = (task.neighbour == node).nonzero()
@@ -100,7 +96,7 @@ def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | No
 
 
 def pairs_of_walks(task, n: int, rng) -> list[list[int]]:
-    """The ids of n pairs of different walks of one length, to one place with one goal: one after the other."""
+    """Return the ids of 2 n walks: pairs of different walks of one length, to one place with one goal."""
     prefixes = []
     while len(prefixes) < 2 * n:
         node, goal = task.held_out_pairs[rng.integers(len(task.held_out_pairs))]
@@ -114,14 +110,14 @@ def pairs_of_walks(task, n: int, rng) -> list[list[int]]:
 
 
 def same_way(model, task, prefixes, batch_size: int) -> float:
-    """Share of pairs of walks with the same greedy continuation."""
+    """Return the share of pairs of walks with the same greedy continuation."""
     ways = [way for i in range(0, len(prefixes), batch_size)
             for way in generate(model, prefixes[i:i + batch_size], task.steps + 1, temperature=0, eos_id=task.end)]
     return float(np.mean([a == b for a, b in zip(ways[::2], ways[1::2])]))
 
 
 def compression(model, task, prefixes, batch_size: int) -> float:
-    """Share of pairs of walks after whose second every continuation sampled after the first is possible."""
+    """Return the share of pairs after whose second walk every continuation sampled after the first is possible."""
     generator, n_pairs = torch.Generator().manual_seed(0), max(1, batch_size // N_CONTINUATIONS)
     found = []
     for i in range(0, len(prefixes), 2 * n_pairs):
@@ -134,7 +130,7 @@ def compression(model, task, prefixes, batch_size: int) -> float:
 
 @torch.inference_mode()
 def continuations(model, prefixes, n: int, end: int, generator):
-    """(N, n) ids sampled after N prefixes, of those with a probability above EPSILON; `end` after the end."""
+    """Return (N, n) ids sampled after N prefixes, among ids with a probability above EPSILON; `end` after the end."""
     model, device = decodable(model), next(model.parameters()).device
     lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
     idx = pad_sequence([torch.tensor(prefix) for prefix in prefixes], batch_first=True).to(device)
@@ -153,7 +149,7 @@ def continuations(model, prefixes, n: int, end: int, generator):
 
 @torch.inference_mode()
 def possible(model, prefixes, tokens, end: int):
-    """(N,): has each of tokens (N, n), up to the first `end`, a probability above EPSILON after its prefix?"""
+    """Return whether all of tokens (N, n) up to the first `end` have probabilities above EPSILON, (N,) bool."""
     device, tokens = tokens.device, tokens.cpu()
     rows = [torch.cat([torch.tensor(prefix), own]) for prefix, own in zip(prefixes, tokens)]
     idx = pad_sequence(rows, batch_first=True, padding_value=end).to(device)
@@ -166,7 +162,7 @@ def possible(model, prefixes, tokens, end: int):
 # ---- effective rank ----
 
 def effective_rank(states) -> float:
-    """exp of the entropy of the normalised singular values of states (N, C) that are at least 1e-12."""
+    """Return exp of the entropy of the normalised singular values of states (N, C) that are at least 1e-12."""
     from scipy.stats import entropy
     values = torch.linalg.svdvals(states.double())
     return exp(entropy(values[values >= 1e-12]))
@@ -174,7 +170,7 @@ def effective_rank(states) -> float:
 
 @torch.inference_mode()
 def states_of(model, idx, batch_size: int):
-    """What the head multiplies at every token of idx (B, T): (B T, C), on the CPU."""
+    """Return what the head multiplies at every token of idx (B, T): (B T, C), on the CPU."""
     device = next(model.parameters()).device
     return torch.cat([model.final_hidden(part.to(device)).flatten(0, 1).cpu() for part in idx.split(batch_size)])
 
@@ -182,7 +178,7 @@ def states_of(model, idx, batch_size: int):
 # ---- the map ----
 
 def layout(task) -> np.ndarray:
-    """Positions (n nodes, 2) at which streets are nearest to one long, in their directions, by least squares."""
+    """Return the positions (nodes, 2) that fit streets of length 1 in their directions, by least squares."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.linalg import lsqr
     unknown = set(task.symbols[:task.first_node]) - COMPASS.keys()
@@ -199,10 +195,10 @@ def layout(task) -> np.ndarray:
 
 
 def followed(node: int, goal: int, turns, true: dict, used: dict, degree: Counter, max_degree: int, pending=None):
-    """Places of the longest part of a walk from a node that ends where a street can be invented, or all to the goal.
+    """Return the places of the longest part of a walk that ends where a street can be invented, or all to the goal.
 
-    true and used {(node, turn): neighbour}: the streets there are, and those that walks have taken so far; degree: of
-    the used ones that leave each place. pending: a street (node, turn) that is about to be invented.
+    true, used {(node, turn): neighbour}: the existing streets, and those taken so far; degree: the number of used ones
+    that leave each place; pending: a street (node, turn) that is about to be invented.
     """
     path, end, new = [node], 1, [pending] if pending else []
     for k, turn in enumerate(turns):
@@ -221,7 +217,7 @@ def followed(node: int, goal: int, turns, true: dict, used: dict, degree: Counte
 
 
 def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
-    """The streets {(node, turn): neighbour} that walks (start, goal, turns) take, and how many walks have no place.
+    """Return the streets {(node, turn): neighbour} that walks (start, goal, turns) take, and how many walks fail.
 
     near[node]: the places that an invented street from a node may lead to.
     """
@@ -256,7 +252,7 @@ def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
 
 
 def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
-    """(start, goal, turns) of n walks that a model samples between held-out pairs, those that end left."""
+    """Return (start, goal, turns) of those of n walks sampled between held-out pairs that end."""
     walks = []
     for first in range(0, n, batch_size):
         chosen = rng.integers(len(task.held_out_pairs), size=min(batch_size, n - first))
@@ -269,14 +265,11 @@ def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
 
 
 def plot(maps: dict):
-    """maps {run: (positions, streets that exist, invented ones)}, streets as pairs of nodes: a panel each."""
+    """Draw a panel for each of {run: (positions, existing streets, invented ones)}, streets as pairs of nodes."""
     from matplotlib.collections import LineCollection
-    columns = min(3, len(maps))
-    rows = -(-len(maps) // columns)
-    figure, all_axes = new_figure(rows, columns, figsize=(5 * columns, 5.5 * rows), squeeze=False)
-    for axes in all_axes.flat:
+    figure, all_axes = figures.panels(len(maps), 3, (5, 5.5))
+    for axes, (run, (positions, true, invented)) in zip(all_axes, maps.items()):
         axes.set_axis_off()
-    for axes, (run, (positions, true, invented)) in zip(all_axes.flat, maps.items()):
         for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
             axes.add_collection(LineCollection([positions[[a, b]] for a, b in streets], **style))
         axes.autoscale()
@@ -286,15 +279,14 @@ def plot(maps: dict):
 
 
 def measure(run: str, s: Settings) -> tuple[dict, tuple]:
-    """A row of the CSV, and of `plot`."""
-    model, record = load_run(run, pick_device(s.device))
-    data = run_data(record, s.data, run)
+    """Return a row of the CSV and a map for `plot`."""
+    model, _, data = figures.load_model_and_data(run, s)
     task = getattr(data, 'task', None)
     if not hasattr(task, 'held_out_pairs'):
         raise UserError(f'{run} was trained on {data.folder}, not on walks: expected a run on data manhattan')
-    if not task.held_out_pairs:
-        raise UserError(f'{data.folder} has no held-out pairs of places: give --data with a larger city')
     pairs = task.held_out_pairs
+    if not pairs:
+        raise UserError(f'{data.folder} has no held-out pairs of places: give --data with a larger city')
     for_ways, for_walks, for_prefixes = np.random.default_rng(0).spawn(3)  # so all models get the same
     ways = [way for i in range(0, len(pairs), s.batch_size)
             for way in ways_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_ways)]
@@ -305,8 +297,8 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     near = [[int(b) for b in (np.linalg.norm(positions - place, axis=1) <= s.distance).nonzero()[0]]
             for place in positions]
     used, n_failed = rebuild(walks, true, near, s.max_degree)
-    existing = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) == b]
-    invented = [(a, b) for (a, turn), b in used.items() if true.get((a, turn)) != b]
+    existing, invented = ([(a, b) for (a, turn), b in used.items() if (true.get((a, turn)) == b) == exists]
+                          for exists in (True, False))
     prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
     row = {'run': run, 'detours': float(np.mean(valid)),
            'compression': compression(model, task, prefixes, s.batch_size),
@@ -319,14 +311,14 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('manhattan RUN RUN ... --out=NAME', Settings, argv)
+        s, runs = figures.runs_to_read('manhattan RUN RUN ... --out=NAME', Settings, argv)
         rows, maps = [], {}
         for run in runs:
             row, maps[run] = measure(run, s)
             rows.append(row)
             print('  '.join(f'{name} {value:.4g}' if isinstance(value, float) else f'{name} {value}'
                             for name, value in row.items()))
-        write_figure(s.out, runs, 'manhattan', rows, plot(maps))
+        figures.write_figure(s.out, runs, 'manhattan', rows, plot(maps))
 
 
 if __name__ == '__main__':

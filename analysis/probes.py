@@ -1,24 +1,22 @@
-"""What a frozen state knows of the tokens to come: linear probes (NextLat paper, the TinyStories figures).
+"""Linear probes: what a frozen state knows of the tokens to come (NextLat paper, the TinyStories figures).
 
     python -m analysis.probes RUN RUN ... --out=NAME
 
-For each offset k = 1 ... 20 a linear layer learns to predict x_{t+k} from a trained model's state after x_t, on the
+For each offset k = 1 ... 20 a linear layer learns to predict x_{t+k} from a frozen model's state after x_t, on the
 run's training data, with its batch and weight decay, and with its learning rate unless --learning_rate gives one for
-all; the model learns nothing. The state is `trunk(idx)` if the model has it (MTP before its last blocks, BST's forward
+all. The state is `trunk(idx)` if the model has it (MTP before its last blocks, BST's forward
 encoder), else `final_hidden`. Offsets that leave the document do not count. Writes the validation nats of each offset
 to NAME.csv, and to NAME.png their difference to those of the first run's configuration: give next-token runs first.
 """
-import statistics
 from dataclasses import dataclass, replace
 from math import inf
 
 import torch
 import torch.nn.functional as F
 
-from analysis.figures import curves_of, ended, line_styles, new_figure, runs_to_read, settings_of, write_figure
+from analysis import figures
 from common.files import UserError, friendly_errors
-from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import load_run, run_data
+from common.machine import make_progress
 from common.settings import check_ranges
 from data.shards import Data
 from train import make_optimizer
@@ -36,11 +34,11 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, offsets=(1, inf), steps=(1, inf), learning_rate=(0, inf), eval_tokens=(1, inf))
+        check_ranges(self, offsets=(1, inf))
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:
-    """x_{t+offset} at each t of windows: tokens (B, T + 1) -> (B, T) int64; -1 past the window or its document."""
+    """Return x_{t+offset} at each t: tokens (B, T + 1) -> (B, T) int64; -1 past the window or the document."""
     B, T = tokens.shape[0], tokens.shape[1] - 1
     targets = torch.full((B, T), -1, dtype=torch.int64, device=tokens.device)
     ends = F.pad((tokens == eos_id).cumsum(1), (1, 0))  # of documents, before each token
@@ -51,20 +49,19 @@ def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tens
 
 @torch.no_grad()
 def states(model, idx: torch.Tensor, s: Settings) -> torch.Tensor:
-    """The states that probes read. idx (B, T) -> (B, T, C) fp32."""
-    dtype = pick_dtype(s.dtype, idx.device.type)
-    with torch.autocast(idx.device.type, dtype, enabled=dtype != torch.float32):
+    """Return the states that probes read. idx (B, T) -> (B, T, C) fp32."""
+    with figures.autocast(s.dtype, idx.device):
         h = model.trunk(idx) if hasattr(model, 'trunk') else model.final_hidden(idx)
     return h.float()
 
 
 def nats(probe, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum of a probe's negative log-likelihoods: h (B, T, C), targets (B, T), of which -1 do not count."""
+    """Return the sum of a probe's negative log-likelihoods: h (B, T, C), targets (B, T); -1 is ignored."""
     return F.cross_entropy(probe(h).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
 
 
 def train_step(model, probes, optimizers, windows: torch.Tensor, eos_id: int, rows: int, s: Settings, clip: float):
-    """One step of every probe on windows (B, T + 1), `rows` of them at a time."""
+    """Train every probe for a step on windows (B, T + 1), `rows` of them at a time."""
     totals = [int((offset_targets(windows, k, eos_id) >= 0).sum()) for k in range(1, s.offsets + 1)]
     for part in windows.split(rows):
         h = states(model, part[:, :-1], s)
@@ -78,7 +75,7 @@ def train_step(model, probes, optimizers, windows: torch.Tensor, eos_id: int, ro
 
 @torch.no_grad()
 def judged(model, probes, data: Data, train_settings, s: Settings, device) -> list[float]:
-    """Mean validation nats of each probe."""
+    """Return the mean validation nats of each probe."""
     T, rows = train_settings.block_size, train_settings.micro_batch_size
     n = max(1, min(s.eval_tokens // T, data.n_windows('val', T)))
     sums, counts = torch.zeros(2, len(probes), dtype=torch.float64)
@@ -93,10 +90,10 @@ def judged(model, probes, data: Data, train_settings, s: Settings, device) -> li
 
 
 def measure(run: str, s: Settings) -> list[float]:
-    """Trains probes on a run's states: their validation nats at offsets 1, 2, ..."""
-    device = pick_device(s.device)
-    model, record = load_run(run, device)
-    data, t = run_data(record, s.data, run), replace(settings_of(run), optimizer='adamw')  # which takes heads
+    """Train probes on a run's states; return their validation nats at offsets 1, 2, ..."""
+    model, _, data = figures.load_model_and_data(run, s)
+    device = next(model.parameters()).device
+    t = replace(figures.settings_of(run), optimizer='adamw')  # muon does not take heads
     if s.learning_rate is not None:
         t.learning_rate = s.learning_rate
     if not isinstance(data, Data):
@@ -118,23 +115,20 @@ def measure(run: str, s: Settings) -> list[float]:
 
 
 def table(measured: dict[str, list[list[float]]]) -> list[dict]:
-    """Rows of the CSV from {label: [nats by offset, one list a run]}; `difference` is to the first label."""
-    means = {label: [statistics.mean(at_offset) for at_offset in zip(*runs)] for label, runs in measured.items()}
-    first = next(iter(means.values()))
-    return [{'label': label, 'offset': i + 1, 'nll': mean, 'lowest': min(run[i] for run in measured[label]),
-             'highest': max(run[i] for run in measured[label]), 'difference': mean - first[i],
-             'runs': len(measured[label])} for label, of_label in means.items() for i, mean in enumerate(of_label)]
+    """Return rows of the CSV of {label: [nats by offset, one list a run]}; `difference` is to the first label."""
+    rows = [{'label': label, 'offset': i} | figures.spread(nats)
+            for label, runs in measured.items() for i, nats in enumerate(zip(*runs), 1)]
+    first = {row['offset']: row['mean'] for row in rows if row['label'] == rows[0]['label']}
+    return [row | {'difference': row['mean'] - first[row['offset']]} for row in rows]
 
 
 def plot(rows: list[dict]):
-    figure, axes = new_figure(figsize=(7, 4.5))
-    labels = list(dict.fromkeys(row['label'] for row in rows))
-    for label, style in zip(labels, line_styles(len(labels))):
-        points = [row for row in rows if row['label'] == label]
+    figure, axes = figures.new_figure(figsize=(7, 4.5))
+    for label, points, style in figures.styled(figures.by_label(rows)):
         axes.plot([row['offset'] for row in points], [row['difference'] for row in points], marker='o', markersize=3,
                   label=label, **style)
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
-    axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {labels[0]}')
+    axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {rows[0]["label"]}')
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     return figure
@@ -142,12 +136,13 @@ def plot(rows: list[dict]):
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv)
-        rows = table(curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)]))
+        s, runs = figures.runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv)
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
+        rows = table(measured)
         for row in rows:
             if row['offset'] in (1, s.offsets):
-                print(f'{row["label"]}, {row["offset"]} ahead: {row["nll"]:.4f} nats, {row["difference"]:+.4f}')
-        write_figure(s.out, runs, 'probes', rows, plot(rows))
+                print(f'{row["label"]}, {row["offset"]} ahead: {row["mean"]:.4f} nats, {row["difference"]:+.4f}')
+        figures.write_figure(s.out, runs, 'probes', rows, plot(rows))
 
 
 if __name__ == '__main__':

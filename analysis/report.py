@@ -4,7 +4,7 @@
 
 Writes one file, report.html beside the runs or --out, that loads nothing else. It has a table of the runs, everything
 they logged as curves over tokens, FLOPs, time or steps, the settings that differ, and the scores of synthetic tasks and
-of eval.py. Runs that differ only in the seed look alike. Runs that cannot be read are left out and named.
+of eval.py. Runs that differ only in the seed have one colour. Runs that cannot be read are left out and named.
 """
 import html
 import math
@@ -64,12 +64,12 @@ def run_row(run: str, about: dict, label: str, folder: Path) -> dict[str, str]:
            'what differs': html.escape(label), 'parameters': figures.short_number(about['parameters'])}
     if log:
         row |= {'tokens': figures.short_number(log[-1]['tokens']), 'minutes': f'{log[-1]["seconds"] / 60:.1f}'}
-    texts = {'val': ('validation loss', '{:.4f}', lambda log, key: (figures.logged(log, key) or [None])[-1]),
-             'tokens_per_s': ('tokens/s', '{:,.0f}', figures.median), 'mfu': ('MFU', '{:.1%}', figures.median),
-             'memory_gib': ('memory, GiB', '{:.2f}', lambda log, key: max(figures.logged(log, key), default=None))}
-    for key, (name, form, value_of) in texts.items():
-        value = value_of(log, key)
-        row[name] = '' if value is None else form.format(value)
+    texts = {'val': ('validation loss', '{:.4f}', lambda values: values[-1]),
+             'tokens_per_s': ('tokens/s', '{:,.0f}', statistics.median), 'mfu': ('MFU', '{:.1%}', statistics.median),
+             'memory_gib': ('memory, GiB', '{:.2f}', max)}
+    for key, (name, form, choose) in texts.items():
+        if values := figures.logged(log, key):
+            row[name] = form.format(choose(values))
     return row
 
 

@@ -8,9 +8,9 @@ again. At each position of a document this measures the nats that M_omega loses 
 
     extra nll at i = nll of M_omega at i - nll of M at i,
 
-on the mean of 8,000 validation documents of at least 2,049 tokens, read from their start. The first omega + 1 positions
-lose nothing, and are left out. Writes NAME.png (raw and smoothed) and NAME.csv; prints the means over positions, and
-how many times as much as each other run the first one loses.
+averaged over 8,000 validation documents of at least 2,049 tokens, read from their start. The first omega + 1 positions
+lose nothing and are left out. Writes NAME.png (raw and smoothed) and NAME.csv; prints the means over positions, and the
+ratio of the first run's loss to each other run's.
 """
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -18,11 +18,10 @@ from math import inf
 import numpy as np
 import torch
 
+from analysis import figures
 from analysis.documents import fitting_block, long_documents
-from analysis.figures import curves_of, ended, line_styles, new_figure, runs_to_read, smoothed, write_figure
 from common.files import UserError, friendly_errors
-from common.machine import make_progress, pick_device, pick_dtype
-from common.runs import load_run, run_data
+from common.machine import make_progress
 from common.scoring import judge
 from common.settings import check_ranges
 
@@ -41,7 +40,7 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, omega=(0, inf), n_documents=(1, inf), block_size=(2, inf), batch_size=(1, inf))
+        check_ranges(self, n_documents=(1, inf), block_size=(2, inf))
 
 
 def restricted(model, omega: int, run='the model'):
@@ -66,19 +65,16 @@ def restricted(model, omega: int, run='the model'):
 
 @torch.no_grad()
 def nll_by_position(model, windows, s: Settings):
-    """Sum over windows (N, T + 1) of the nats at each position: (T,) float64, on the CPU."""
-    device = model.embed.weight.device
-    dtype = pick_dtype(s.dtype, device.type)
-    windows = torch.as_tensor(windows, device=device)
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    """Return the sum over windows (N, T + 1) of the nats at each position: (T,) float64, on the CPU."""
+    windows = torch.as_tensor(windows, device=model.embed.weight.device)
+    with figures.autocast(s.dtype, windows.device):
         log_probabilities, _ = judge(model.logits(windows[:, :-1]), windows[:, 1:])
     return -log_probabilities.sum(0).cpu().double()
 
 
 def measure(run: str, s: Settings):
-    """(nll of M, nll of M_omega), each (T,) float64, means over documents; and the number of documents."""
-    model, record = load_run(run, pick_device(s.device))
-    data = run_data(record, s.data, run)
+    """Return (nll of M, nll of M_omega, number of documents); nll (T,) float64 are means over documents."""
+    model, _, data = figures.load_model_and_data(run, s)
     narrow = restricted(model, s.omega, run)
     documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, whole, cut = make_progress(), 0, 0
@@ -91,31 +87,28 @@ def measure(run: str, s: Settings):
 
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
-    """The settings for runs whose windows may be shorter than block_size."""
+    """Return the settings for runs whose windows may be shorter than block_size."""
     block = fitting_block(runs, s.block_size)
     if block < s.omega + 2:
-        raise UserError(f'omega is {s.omega} and documents are read to {block} tokens, of which it hides nothing: '
-                        f'expected omega of at most {block - 2}')
+        raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     return replace(s, block_size=block)
 
 
 def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
-    """Rows of the CSV: the mean of what `measure` gave for each of a label's runs, with the settings it had."""
+    """Return rows of the CSV: means over what `measure` returned for each of a label's runs, and the settings."""
     whole, cut = (sum(parts) / len(measured) for parts in list(zip(*measured))[:2])
     seen = s.omega + 1  # position t reads t earlier ones, so the first omega + 1 lose nothing
     extra = (cut - whole)[seen:].tolist()
     used = {name: asdict(s)[name] for name in ('omega', 'block_size', 'dtype', 'data')}
-    columns = zip(extra, smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
+    columns = zip(extra, figures.smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
     return [{'label': label, 'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll,
              'restricted_nll': restricted_nll, 'runs': len(measured), 'documents': measured[0][2], **used}
             for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
 
 
 def plot(rows: list[dict]):
-    figure, axes = new_figure(figsize=(7, 4.5))
-    labels = list(dict.fromkeys(row['label'] for row in rows))
-    for label, style in zip(labels, line_styles(len(labels))):
-        points = [row for row in rows if row['label'] == label]
+    figure, axes = figures.new_figure(figsize=(7, 4.5))
+    for label, points, style in figures.styled(figures.by_label(rows)):
         positions = [row['position'] for row in points]
         axes.plot(positions, [row['extra_nll'] for row in points], alpha=0.3, linewidth=0.8, **style)
         axes.plot(positions, [row['smoothed'] for row in points], linewidth=2, label=label, **style)
@@ -127,13 +120,12 @@ def plot(rows: list[dict]):
 
 def main(argv=None):
     with friendly_errors():
-        s, runs = runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv)
+        s, runs = figures.runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv)
         s = fitted(s, runs)
-        measured = curves_of(runs, lambda folders: [measure(run, s) for run in ended(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         means, lasts = {}, {}
-        for label in dict.fromkeys(row['label'] for row in rows):
-            line = [row for row in rows if row['label'] == label]
+        for label, line in figures.by_label(rows).items():
             means[label], lasts[label] = sum(row['extra_nll'] for row in line) / len(line), line[-1]['smoothed']
             print(f'{label}: {means[label]:+.4f} nats per token on the mean of positions {line[0]["position"]} to '
                   f'{line[-1]["position"]}, {lasts[label]:+.4f} at the last, of {line[0]["documents"]:,} documents')
@@ -141,7 +133,7 @@ def main(argv=None):
             first, *others = nats
             for label in filter(nats.get, others):  # one that loses nothing has no ratio
                 print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
-        write_figure(s.out, runs, 'restricted_state', rows, plot(rows))
+        figures.write_figure(s.out, runs, 'restricted_state', rows, plot(rows))
 
 
 if __name__ == '__main__':

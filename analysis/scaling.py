@@ -3,9 +3,9 @@
     python eval.py RUN RUN ... --paper=sps
     python -m analysis.scaling RUN RUN ... --out=NAME
 
-At each size, beside the runs of `baseline`: 100 times the difference of the mean accuracy (percentage points, from
-eval.jsonl), and the difference of the final validation loss. Seeds are averaged. Runs are of one size if their numbers
-of parameters are within 10% of each other. Writes NAME.png and NAME.csv.
+At each size, beside the runs of `baseline`: the difference of the mean accuracy (percentage points, from eval.jsonl)
+and of the final validation loss. Seeds are averaged. Runs are of one size if their numbers of parameters are within 10%
+of each other. Writes NAME.png and NAME.csv.
 """
 import statistics
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Settings:
 
 
 def outcome(runs: list[str]) -> dict:
-    """{'parameters', 'seeds', 'loss', 'accuracy'}: means over runs that differ only in the seed, those `finished`.
+    """Return {'parameters', 'seeds', 'loss', 'accuracy'}, means over the `finished` of runs that differ in the seed.
 
-    Accuracy, of 0 to 1, is None unless all the paper's tasks of all of them were evaluated.
+    Accuracy (0 to 1) is None unless all the paper's tasks were evaluated for all of them.
     """
     runs = figures.finished(runs)
     results = [figures.evaluations(Path(run) / 'eval.jsonl') for run in runs]
@@ -36,7 +36,7 @@ def outcome(runs: list[str]) -> dict:
 
 
 def gains(outcomes: dict[str, dict], baseline: str) -> list[dict]:
-    """A row for each group besides the baseline, of {label: outcome} at one size."""
+    """Return a row for each group except the baseline, of {label: outcome} at one size."""
     of_baseline, rows = outcomes[baseline], []
     for label, own in outcomes.items():
         if label == baseline:
@@ -51,15 +51,15 @@ def gains(outcomes: dict[str, dict], baseline: str) -> list[dict]:
 
 
 def plot(rows: list[dict], baseline: str):
-    """A line for each method over the sizes: accuracy where it is known, and loss."""
+    """Draw a line for each method over the sizes: accuracy where it is known, and loss."""
     panels = {'accuracy_gain': 'mean accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
-    labels, sizes = dict.fromkeys(row['label'] for row in rows), list(dict.fromkeys(row['size'] for row in rows))
+    sizes = list(dict.fromkeys(row['size'] for row in rows))
     figure, all_axes = figures.new_figure(1, len(panels), figsize=(10.5, 4.5))
     for axes, (key, what) in zip(all_axes, panels.items()):
-        for label, style in zip(labels, figures.line_styles(len(labels))):
-            points = [(sizes.index(row['size']), row[key]) for row in rows
-                      if row['label'] == label and row[key] is not None]
-            axes.plot([x for x, _ in points], [y for _, y in points], marker='o', label=label, **style)
+        for label, own, style in figures.styled(figures.by_label(rows)):
+            known = [row for row in own if row[key] is not None]
+            axes.plot([sizes.index(row['size']) for row in known], [row[key] for row in known], marker='o',
+                      label=label, **style)
         axes.axhline(0, color='black', linewidth=0.8)
         axes.set_xticks(range(len(sizes)), sizes)
         axes.set(xlabel='parameters', ylabel=what, xlim=(-0.3, len(sizes) - 0.7))

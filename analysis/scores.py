@@ -3,17 +3,16 @@
     python -m analysis.scores RUN RUN ... --out=NAME
     python -m analysis.scores RUN RUN ... --out=NAME --bars             the last scores
 
-Writes NAME.png and NAME.csv. Where a task has several scores, as pointer chasing has an accuracy for each level, each
-configuration gets a panel and each score a line: the wave of appendix B of the Context-Ready paper. Where it has one,
-as path-star graphs have, each configuration is a line, with a band from the lowest to the highest seed. Prints where
-each score ends and when it is solved. With --bars each data (and each score, if there are several) has a group of bars,
-one a configuration, with a mark from the lowest to the highest seed, of the runs whose training is at its end: the
-path-star figure of the NextLat paper.
+Writes NAME.png and NAME.csv. For tasks with several scores, such as pointer chasing with an accuracy for each level,
+each configuration gets a panel and each score a line: the wave of appendix B of the Context-Ready paper. For tasks with
+one score, each configuration is a line, with a band from the lowest to the highest seed. Prints where each score ends
+and when it is solved. With --bars, each data set (and score) has a group of bars, one per configuration, with a mark
+from the lowest to the highest seed of the finished runs: the path-star figure of the NextLat paper.
 """
 import re
 from dataclasses import dataclass
 
-from analysis.figures import curve, curves_of, draw_band, finished, line_styles, new_figure, runs_to_read, write_figure
+from analysis import figures
 from common.files import UserError, friendly_errors
 from common.runs import read_log, read_run
 from data.pointer_chasing import SOLVED
@@ -27,7 +26,7 @@ class Settings:
 
 
 def score_names(runs: list[str], prefixes: str) -> list[str]:
-    """The names of logged values of the first run that begin with one of prefixes, as they stand in its log."""
+    """Return the names of the first run's logged values that begin with one of the prefixes, in the log's order."""
     logged = [name for record in read_log(runs[0]) for name in record]
     names = dict.fromkeys(name for name in logged if name.startswith(tuple(prefixes.split(','))))
     if not names:
@@ -37,49 +36,36 @@ def score_names(runs: list[str], prefixes: str) -> list[str]:
 
 
 def solved_from(points: list[dict]) -> int | None:
-    """The step from which on the mean stays at SOLVED or above, or None."""
-    step = None
-    for p in points:
-        if p['mean'] < SOLVED:
-            step = None
-        elif step is None:
-            step = p['step']
-    return step
+    """Return the step from which the mean stays at SOLVED or above, or None."""
+    first = figures.for_good(points, lambda p: p['mean'] >= SOLVED)
+    return first and first['step']
 
 
 def plot(curves: dict[str, dict[str, list[dict]]]):
-    """curves {label: {score: points}}: a panel for each label if there are several scores, else one for all."""
+    """Draw {label: {score: points}}: a panel for each label if there are several scores, else one for all."""
     names = list(dict.fromkeys(name for scores in curves.values() for name in scores))
     several = len(names) > 1
     panels = {label: {label: scores} for label, scores in curves.items()} if several else {names[0]: curves}
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, all_axes = new_figure(rows, columns, figsize=(2 + 4.5 * columns, 0.5 + 3.8 * rows), squeeze=False,
-                                  sharex=True, sharey=True)
-    ordered = score_colours(names) if several else {}
-    styles = dict(zip(curves, line_styles(len(curves))))
-    lines = {}
-    for axes, (title, shown) in zip(all_axes.flat, panels.items()):
+    figure, all_axes = figures.panels(len(panels), 4, (5, 4), sharex=True, sharey=True)
+    styles, lines = score_colours(names) if several else dict(zip(curves, figures.line_styles(len(curves)))), {}
+    for axes, (title, shown) in zip(all_axes, panels.items()):
         for label, scores in shown.items():
             for name, points in scores.items():
-                style = ordered[name] if several else styles[label]
-                steps = [p['step'] for p in points]
-                lines[name if several else label] = draw_band(axes, steps, points, marker='o', markersize=2.5, **style)
+                key = name if several else label
+                lines[key] = figures.draw_band(axes, [p['step'] for p in points], points, **styles[key])
         axes.set(xlabel='steps', ylabel='score' if several else title)
         axes.set_title(title if several else '', fontsize='medium')
-    all_axes[0, 0].set(xlim=(0, None), ylim=(0, None))
-    for axes in all_axes.flat[len(panels):]:
-        axes.set_axis_off()
+    all_axes[0].set(xlim=(0, None), ylim=(0, None))
     figure.legend(lines.values(), lines, loc='outside right upper')
     return figure
 
 
 def plot_bars(rows: list[dict]):
-    """The last of the rows of each data, label and score: a group of bars for each data and score."""
+    """Draw the last of the rows of each data, label and score: a group of bars for each data and score."""
     ends = {(row['data'], row['score'], row['label']): row for row in rows}
     groups, labels, scores = (list(dict.fromkeys(key[part] for key in ends)) for part in (slice(2), 2, 1))
     width = 0.8 / len(labels)
-    figure, axes = new_figure(figsize=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
+    figure, axes = figures.new_figure(figsize=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
     for i, label in enumerate(labels):
         bars = {g - 0.4 + (i + 0.5) * width: ends[(*group, label)] for g, group in enumerate(groups)
                 if (*group, label) in ends}  # by where they stand
@@ -95,22 +81,14 @@ def plot_bars(rows: list[dict]):
 
 
 def score_colours(names: list[str]) -> dict[str, dict]:
-    """{score: its style}, light to dark in the order of the names, as of levels."""
+    """Return {score: its style}, from dark to light in the order of the names."""
     import matplotlib
     shades = matplotlib.colormaps['viridis']
     return {name: {'color': shades(0.9 * i / max(1, len(names) - 1))} for i, name in enumerate(names)}
 
 
-def by_data(runs: list[str]) -> dict[str, list[str]]:
-    """{data: its runs}."""
-    parts = {}
-    for run in runs:
-        parts.setdefault(read_run(run)['settings']['data'], []).append(run)
-    return parts
-
-
 def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
-    """Where each score ends and when it is solved, of runs on `data`; '' where the data is not told."""
+    """Print where each score ends and when it is solved. data: the data of the runs, '' if the label has it."""
     for label, scores in curves.items():
         print(f'{data}, {label}' if data else label)
         for name, points in scores.items():
@@ -124,17 +102,20 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('scores RUN RUN ... --out=NAME', Settings, argv)
-        parts, rows = by_data(runs) if s.bars else {'': runs}, []
+        s, runs = figures.runs_to_read('scores RUN RUN ... --out=NAME', Settings, argv)
+        parts, rows = {}, []
+        for run in runs:
+            parts.setdefault(read_run(run)['settings']['data'] if s.bars else '', []).append(run)
+
+        def scores_of(folders):
+            folders = figures.finished(folders) if s.bars else folders  # an unfinished run has no last score
+            return {name: figures.curve(folders, name, name) for name in score_names(folders, s.scores)}
         for data, part in parts.items():
-            def scores_of(folders):
-                folders = finished(folders) if s.bars else folders  # the last score of an unfinished run is no result
-                return {name: curve(folders, name, name) for name in score_names(folders, s.scores)}
-            curves = curves_of(part, scores_of)
+            curves = figures.curves_of(part, scores_of)
             rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p
                      for label, scores in curves.items() for name, points in scores.items() for p in points]
             print_ends(curves, data)
-        write_figure(s.out, runs, 'scores', rows, plot_bars(rows) if s.bars else plot(curves))
+        figures.write_figure(s.out, runs, 'scores', rows, plot_bars(rows) if s.bars else plot(curves))
 
 
 if __name__ == '__main__':

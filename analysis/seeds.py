@@ -1,4 +1,4 @@
-"""Whether seeds explain a difference of final validation losses: appendix C of the SPS paper, figure 6 and its tests.
+"""Tests of final validation losses over seeds: appendix C of the SPS paper, figure 6 and its tests.
 
     python -m analysis.seeds RUN RUN ... --out=NAME
 
@@ -8,8 +8,7 @@ Runs that differ only in the seed make a group. Writes NAME.png and NAME.csv, ea
 * one-sided t-tests of whether `better` has the lower loss, against every other group;
 * the two one-sided tests (TOST) of whether the two groups `alike` differ by less than `margin`; p is the larger one.
 
-There is no official script of these tests. Variances are not taken to be equal: Welch's test, with the degrees of
-freedom of Welch and Satterthwaite, for both.
+Both are Welch's tests, which do not assume equal variances.
 """
 import statistics
 import sys
@@ -34,10 +33,8 @@ class Settings:
             raise UserError(f"alike is {self.alike!r}: expected two labels with ; between, as 'delayed_state;sps'")
 
 
-# ---- the statistics ----
-
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
-    """The rows of NAME_tests.csv, of the groups {label: losses}. What cannot be tested is told on stderr."""
+    """Return the rows of NAME_tests.csv for the groups {label: losses}."""
     tested, rows = {label: values for label, values in losses.items() if len(set(values)) > 1}, []
     better, *alike = (group_of(tested, name) for name in (s.better, *s.alike.split(';')))
     if better:
@@ -51,7 +48,7 @@ def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
 
 
 def group_of(labels, name: str) -> str | None:
-    """The label that is meant by `name`, of the groups whose seeds vary; None, and a line on stderr, if none is."""
+    """Return the label that `name` means; None, with a line on stderr, if there is none."""
     try:
         return figures.named(labels, name.strip())
     except UserError as error:
@@ -59,10 +56,8 @@ def group_of(labels, name: str) -> str | None:
         return None
 
 
-# ---- the picture ----
-
 def plot(groups: list[dict], losses: dict[str, list[float]]):
-    """Each group's losses as small points, their mean and its interval."""
+    """Draw each group's losses as small points, their mean and its interval."""
     figure, axes = figures.new_figure(figsize=(1.5 + 1.4 * len(groups), 4.5))
     for i, (row, style) in enumerate(zip(groups, figures.line_styles(len(groups)))):
         values = losses[row['label']]
@@ -85,9 +80,8 @@ def main(argv: list[str] | None = None) -> None:
             low, high = figures.interval(values)
             groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
                            'high': high, 'losses': ' '.join(map(repr, values))})
-        for row in groups:
-            bounds = '' if row['low'] is None else f', 95% interval {row["low"]:.4f} to {row["high"]:.4f}'
-            print(f'{row["label"]}: {row["mean"]:.4f}{bounds} (seeds: {row["seeds"]})')
+            bounds = '' if low is None else f', 95% interval {figures.between(low, high)}'
+            print(f'{label}: {statistics.mean(values):.4f}{bounds} (seeds: {len(values)})')
         for row in rows:
             print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
                   f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')

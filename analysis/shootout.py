@@ -6,17 +6,15 @@
         --block_size=1024 --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
 The first two are for two cores and take hours each; the last is for a GPU, where FOLDER may be shards of FineWeb-Edu.
-The same command resumes an interrupted one: finished runs are not trained again.
+The same command resumes an interrupted one.
 
-The budget is Standard's training FLOPs; its tokens and its seconds follow. All models have Standard's number of
-parameters within 1%: a search over widths finds theirs. p_psi of NextLat counts, as it is trained; what a model has
-at inference is said beside. Each has its learning rate bracketed at equal tokens and the first seed. With that rate
-it trains for equal tokens, equal FLOPs and equal time, with every seed. Equal time: as many tokens as it takes in
-Standard's seconds at the highest speed that each had over the seeds at equal tokens, as others' work only slows a run.
+The budget is Standard's training FLOPs. All models have Standard's number of parameters within 1%, p_psi of NextLat
+included. Each has its learning rate bracketed at equal tokens and the first seed, and trains with it for equal tokens,
+equal FLOPs and equal time, with every seed. Equal time is as many tokens as a model takes in Standard's seconds, both
+at their highest speed over the seeds.
 
 Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding
-time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir. Intervals are 95%:
-Student's t, and Welch's for differences.
+time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir.
 """
 import statistics
 from bisect import bisect_left
@@ -28,7 +26,7 @@ from pathlib import Path
 import torch
 
 from analysis import compare, figures, report
-from analysis.compare import best_rates, core_hours, one_dtype, speed, train_seeds
+from analysis.compare import core_hours, one_dtype, set_best_rates, speed, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, generate, roomy_cache
 from common.files import UserError, friendly_errors, write_file
@@ -68,8 +66,6 @@ class Settings:
         check_ranges(self, budget=(1, inf), n_layer=(2, 1000), seeds=(1, inf))
 
 
-# ---- the models, at equal parameters ----
-
 @dataclass
 class Method:
     label: str  # in tables and in the picture
@@ -80,7 +76,7 @@ class Method:
 
 
 def methods(s: Settings) -> dict[str, Method]:
-    """{name: method} of those that s.models names, in a fixed order."""
+    """Return {name: method} of those that s.models names, in a fixed order."""
     heads = max(1, s.n_embd // s.head_size)
     shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
     fork = dict(predict_input='state', predict_layers=1)  # the best of bench/results/forks_*.csv
@@ -106,12 +102,12 @@ def methods(s: Settings) -> dict[str, Method]:
 
 
 def blank(model: str, values: dict, data):
-    """The model that train.py would make of these Config values and the data's vocabulary, without storage."""
+    """Return the model that train.py would make of these Config values for the data, without storage."""
     return blank_model(model, model_config(TrainSettings(model=model), values, data, None))
 
 
 def sized(method: Method, data, target: int) -> dict:
-    """The Config values with which the method has `target` parameters, within 1%; UserError if there are none."""
+    """Return Config values with which the method has `target` parameters within 1%; UserError if there are none."""
     values = dict(method.values)
     for name, step in method.free.items():
         def parameters(n, name=name):
@@ -122,67 +118,52 @@ def sized(method: Method, data, target: int) -> dict:
     found = count_parameters(blank(method.model, values, data))
     if abs(found - target) > TOLERANCE * target:
         changed = ', '.join(f'{name} = {values[name]}' for name in method.free)
-        raise UserError(f'{method.label} has {found:,} parameters where {target:,} are wanted, and {changed} is as '
-                        'near as it gets: choose another n_embd or n_layer')
+        raise UserError(f'{method.label} has {found:,} parameters at {changed}, expected {target:,} within 1%: choose '
+                        'another n_embd or n_layer')
     return values
 
 
 def n_at_inference(run) -> int:
-    """The parameters of a run's model without p_psi of NextLat, which only training and drafting need."""
+    """Return the parameters of a run's model without p_psi of NextLat, which only training and drafting need."""
     return sum(p.numel() for name, p in blank_run(run).named_parameters() if not name.startswith('dynamics.'))
 
 
-# ---- the runs ----
-
 def whole_steps(s: Settings, tokens: float) -> int:
-    """The tokens of the whole steps nearest to so many tokens, at least one step."""
+    """Return tokens rounded to whole steps, at least one."""
     per_step = s.batch_size * s.block_size
     return max(1, round(tokens / per_step)) * per_step
 
 
-def arguments(s: Settings, method: Method, values: dict, tokens: int) -> list[str]:
-    """All arguments of train.py but for learning rate, seed and folder."""
-    own = {'model': method.model, **values, 'data': s.data, 'block_size': s.block_size, 'batch_size': s.batch_size,
+def arguments(s: Settings, model: str, values: dict, tokens: int) -> list[str]:
+    """Return all arguments of train.py except learning rate, seed and folder."""
+    own = {'model': model, **values, 'data': s.data, 'block_size': s.block_size, 'batch_size': s.batch_size,
            'micro_batch_size': s.batch_size, 'max_tokens': tokens, 'warmup_tokens': tokens // 20,
            'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0, 'dtype': one_dtype()}
     return [s.config, *(f'--{name}={value}' for name, value in own.items())]
 
 
-def shapes(s: Settings, data) -> dict[str, tuple[Method, dict, object]]:
-    """{name: (method, Config values, its model without storage)}, all with Standard's number of parameters."""
+def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
+    """Train what is not done yet. Return {(name, budget): runs, one per seed}."""
     chosen = methods(s)
     target = count_parameters(blank('standard', chosen['standard'].values, data))
     values = {name: sized(method, data, target) for name, method in chosen.items()}
-    return {name: (method, values[name], blank(method.model, values[name], data)) for name, method in chosen.items()}
-
-
-def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
-    """Trains all that is not done yet: {(name, budget): runs, one a seed}."""
-    found = shapes(s, data)
-    chosen = {name: method for name, (method, _, _) in found.items()}
-    values = {name: own for name, (_, own, _) in found.items()}
-    flops = {name: model.flops_per_token(s.block_size) for name, (_, _, model) in found.items()}
-    n_tokens = whole_steps(s, s.budget / flops['standard'])
+    flops = {name: blank(method.model, values[name], data).flops_per_token(s.block_size)
+             for name, method in chosen.items()}
     out.mkdir(parents=True, exist_ok=True)
 
-    def cell(name, tokens, rate, seed=1):
-        return out / f'{name}_{tokens}_lr{rate:.3g}_seed{seed}'
-    first = {name: method.rate for name, method in chosen.items()}
-    rates = best_rates({name: arguments(s, chosen[name], values[name], n_tokens) for name in chosen}, first,
-                       lambda name, rate, seed: cell(name, n_tokens, rate, seed), s.jobs)
-    equal_tokens = train_seeds({name: arguments(s, chosen[name], values[name], n_tokens) for name in chosen}, rates,
-                               lambda name, rate, seed: cell(name, n_tokens, rate, seed), s.seeds, s.jobs)
-    speeds = {name: max(map(speed, folders)) for name, folders in equal_tokens.items()}
-    tokens = {}
-    for name in chosen:
+    def with_tokens(name, tokens, rate):
+        tokens = whole_steps(s, tokens)
+        return compare.Method(arguments(s, chosen[name].model, values[name], tokens), rate, f'{out}/{name}_{tokens}')
+    n_tokens = whole_steps(s, s.budget / flops['standard'])
+    equal_tokens = {name: with_tokens(name, n_tokens, method.rate) for name, method in chosen.items()}
+    set_best_rates(equal_tokens, s.jobs)
+    speeds = {name: max(map(speed, runs)) for name, runs in train_seeds(equal_tokens, s.seeds, s.jobs).items()}
+    cells = {}
+    for name, method in equal_tokens.items():
         of_budget = n_tokens, s.budget / flops[name], n_tokens * speeds[name] / speeds['standard']
-        tokens |= {(name, budget): whole_steps(s, n) for budget, n in zip(BUDGETS, of_budget)}
-    args = {(name, budget): arguments(s, chosen[name], values[name], n) for (name, budget), n in tokens.items()}
-    return train_seeds(args, {key: rates[key[0]] for key in args},
-                       lambda key, rate, seed: cell(key[0], tokens[key], rate, seed), s.seeds, s.jobs)
+        cells |= {(name, budget): with_tokens(name, n, method.rate) for budget, n in zip(BUDGETS, of_budget)}
+    return train_seeds(cells, s.seeds, s.jobs)
 
-
-# ---- decoding ----
 
 def decode(decoder: Decoder, n: int) -> None:
     for _ in range(n):
@@ -191,10 +172,7 @@ def decode(decoder: Decoder, n: int) -> None:
 
 @torch.inference_mode()
 def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]:
-    """{name: tokens/s} of one text after `context` random tokens, the models taking turns.
-
-    Time does not depend on what the tokens are, and RoPE turns to any position: windows of training may be shorter.
-    """
+    """Return {name: tokens/s} of one text after `context` random tokens, the models taking turns."""
     sides = {}
     for name, model in models.items():
         generator = torch.Generator().manual_seed(0)
@@ -210,9 +188,9 @@ def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]
 
 
 def speculation(model, data, s: Settings) -> dict:
-    """{'speed_up', 'accepted'} of drafting over plain decoding: times as fast, and drafted tokens accepted a round.
+    """Return {'speed_up', 'accepted'}: the speed of drafting over plain decoding, and drafted tokens accepted a round.
 
-    Greedy, on the second halves of 4 validation windows, one at a time. None each for a model that cannot draft.
+    Greedy, on the second halves of 4 validation windows, one at a time. Both are None for a model that cannot draft.
     """
     if getattr(model, 'longest_draft', 0) < 1:
         return {'speed_up': None, 'accepted': None}
@@ -233,7 +211,7 @@ def speculation(model, data, s: Settings) -> dict:
 
 
 def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict]:
-    """{name: figures of decoding} of a run of each model, on one thread or on the GPU."""
+    """Return {name: figures of decoding} of a run of each model, on one thread or on the GPU."""
     device = pick_device('auto')
     dtype = decoding_dtype('auto', device)
     models = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}
@@ -247,8 +225,6 @@ def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict
                             f'state_bytes_{length}': model.new_cache(1, length).nbytes}
     return found
 
-
-# ---- what is written ----
 
 def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decoded: dict[str, dict]) -> list[dict]:
     """Return a row for each budget and model: those of `compare.table` with the figures of decoding.
@@ -264,7 +240,7 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
 
 
 def decoding_table(rows: list[dict]) -> str:
-    """Speed and state after so many tokens of each model, in markdown."""
+    """Return the speed and state of each model after CONTEXTS tokens as a Markdown table."""
     columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
         ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in CONTEXTS}
     return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
@@ -275,7 +251,7 @@ def decoding_table(rows: list[dict]) -> str:
 
 
 def markdown(rows: list[dict], s: Settings, hours: float) -> str:
-    """RESULTS.md."""
+    """Return the text of RESULTS.md."""
     standard = rows[0]
     lines = ['# Every architecture side by side', '',
              f'{one_line(where_and_when())}. Data {s.data}, windows of {s.block_size} tokens, {s.batch_size} a step, '
@@ -298,7 +274,7 @@ def markdown(rows: list[dict], s: Settings, hours: float) -> str:
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto front of (x, y): those than which no other has both less x and less y, by x."""
+    """Return the Pareto front of points (x, y), where no other point has both less x and less y, sorted by x."""
     found, lowest = [], inf
     for x, y in sorted(points):
         if y < lowest:
@@ -315,11 +291,10 @@ def plot(rows: list[dict], path) -> None:
               (at_equal_flops, f'ms per decoded token, after {length:,} tokens',
                lambda r: 1000 / r[f'tokens_per_s_{length}']),
               (at_equal_flops, f'MB of state, after {length:,} tokens', lambda r: r[f'state_bytes_{length}'] / 1e6)]
-    labels = list(dict.fromkeys(r['model'] for r in rows))
     figure, all_axes = figures.new_figure(1, 3, figsize=(14, 4.5), sharey=True)
     for axes, (shown, what, x_of) in zip(all_axes, panels):
-        for label, style in zip(labels, figures.line_styles(len(labels))):
-            points = sorted((r for r in shown if r['model'] == label), key=x_of)
+        for label, points, style in figures.styled(figures.by_label([r | {'label': r['model']} for r in shown])):
+            points = sorted(points, key=x_of)
             axes.errorbar([x_of(r) for r in points], [r['loss'] for r in points],
                           [[0 if r['low'] is None else r['high'] - r['loss'] for r in points]] * 2, marker='o',
                           markersize=4, capsize=3, linewidth=1, label=label, color=style['color'])
@@ -330,7 +305,7 @@ def plot(rows: list[dict], path) -> None:
         axes.set(xlabel=what)
     lowest, highest = (f(r['loss'] for r in rows) for f in (min, max))
     margin = 0.1 * (highest - lowest)
-    # an interval of three seeds, one of which failed, is wider than all the rest: what is outside is cut off
+    # an interval with a failed seed is wider than all the rest: it is cut off
     all_axes[0].set(ylabel='validation loss, nats per token', ylim=(lowest - margin, highest + margin))
     all_axes[0].set_title('equal tokens, FLOPs and time', fontsize='medium')
     for axes in all_axes[1:]:

@@ -4,14 +4,13 @@
     python -m analysis.tables RUN RUN ... --out=NAME
 
 Tables 2 and 3 of the SPS paper: quality, throughput and memory. Seeds are averaged. The validation loss is that of the
-last evaluation in training, other quality is from eval.jsonl, where it was evaluated on all documents. Speed and memory
-of decoding are ratios to Standard's, from a file of bench.inference, for the methods and sizes that it measured; speed,
-memory and cost of training are from the run's own log. Writes NAME.md and NAME.csv.
+last evaluation in training; other scores are from eval.jsonl. Speed and memory of decoding are ratios to Standard's,
+from a file of bench.inference; speed, memory and cost of training are from the run's log. Writes NAME.md and NAME.csv.
 
-A paper is a file analysis/papers/PAPER.csv, and its columns are the table's. In it a column without a space is a
-setting that tells which run a row is (`model` is the model or the method; an empty cell leaves the setting open). One
-with a space is a number of the table: of OWN and MEANS below, or a task and its metric as in eval.jsonl, in
-percent where it ends with ', %'. An empty cell there is a number that our copy of the paper does not have.
+A paper is a file analysis/papers/PAPER.csv with the columns of the table. A column without a space is a setting that
+tells which run a row is (`model` is the model or the method; an empty cell leaves the setting open). One with a space
+is a number of the table: of FORMATS and MEANS below, or a task and its metric as in eval.jsonl, in percent where it
+ends with ', %'. An empty cell is a number that our copy of the paper does not have.
 """
 import dataclasses
 import statistics
@@ -26,13 +25,13 @@ from common.settings import read_config_file
 from common.validation import perplexity
 
 PAPERS = Path(__file__).parent / 'papers'
-# column: how a number is written
-FIRST = {'seeds': '{:d}'.format, 'parameters': figures.short_number, 'tokens': figures.short_number}
-STATE = {'state dim': '{:d}'.format, 'memory cells': '{:,d}'.format}
-LAST = {'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format, 'GPU-hours': '{:,.1f}'.format,
-        'training FLOPs': '{:.2e}'.format}
-OWN = {'validation loss': '{:.4f}'.format, 'validation perplexity': '{:.2f}'.format,
-       'end-to-end throughput': '{:.2f}'.format, 'peak memory': '{:.2f}'.format}
+FIRST = 'seeds', 'parameters', 'tokens'  # columns before the paper's
+LAST = 'training tokens/s', 'training GiB', 'GPU-hours', 'training FLOPs'  # after them
+FORMATS = {'seeds': '{:d}'.format, 'parameters': figures.short_number, 'tokens': figures.short_number,
+           'state dim': '{:d}'.format, 'memory cells': '{:,d}'.format, 'validation loss': '{:.4f}'.format,
+           'validation perplexity': '{:.2f}'.format, 'end-to-end throughput': '{:.2f}'.format,
+           'peak memory': '{:.2f}'.format, 'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format,
+           'GPU-hours': '{:,.1f}'.format, 'training FLOPs': '{:.2e}'.format}
 MEANS = {'corpus NLL': ' nats_per_word', 'task accuracy, %': ', %'}  # column: the ending of those it is a mean of
 INFERENCE = {'end-to-end throughput': 'throughput, end to end', 'peak memory': 'memory, held'}  # as its file says
 DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_input'}  # settings that it depends on
@@ -50,10 +49,8 @@ class Settings:
             raise UserError(f'paper is {self.paper!r}: expected {" or ".join(known)}')
 
 
-# ---- a paper's rows ----
-
 def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
-    """The paper's row of a run, or None."""
+    """Return the paper's row of a run, or None."""
     record = read_run(run)
     own = record['settings'] | dataclasses.asdict(saved_config(record, run)) | {'model': figures.model_name(record)}
     for row in rows:
@@ -63,12 +60,10 @@ def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
     return None
 
 
-# ---- our own ----
-
 def read_inference(path: str) -> dict[tuple, float]:
-    """{(what, n_layer, n_head, n_embd, method of FAMILY): ratio to Standard's} of a file of bench.inference.
+    """Return {(what, n_layer, n_head, n_embd, method of FAMILY): ratio to Standard's} of a file of bench.inference.
 
-    Empty if there is none and none was asked for.
+    Empty if the default file is missing.
     """
     if not Path(path).exists():
         if path != Settings.inference:
@@ -84,7 +79,7 @@ def read_inference(path: str) -> dict[tuple, float]:
 
 
 def bench_name(run: str) -> tuple | None:
-    """(n_layer, n_head, n_embd, method of FAMILY) of a run, or None if bench.inference measures no such model."""
+    """Return (n_layer, n_head, n_embd, method of FAMILY) of a run, None if bench.inference measures no such model."""
     record = read_run(run)
     own = dataclasses.asdict(saved_config(record, run))
     for name, (model, values) in FAMILY.items():
@@ -95,9 +90,9 @@ def bench_name(run: str) -> tuple | None:
 
 
 def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, float]:
-    """{column: number} of runs that differ only in the seed, means over them; without what they do not have.
+    """Return {column: mean over the finished of runs that differ only in the seed}, without what they do not have.
 
-    Runs whose training is not at its end are left out. columns: the paper's. measured: as of `read_inference`.
+    columns: the paper's. measured: of `read_inference`.
     """
     is_logged, runs = any(map(read_log, runs)), figures.ended(runs)
     row = {'seeds': len(runs), 'parameters': figures.n_parameters(runs[0])} | state_size(runs[0])
@@ -110,8 +105,7 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
         row['validation perplexity'] = perplexity(row['validation loss'])
     results = [figures.evaluations(Path(run) / 'eval.jsonl') for run in runs]
     if not is_logged and not all(results):
-        raise UserError(f'{" ".join(runs)}: nothing was logged, and nothing evaluated: python eval.py RUN '
-                        '--paper=PAPER')
+        raise UserError(f'{" ".join(runs)}: nothing logged or evaluated: python eval.py RUN --paper=PAPER')
     for column in columns:
         key = column.removesuffix(', %')
         value = mean_of(found.get(key) for found in results)
@@ -125,10 +119,7 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
 
 
 def state_size(run: str) -> dict[str, int]:
-    """As table 1 of the GPN paper counts it: the width, and the numbers in matrix memories, none of them for attention.
-
-    GPN has one memory, GDN one in each layer.
-    """
+    """Return the width and the numbers in matrix memories (GPN: one memory, GDN: one in each layer)."""
     record = read_run(run)
     c = saved_config(record, run)
     row = {'state dim': c.n_embd} if hasattr(c, 'n_embd') else {}
@@ -138,25 +129,19 @@ def state_size(run: str) -> dict[str, int]:
 
 
 def mean_of(values) -> float | None:
-    """The mean; None if there are no values, or one is None."""
+    """Return the mean, None if there are no values or one is None."""
     values = list(values)
     return statistics.mean(values) if values and None not in values else None
 
 
-# ---- the table ----
-
 def as_text(column: str, value: float) -> str:
-    formats = FIRST | STATE | LAST | OWN
-    if column in formats:
-        return formats[column](value)
+    if column in FORMATS:
+        return FORMATS[column](value)
     return f'{value:.1f}' if column.endswith(', %') else f'{value:.3f}'
 
 
 def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
-    """The rows of the table, of {label: (its own {column: number}, the paper's row of it or None)}.
-
-    columns: the paper's. Columns in which nobody has anything are left out.
-    """
+    """Return the rows of {label: (its own {column: number}, the paper's row or None)}, without empty columns."""
     rows = []
     for label, (own, of_paper) in groups.items():
         rows.append({'run': label} | own)

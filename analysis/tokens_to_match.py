@@ -2,16 +2,15 @@
 
     python -m analysis.tokens_to_match RUN RUN ... --out=NAME
 
-Figures 1 and 2 of the SPS paper, for each other method beside `baseline`, at each size:
+Figures 1 and 2 of the SPS paper, for each method beside `baseline`, at each size:
 
-* figure 1: at how many tokens the baseline has the method's loss. The loss is the method's last one before its decay
-  (SPS at 18B tokens); the tokens are those of the baseline's first evaluation at or below it, over 18B. 2.6 times at XL
-  in the paper;
-* figure 2, the other way round: at how many tokens the method has the baseline's last loss before the decay.
+* figure 1: the tokens of the baseline's first evaluation at or below the method's last loss before its decay (SPS at
+  18B tokens), over 18B. 2.6 times at XL in the paper;
+* figure 2, the other way round: the tokens of the method at the baseline's last loss before the decay.
 
-Runs that differ in nothing but their length (and the seed) are one curve: the shortest one up to its decay, then the
-longer ones' evaluations beyond that point, up to theirs. So Standard's run of 20B tokens and one planned for 100B are
-read as 0 to 18B, then 18B to 90B. The loss to match is always that of the shortest run. Writes NAME.png and NAME.csv.
+Runs that differ only in length and seed are one curve: the shortest one up to its decay, then the longer ones'
+evaluations beyond that point, up to theirs. Standard's run of 20B tokens and one planned for 100B are read as 0 to 18B,
+then 18B to 90B. The loss to match is that of the shortest run. Writes NAME.png and NAME.csv.
 """
 from dataclasses import dataclass
 
@@ -38,7 +37,7 @@ class Curve:
 
 
 def constant_rate(runs: list[str]) -> Curve:
-    """The curve of runs that differ in their length and seed alone. UserError if one never has a constant rate."""
+    """Return the curve of runs that differ only in length and seed; UserError if one has no constant rate."""
     by_length = {}
     for run in runs:
         by_length.setdefault(figures.settings_of(run).max_tokens, []).append(run)
@@ -46,8 +45,8 @@ def constant_rate(runs: list[str]) -> Curve:
     for _, same_length in sorted(by_length.items()):
         s = figures.settings_of(same_length[0])
         if s.schedule == 'cosine':
-            raise UserError(f'{same_length[0]} has schedule = cosine, and so no constant learning rate: use runs with '
-                            'wsd or constant')
+            raise UserError(f'{same_length[0]} has schedule = cosine, without a constant learning rate: use wsd or '
+                            'constant')
         is_wsd = s.schedule == 'wsd'
         before = int(s.max_tokens * (1 - s.decay_fraction)) if is_wsd else s.max_tokens
         points += [p for p in figures.curve(same_length) if (not ends or p['tokens'] > ends[-1][0])
@@ -59,38 +58,33 @@ def constant_rate(runs: list[str]) -> Curve:
 
 
 def match(target: str, by: str, curves: dict[str, Curve]) -> dict:
-    """A row: where the curve `by` first has the target's last loss; what it has not is None."""
+    """Return a row: where the curve `by` first has the target's last loss, None if it has not."""
     last, budget = curves[target].last, curves[target].budget
     found = next((p for p in curves[by].points if p['mean'] <= last['mean']), {})
-    row = {'loss_of': target, 'loss': last['mean'], 'evaluated_at': last['tokens'], 'budget': budget, 'by': by,
-           'searched': curves[by].points[-1]['tokens'], 'reached': found.get('mean')}
-    return row | {'tokens': found.get('tokens'), 'tokens_ratio': found['tokens'] / budget if found else None}
+    return {'loss_of': target, 'loss': last['mean'], 'evaluated_at': last['tokens'], 'budget': budget, 'by': by,
+            'searched': curves[by].points[-1]['tokens'], 'reached': found.get('mean'), 'tokens': found.get('tokens'),
+            'tokens_ratio': found['tokens'] / budget if found else None}
 
 
 def outcome(row: dict) -> str:
-    """What `match` found, as text."""
+    """Return what `match` found as text."""
     if row['tokens'] is None:
-        return f'has not in {figures.short_number(row["searched"])} tokens'
-    return f'has that at {figures.short_number(row["tokens"])} tokens: {row["tokens_ratio"]:.3f} times the tokens'
+        return f'does not have it within {figures.short_number(row["searched"])} tokens'
+    return f'has it at {figures.short_number(row["tokens"])} tokens: {row["tokens_ratio"]:.3f} times the tokens'
 
 
 def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
-    """A panel for each size: the curves, and an arrow from each loss to where it is reached."""
+    """Draw a panel for each size: the curves, and an arrow from each loss to where it is reached."""
     figure, panels = figures.new_figure(1, len(sizes), figsize=(2 + 5 * len(sizes), 5), squeeze=False)
     labels = dict.fromkeys(label for curves in sizes.values() for label in curves)
-    styles = dict(zip(labels, figures.line_styles(len(labels))))
-    lines = {}
+    styles, lines = dict(zip(labels, figures.line_styles(len(labels)))), {}
     for axes, (size, curves) in zip(panels[0], sizes.items()):
         for label, c in curves.items():
-            lines[label], = axes.plot([p['tokens'] for p in c.points], [p['mean'] for p in c.points],
-                                      marker='o' if len(c.points) <= 40 else None, markersize=3, **styles[label])
+            lines[label] = figures.draw_band(axes, [p['tokens'] for p in c.points], c.points, **styles[label])
         reached = [row for row in rows if row['size'] == size and row['tokens']]
         for row in reached:
             axes.annotate('', (row['tokens'], row['loss']), (row['evaluated_at'], row['loss']),
                           arrowprops={'arrowstyle': '->', 'color': styles[row['by']]['color']})
-        texts = [f'{row["by"]} has the loss of {row["loss_of"]} at {row["tokens_ratio"]:.2f} x its tokens'
-                 for row in reached]
-        axes.text(0.98, 0.97, '\n'.join(texts), transform=axes.transAxes, ha='right', va='top', fontsize='small')
         set_axes(axes, [c.points for c in curves.values()], 'tokens of training, at the constant rate')
         axes.set_title(f'{size} parameters', fontsize='medium')
     figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)))

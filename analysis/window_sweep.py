@@ -2,13 +2,13 @@
 
     python -m analysis.window_sweep RUN RUN ... --out=NAME
 
-Runs that differ in nothing but `window` and the seed make a line, with bars from the lowest to the highest seed. Runs
-of one window alone, as of Standard, are drawn straight across. Writes NAME.png and NAME.csv.
+Runs that differ only in `window` and the seed make a line, with a band from the lowest to the highest seed. Runs of one
+window alone, such as Standard, are drawn straight across. Writes NAME.png and NAME.csv.
 """
-import statistics
 from dataclasses import dataclass
+from math import inf
 
-from analysis.figures import curves_of, final_losses, line_styles, new_figure, runs_to_read, write_figure
+from analysis import figures
 from common.files import friendly_errors
 from common.runs import read_run, saved_config
 
@@ -19,43 +19,29 @@ class Settings:
 
 
 def sweep(runs: list[str]) -> list[dict]:
-    """Points {'window', 'mean', 'lowest', 'highest', 'seeds'} of a group, from the smallest window to None (all)."""
+    """Return points {'window'} and `spread` of a group, from the smallest window to infinity."""
     by_window = {}
     for run in runs:
         window = getattr(saved_config(read_run(run), run), 'window', None)
-        by_window.setdefault(window, []).append(run)
-    points = []
-    for window in sorted(by_window, key=window_order):
-        losses = final_losses(by_window[window])
-        points.append({'window': window, 'mean': statistics.mean(losses), 'lowest': min(losses),
-                       'highest': max(losses), 'seeds': len(losses)})
-    return points
+        by_window.setdefault(inf if window is None else window, []).append(run)
+    return [{'window': window} | figures.spread(figures.final_losses(by_window[window]))
+            for window in sorted(by_window)]
 
 
-def window_order(window: int | None) -> float:
-    return float('inf') if window is None else window
-
-
-def window_name(window: int | None) -> str:
-    return 'all' if window is None else str(window)
+def window_name(window: float) -> str:
+    return 'all' if window == inf else str(window)
 
 
 def plot(lines: dict[str, list[dict]]):
-    """lines {label: points}. Windows stand side by side in equal steps, as they are often powers of a number and 0."""
+    """Draw {label: points}, the windows in equal steps."""
     swept = [points for points in lines.values() if len(points) > 1] or list(lines.values())
-    windows = sorted({p['window'] for points in swept for p in points}, key=window_order)
-    place = {window: i for i, window in enumerate(windows)}
-    figure, axes = new_figure(figsize=(7.5, 4.5))
+    windows = sorted({p['window'] for points in swept for p in points})
+    figure, axes = figures.new_figure(figsize=(7.5, 4.5))
     drawn = []
-    for points, style in zip(lines.values(), line_styles(len(lines))):
-        if points not in swept:
-            p, = points
-            drawn.append(axes.axhline(p['mean'], color=style['color'], linestyle='--'))
-            axes.axhspan(p['lowest'], p['highest'], color=style['color'], alpha=0.15, linewidth=0)
-            continue
-        spread = [[p['mean'] - p['lowest'] for p in points], [p['highest'] - p['mean'] for p in points]]
-        drawn.append(axes.errorbar([place[p['window']] for p in points], [p['mean'] for p in points], spread,
-                                   marker='o', capsize=4, **style))
+    for _, points, style in figures.styled(lines):
+        x = [windows.index(p['window']) for p in points] if points in swept else [-0.5, len(windows) - 0.5]
+        points = points * (len(x) // len(points))  # one window: straight across
+        drawn.append(figures.draw_band(axes, x, points, **style))
     axes.set_xticks(range(len(windows)), map(window_name, windows))
     axes.set(xlabel='window w, tokens', ylabel='final validation loss, nats per token')
     figure.legend(drawn, lines, loc='outside right upper')
@@ -64,16 +50,13 @@ def plot(lines: dict[str, list[dict]]):
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
-        s, runs = runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv)
-        lines = curves_of(runs, sweep, besides={'window'})
+        s, runs = figures.runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv)
+        lines = figures.curves_of(runs, sweep, besides={'window'})
         for label, points in lines.items():
-            best, worst = (choose(points, key=lambda p: p['mean']) for choose in (min, max))
             print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))
-            if len(points) > 1:
-                print(f'  best at w = {window_name(best["window"])}, by {worst["mean"] - best["mean"]:.4f}')
         rows = [{'label': label} | p | {'window': window_name(p['window'])}
                 for label, points in lines.items() for p in points]
-        write_figure(s.out, runs, 'window_sweep', rows, plot(lines))
+        figures.write_figure(s.out, runs, 'window_sweep', rows, plot(lines))
 
 
 if __name__ == '__main__':

@@ -43,7 +43,7 @@ FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaul
 
 
 def make_model(name: str, **values):
-    """A model of FAMILY with seed 0, on the GPU if there is one."""
+    """Return a model of FAMILY with seed 0, on the GPU if there is one."""
     file, own = FAMILY[name]
     torch.manual_seed(0)
     module = runs.model_file(file)
@@ -51,23 +51,17 @@ def make_model(name: str, **values):
 
 
 def over_standard(seconds: dict[str, float]) -> dict[str, float]:
-    """{name: s} -> {name: times Standard's}."""
+    """Return {name: times Standard's} of {name: seconds}."""
     return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
 
 
 def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
-    """Median seconds of each side's function over `rounds` rounds, the sides taking turns.
-
-    sides {name: function} -> {name: s}.
-    """
+    """Return {name: median seconds} of {name: function}, the sides taking turns."""
     return {name: statistics.median(times) for name, times in alternate_times(sides, rounds, warmup).items()}
 
 
 def alternate_times(sides: dict, rounds: int, warmup: int = 2) -> dict[object, list[float]]:
-    """Seconds of each side's function in every round, the sides taking turns; stderr shows the progress.
-
-    sides {name: function} -> {name: [s]}.
-    """
+    """Return {name: seconds in every round} of {name: function}, the sides taking turns."""
     times = {name: [] for name in sides}
     for i in range(warmup + rounds):
         for name, function in sides.items():
@@ -114,7 +108,7 @@ def _call(function, *args):
 
 
 def device_name() -> str:
-    """The GPU, or the CPU and its threads."""
+    """Return the name of the GPU, or of the CPU with its threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path('/proc/cpuinfo')
@@ -134,13 +128,13 @@ def where_and_when() -> dict:
 
 
 def one_line(about: dict) -> str:
-    """'device; date; commit; versions' of `where_and_when`."""
+    """Return 'device; date; commit; versions' of `where_and_when`."""
     versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
     return f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}'
 
 
 def markdown_table(rows: list[dict]) -> str:
-    """Rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
+    """Return rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
     lines, columns = [], None
     for row in rows:
         if list(row) != columns:

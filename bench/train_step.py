@@ -14,8 +14,7 @@ tenth of its pairs): parameters, steps/s in turns with ntp's, and peak memory, e
 GPU, 8 x 1024 tokens; on a CPU 12 layers, 384 wide, 8 x 256 tokens: times with the vocabulary of bytes, because most of
 a small model's time would be its head's otherwise; memory with 50304.
 
-`nanogpt`: ours and a model of nanoGPT's shape, with equal parameters within 1%, each eager and compiled, in turns in
-one process.
+`nanogpt`: ours and a model of nanoGPT's shape with equal parameters, each eager and compiled, in turns.
 
 `scales`: the paper's scales S and L, and the share of the GPU's arithmetic that they use.
 """

@@ -4,10 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from conftest import assert_sentence, run
+from conftest import assert_sentence, run, succeeded
 
 from analysis import figures, loss_curves, scores
-from analysis.figures import new_figure, number_log_axis, output_path, write_figure
 from common.files import UserError
 
 
@@ -40,7 +39,7 @@ def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
         'highest': 3.0, 'seeds': 2}
 
 
-def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
+def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path, capsys):
     runs = [write_run(tmp_path / name, [4.0], 'gpn', settings=settings, window=window)
             for name, settings, window in (('a', {'max_tokens': 2_500_000, 'min_lr': 0.1}, 64),
                                            ('b', {'max_tokens': 5_000_000, 'min_lr': 0.1}, 64),
@@ -49,6 +48,8 @@ def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
     assert list(figures.group(runs)) == ['window=64, tokens=2.5M, min_lr=0.1', 'window=64, tokens=5M, min_lr=0.1',
                                              'window=64, tokens=5M, min_lr=0.2', 'no window, tokens=5M, min_lr=0.1']
     assert list(figures.group(runs[:1])) == ['gpn']
+    figures.curves_of(runs[2:], figures.curve)
+    assert 'no window: also min_lr=0.1\n' in capsys.readouterr().out
     alike = [write_run(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
     assert list(figures.group(alike)) == ['standard, data_a', 'standard, data_b']
     assert figures.tell_apart([{'model': 'standard', 'lr': 'lr=1'}, {'model': 'sps', 'w': 'w=1', 'lr': 'lr=2'},
@@ -57,10 +58,15 @@ def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path):
     assert figures.short('max_tokens', 2 * 10 ** 10) == 'tokens=20B'
 
 
+def line(*losses, cost=1):
+    """Points of one run at 0, 1, ... tokens."""
+    return [{'step': i, 'tokens': i, 'minutes': cost * i, 'gpu_hours': None, 'flops': cost * i}
+            | figures.spread([loss]) for i, loss in enumerate(losses)]
+
+
 def test_every_run_is_visible_and_every_panel_numbered():
     def points(*losses):
-        return [{'step': i, 'tokens': 1e6 * i, 'minutes': i, 'gpu_hours': None, 'flops': 1e12 * i, 'mean': loss,
-                 'lowest': loss, 'highest': loss, 'seeds': 1} for i, loss in enumerate(losses)]
+        return [p | {'tokens': 1e6 * p['tokens']} for p in line(*losses)]
     figure = loss_curves.plot({'a': points(9, 2, 1.5, 1), 'b': points(12, 3, 3, 3), 'c': points(2)})
     figure.canvas.draw()
     for axes in figure.axes:
@@ -74,9 +80,9 @@ def test_every_run_is_visible_and_every_panel_numbered():
 
 @pytest.mark.parametrize('lowest, highest', [(4.3, 9.0), (4.42, 4.47), (1, 2000)])
 def test_a_log_axis_has_numbers(lowest, highest):
-    figure, axes = new_figure()
+    figure, axes = figures.new_figure()
     axes.set(yscale='log', ylim=(lowest, highest))
-    number_log_axis(axes.yaxis, lowest, highest)
+    figures.number_log_axis(axes.yaxis, lowest, highest)
     figure.canvas.draw()
     shown = [tick.get_text() for tick, at in zip(axes.get_yticklabels(), axes.get_yticks()) if lowest <= at <= highest]
     assert 3 <= len(set(shown)) <= 12, shown
@@ -84,22 +90,21 @@ def test_a_log_axis_has_numbers(lowest, highest):
 
 def test_figures_go_beside_the_first_run_or_to_out(tmp_path, monkeypatch):
     for given, path in ((None, tmp_path / 'out/x'), (f'{tmp_path}/f/x.png', tmp_path / 'f/x')):
-        assert output_path(given, [f'{tmp_path}/out/a', f'{tmp_path}/b'], 'x') == path and path.parent.is_dir()
+        assert figures.output_path(given, [f'{tmp_path}/out/a', f'{tmp_path}/b'], 'x') == path and path.parent.is_dir()
     monkeypatch.chdir(tmp_path / 'out')
-    assert output_path(None, ['.'], 'x') == tmp_path / 'x'
+    assert figures.output_path(None, ['.'], 'x') == tmp_path / 'x'
 
 
 def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
     runs = [write_run(tmp_path / 'a', [4.0, 3.0]), write_run(tmp_path / 'b', [], 'sps'), tmp_path / 'none']
-    result = run('-m', 'analysis.loss_curves', *runs)
-    assert result.returncode == 0 and 'left out' in result.stderr and 'b: no validation loss' in result.stderr
+    result = succeeded(run('-m', 'analysis.loss_curves', *runs))
+    assert 'left out' in result.stderr and 'b: no validation loss' in result.stderr
     assert 'none is not a run folder' in result.stderr
     assert 'standard: 3.0000 (3.0000 to 3.0000, seeds: 1)' in result.stdout
     assert (tmp_path / 'loss_curves.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'loss_curves.csv').exists()
 
 
 def test_crossing_is_where_a_line_goes_below_for_good():
-    line = lambda *losses: [{'tokens': i, 'mean': loss} for i, loss in enumerate(losses)]
     first = line(5, 4, 3, 2)
     assert loss_curves.crossing(line(6, 3, 4, 1.9), first, 'tokens') == 3
     assert loss_curves.crossing(line(6, 3, 2, 1), first, 'tokens') == 1
@@ -108,6 +113,8 @@ def test_crossing_is_where_a_line_goes_below_for_good():
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
     assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # of one evaluation each
     assert loss_curves.crossing(line(6), line(5), 'tokens') is None
+    assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis on its own
+        'from 1 tokens on', 'by time from no point on', 'by compute from no point on']
 
 
 def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
@@ -122,14 +129,6 @@ def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
     record = json.loads((tmp_path / 'cpu/config.json').read_text())
     (tmp_path / 'cpu/config.json').write_text(json.dumps(record | {'model_config': {'gone': 1}}))
     assert loss_curves.axes_of([figures.curve(runs[2:])]) == ['tokens', 'minutes']
-
-
-def test_curves_cross_over_each_axis_on_its_own():
-    line = lambda cost, *losses: [{'tokens': i, 'minutes': cost * i, 'gpu_hours': None, 'flops': cost * i, 'mean': loss}
-                                  for i, loss in enumerate(losses)]
-    first, dear = line(1, 5, 4, 3, 2), line(2, 6, 3, 2, 1)
-    assert loss_curves.crossings(dear, first) == ['from 1 tokens on', 'by time from no point on',
-                                                  'by compute from no point on']
 
 
 def test_values_that_are_no_finite_numbers_are_left_out(tmp_path):
@@ -180,7 +179,7 @@ def test_a_score_is_solved_or_not_and_a_loss_is_neither(capsys):
 def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_path, monkeypatch):
     ends = {('star:arms=2', 'ntp'): (0.4, 0.6, None), ('star:arms=2', 'mtp'): (0.75, 1.0),
             ('star:arms=5', 'ntp'): (0.2,), ('star:arms=5', 'mtp'): (0.9,)}
-    runs, figures = [], []
+    runs, drawn = [], []
     for (data, objective), of_seeds in ends.items():
         for seed, end in enumerate(of_seeds):
             own = {'objective': 'ntp'} if objective == 'ntp' else {}
@@ -188,9 +187,10 @@ def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_
             log = [{'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy': a} for step, a in points]
             runs.append(write_run(tmp_path / f'{data}_{objective}_{seed}', [], 'nextlat' if own else 'mtp', seed,
                                   {'data': data, 'max_tokens': 20}, log=log, **own))
-    monkeypatch.setattr(scores, 'write_figure', lambda *args: (write_figure(*args), figures.append(args[-1])))
+    write_figure = figures.write_figure
+    monkeypatch.setattr(figures, 'write_figure', lambda *args: (write_figure(*args), drawn.append(args[-1])))
     scores.main([*runs, '--bars', f'--out={tmp_path / "figure"}'])
-    axes, = figures[0].axes
+    axes, = drawn[0].axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ['star\narms=2', 'star\narms=5']
     assert [(round(bar.get_x() + bar.get_width() / 2, 1), bar.get_height()) for bar in axes.patches] == [
         (-0.2, 0.5), (0.8, 0.2), (0.2, 0.875), (1.2, 0.9)]

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import assert_sentence, run
+from conftest import assert_sentence, run, succeeded
 from test_analysis import write_run
 
 from analysis import compare
-from analysis.compare import Settings, read_sides
+from analysis.compare import Method, Settings, read_methods
 from analysis.figures import difference, interval
 from common.files import UserError
 from common.runs import blank_model, make_config
@@ -96,11 +96,10 @@ def test_ctrl_c_starts_no_further_run(tmp_path, monkeypatch):
 
 
 def test_best_rates_have_a_worse_one_on_both_sides(tmp_path, trained):
-    def folder_of(name, rate, seed):
-        return tmp_path / f'{name}_{rate:.3g}'
-    first = {'a': 1e-3, 'b': 1e-3 / 1.5 ** 3}
     for _ in range(2):  # the second time nothing is trained
-        assert compare.best_rates({'a': [], 'b': []}, first, folder_of, 1) == pytest.approx({'a': 1e-3, 'b': 1e-3})
+        methods = {name: Method([], rate, f'{tmp_path}/{name}') for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
+        compare.set_best_rates(methods, 1)
+        assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
     assert len(trained) == 3 + 6 and all('--seed=1' in command for command in trained)
     rows = list(csv.DictReader(open(tmp_path / 'rates.csv')))
     assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
@@ -109,33 +108,31 @@ def test_best_rates_have_a_worse_one_on_both_sides(tmp_path, trained):
 
 
 def test_a_rate_that_diverges_is_a_worse_one(tmp_path, trained):
-    def folder_of(name, rate, seed):
-        return tmp_path / f'{name}_{rate:.3g}'
-    best = compare.best_rates({'a': []}, {'a': 8e-3}, folder_of, 1)['a']
-    assert best == pytest.approx(1e-3, rel=0.25)
-    assert 'not finite' in (tmp_path / 'a_0.012' / compare.DIVERGED).read_text()
-    with pytest.raises(UserError, match='a_0.012 diverged, at the best learning rate of the first seed: the gr'):
-        compare.train_all({tmp_path / 'a_0.012': ['--learning_rate=0.012']}, 1)
+    a, b = Method([], 8e-3, f'{tmp_path}/a'), Method([], 0.1, f'{tmp_path}/b')
+    compare.set_best_rates({'a': a}, 1)
+    assert a.rate == pytest.approx(1e-3, rel=0.25)
+    folder, args = a.run(0.012, 1)
+    assert 'not finite' in (folder / compare.DIVERGED).read_text()
+    with pytest.raises(UserError, match='a_lr0.012_seed1 diverged, at the best learning rate of the first seed: the'):
+        compare.train_all({folder: args}, 1)
     with pytest.raises(UserError, match='b diverges at learning rates of 0.0667 to 0.15'):
-        compare.best_rates({'b': []}, {'b': 0.1}, folder_of, 1)
+        compare.set_best_rates({'b': b}, 1)
 
 
 def test_each_model_is_a_command_of_its_own(trained):
-    sides = read_sides(Settings(data='somewhere'), ['GPN+M, two: config/gpn_quick.py --n_layer=2 --max_tokens=5000',
+    methods = read_methods(Settings(data='somewhere'), ['GPN+M, two: config/gpn_quick.py --n_layer=2 --max_tokens=5000',
                                                     'GDN: config/gdn_quick.py --learning_rate=1e-3'])
-    assert sides['GPN+M, two'].args == ['config/gpn_quick.py', '--n_layer=2', '--max_tokens=5000', '--data=somewhere',
+    assert methods['GPN+M, two'].args == ['config/gpn_quick.py', '--n_layer=2', '--max_tokens=5000', '--data=somewhere',
                                         '--dtype=float32']
-    assert [side.settings.learning_rate for side in sides.values()] == [3e-3, 1e-3]
-    assert sides['GPN+M, two'].folder == 'GPN_M_two'
+    assert [method.rate for method in methods.values()] == [3e-3, 1e-3]
+    folder, args = methods['GPN+M, two'].run(2e-3, 5)
+    assert str(folder) == 'out/compare/GPN_M_two_lr0.002_seed5' and args[-2:] == ['--learning_rate=0.002', '--seed=5']
 
 
 @pytest.mark.parametrize('arguments, sentence', [
     (['a: config/gpn_quick.py'], 'which models?'),
     (['config/gpn_quick.py', 'b: config/gdn_quick.py'], "'config/gpn_quick.py' has no name"),
     (['a: config/gpn_quick.py', 'a: config/gdn_quick.py'], "'a: config/gdn_quick.py' has the name of another"),
-    (['G+M: config/gpn_quick.py', 'G-M: config/gdn_quick.py'], "'G-M: config/gdn_quick.py' has the name of another"),
-    (['a: config/gpn_quick.py --seed=3', 'b: config/gdn_quick.py'], 'a: seed is set for each run'),
-    (['a: config/gpn_quick.py --n_layers=3', 'b: config/gdn_quick.py'], "did you mean 'n_layer'"),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --block_size=64'], 'a has block_size = 256, b has 64'),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
 def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path, trained):
@@ -146,9 +143,8 @@ def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path, tr
 def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp_path, trained):
     sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 --learning_rate=2e-3'
     for _ in range(2):  # the second time nothing is trained
-        result = run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
-                     '--max_tokens=100')
-        assert result.returncode == 0, result.stderr
+        result = succeeded(run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
+                               '--max_tokens=100'))
     settings = [given(command) for command in trained]
     runs = [(own['model'], own['learning_rate'], own['seed']) for own in settings]
     assert len(runs) == len(set(runs))

@@ -461,6 +461,9 @@ def test_a_run_is_converted_resumes_and_generates(tiny_data, tmp_path):
     assert plain['K=1 - K=5'] == '' and ready['C/N'] == '8'
     assert 0 < float(ready['L_pooled']) < 10 and plain['L_pooled'] == ''
     assert int(ready['multiply_adds_per_token']) - int(plain['multiply_adds_per_token']) == 8 * 16 ** 2  # section 5.1
+    settings = [analysis.context_ready.Settings(tokens=640, batch_size=n) for n in (3, 20)]
+    few, all_at_once = (analysis.context_ready.analyse(found[0], s)['K=1'] for s in settings)
+    assert few == pytest.approx(all_at_once, abs=0.002)  # each token counts once
     result = train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3')
     assert_sentence(result, 'cannot become this model', 'window')
     assert not (tmp_path / 'other').exists()

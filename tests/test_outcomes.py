@@ -1,5 +1,4 @@
 """Figures and tables of how runs end: runs made by hand, against textbook formulas and numbers counted by hand."""
-import csv
 import dataclasses
 import json
 import math
@@ -7,9 +6,8 @@ import re
 import statistics
 
 import pytest
-from conftest import ROOT, assert_sentence, run
+from conftest import ROOT, assert_sentence, run, succeeded
 from scipy.integrate import quad
-from scipy.optimize import brentq
 from test_analysis import write_run
 
 import train
@@ -30,17 +28,17 @@ def family_run(folder, method, losses, **kwargs):
     return write_run(folder, losses, model, settings=settings, **{**SMALL, **own, **kwargs})
 
 
-def rows_of(path):
-    with open(path, newline='') as file:
-        return list(csv.DictReader(file))
+def drawn(folder, module, *args):
+    """(rows of the CSV, result) of a figure."""
+    found = succeeded(run('-m', f'analysis.{module}', *args, f'--out={folder}/figure'))
+    assert module == 'tables' or (folder / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+    return figures.read_csv(folder / 'figure.csv'), found
 
 
 def write_results(folder, results, **settings):
     with open(f'{folder}/eval.jsonl', 'a') as file:
         file.write(json.dumps({'settings': settings, 'results': results}) + '\n')
 
-
-# ---- what they share ----
 
 def test_a_final_loss_is_the_last_one_of_a_whole_run(tmp_path, capsys):
     whole = write_run(tmp_path / 'whole', [4.0, 3.0, 2.5], settings={'max_tokens': 200})
@@ -107,11 +105,10 @@ def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     worse = max(p, key=p.get)
     assert abs(found['p'] - p[worse]) < 1e-9 and abs(found['t'] - worse) < 1e-9
     assert abs(found['degrees'] - degrees) < 1e-9
-    times = brentq(lambda x: t_below(x, 2) - 0.975, 1, 10, xtol=1e-12)
-    assert round(times, 3) == 4.303
-    mean = sum(a) / 3
-    half = times * math.sqrt(sum((x - mean) ** 2 for x in a) / 2 / 3)
-    assert max(abs(x - y) for x, y in zip(figures.interval(a), (mean - half, mean + half))) < 1e-9
+    low, high = figures.interval(a)
+    standard_error = math.sqrt(sum((x - sum(a) / 3) ** 2 for x in a) / 2 / 3)
+    assert abs(t_below((high - low) / 2 / standard_error, 2) - 0.975) < 1e-9
+    assert abs((low + high) / 2 - sum(a) / 3) < 1e-9
     assert figures.interval([2.0, 2.0]) == (None, None)
 
 
@@ -119,16 +116,14 @@ def test_seeds_are_tested_where_there_are_several(tmp_path):
     runs = [family_run(tmp_path / f'{method}_{seed}', method, [9.0, loss], seed=seed)
             for method, losses in LOSSES.items() for seed, loss in enumerate(losses)]
     alone = family_run(tmp_path / 'alone', 'reverse_sps', [9.0, 3.0])
-    found = run('-m', 'analysis.seeds', *runs, alone, f'--out={tmp_path}/figure')
-    assert found.returncode == 0, found.stderr
-    groups = {row['label']: row for row in rows_of(tmp_path / 'figure.csv')}
+    rows, _ = drawn(tmp_path, 'seeds', *runs, alone)
+    groups = {row['label']: row for row in rows}
     assert groups['sps']['seeds'] == '3' and groups['reverse_sps']['low'] == ''
-    tests = rows_of(tmp_path / 'figure_tests.csv')
+    tests = figures.read_csv(tmp_path / 'figure_tests.csv')
     assert [(row['a'], row['b']) for row in tests] == [
         ('sps', 'standard'), ('sps', 'two_x_memory'), ('sps', 'delayed_state'), ('delayed_state', 'two_x_memory')]
     assert float(tests[0]['p']) == figures.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
     assert float(tests[3]['p']) == figures.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
-    assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
     found = run('-m', 'analysis.seeds', *runs[:3], *runs[9:], f'--out={tmp_path}/one')  # one of two alike, no sps
     assert 'standard: 3.1133' in found.stdout and "no test: 'sps' should name one of standard" in found.stderr
     assert not (tmp_path / 'one_tests.csv').exists()
@@ -152,9 +147,7 @@ def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
     long = length_run(tmp_path / 'long', 'standard', [1.0] * 10 + [4.0 - 0.05 * i for i in range(10, 46)] + [0.5] * 5,
                       10_000, every=200, extend=short)
     sps = length_run(tmp_path / 'sps', 'sps', [1.0] + [4.5 - 0.1 * i for i in range(1, 19)] + [0.1, 0.1], 2000)
-    found = run('-m', 'analysis.tokens_to_match', short, sps, long, f'--out={tmp_path}/figure')
-    assert found.returncode == 0, found.stderr
-    first, second = rows_of(tmp_path / 'figure.csv')
+    (first, second), found = drawn(tmp_path, 'tokens_to_match', short, sps, long)
     # SPS is at 2.7 at 1,800 tokens. Standard is at 3.2 there, then at 4 - tokens / 4000: 2.7 at 5,200
     assert (first['loss_of'], first['by'], float(first['tokens'])) == ('sps', 'standard', 5200)
     assert float(first['tokens_ratio']) == pytest.approx(5200 / 1800, abs=1e-12)
@@ -162,49 +155,40 @@ def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
     # the other way round: SPS is first at or below 3.2 at 1,300
     assert (second['loss_of'], second['by'], float(second['tokens'])) == ('standard', 'sps', 1300)
     assert float(second['tokens_ratio']) == pytest.approx(1300 / 1800, abs=1e-12)
-    assert '2.889 times the tokens' in found.stdout and (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+    assert '2.889 times the tokens' in found.stdout
     # without the long run Standard never gets there
-    found = run('-m', 'analysis.tokens_to_match', short, sps, f'--out={tmp_path}/short_only')
-    assert 'standard has not in 1800 tokens' in found.stdout
-    assert rows_of(tmp_path / 'short_only.csv')[0]['tokens_ratio'] == ''
+    (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps)
+    assert 'standard does not have it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
 
 
 def test_runs_without_a_constant_rate_are_a_sentence(tmp_path):
-    cosine = length_run(tmp_path / 'cosine', 'standard', [3.0, 2.0], 2000, schedule='cosine')
-    with pytest.raises(UserError, match='no constant learning rate'):
-        tokens_to_match.constant_rate([cosine])
-    early = length_run(tmp_path / 'early', 'standard', [3.0, 2.0], 2000, warmup_tokens=1000)
-    with pytest.raises(UserError, match='no evaluation between its warm-up and its decay'):
-        tokens_to_match.constant_rate([early])
+    for own, sentence in (({'schedule': 'cosine'}, 'without a constant learning rate'),
+                          ({'warmup_tokens': 1000}, 'no evaluation between its warm-up and its decay')):
+        with pytest.raises(UserError, match=sentence):
+            tokens_to_match.constant_rate([length_run(tmp_path / 'run', 'standard', [3.0, 2.0], 2000, **own)])
     constant = length_run(tmp_path / 'constant', 'standard', [3.0, 2.0, 1.0], 200, schedule='constant')
     assert [p['mean'] for p in tokens_to_match.constant_rate([constant]).points] == [2.0, 1.0]
-    only = [length_run(tmp_path / name, 'standard', [3.0, 2.0], 1000, learning_rate=rate)
-            for name, rate in (('slow', 0.1), ('fast', 0.2))]
-    assert_sentence(run('-m', 'analysis.tokens_to_match', *only[:1]), 'all runs are standard')
-    assert_sentence(run('-m', 'analysis.tokens_to_match', *only), "'standard' should name one of")
+    assert_sentence(run('-m', 'analysis.tokens_to_match', constant), 'parameters are standard')
 
 
 # ---- window sweep ----
 
 def test_a_window_sweep_has_a_line_for_what_differs_in_the_window_alone(tmp_path):
-    values = {('sps', 0): (3.2, 3.4), ('sps', 64): (3.0, 3.1), ('sps', None): (3.15, 3.05),
+    values = {('sps', 0): (3.2, 3.2, 3.5), ('sps', 64): (3.0, 3.1), ('sps', None): (3.15, 3.05),
               ('reverse_sps', 64): (3.3,), ('reverse_sps', 0): (4.0,)}
     runs = [family_run(tmp_path / f'{method}_{window}_{seed}', method, [9.0, loss], window=window, seed=seed)
             for (method, window), losses in values.items() for seed, loss in enumerate(losses)]
     runs.append(family_run(tmp_path / 'standard', 'standard', [9.0, 3.25]))
-    found = run('-m', 'analysis.window_sweep', *runs, f'--out={tmp_path}/figure')
-    assert found.returncode == 0, found.stderr
-    rows = [(row['label'], row['window'], round(float(row['mean']), 9), row['seeds'])
-            for row in rows_of(tmp_path / 'figure.csv')]
-    assert rows == [('sps', '0', 3.3, '2'), ('sps', '64', 3.05, '2'), ('sps', 'all', 3.1, '2'),
+    rows, found = drawn(tmp_path, 'window_sweep', *runs)
+    assert [(row['label'], row['window'], round(float(row['mean']), 9), row['seeds']) for row in rows] == [
+                    ('sps', '0', 3.3, '3'), ('sps', '64', 3.05, '2'), ('sps', 'all', 3.1, '2'),
                     ('reverse_sps', '0', 4.0, '1'), ('reverse_sps', '64', 3.3, '1'), ('standard', 'all', 3.25, '1')]
-    assert 'best at w = 64, by 0.2500' in found.stdout and (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+    assert '3.0500 at w = 64' in found.stdout
 
 
 # ---- scaling ----
 
-TASKS = {'arc_easy': 'acc_norm', 'hellaswag': 'acc_norm', 'piqa': 'acc_norm', 'sciq': 'acc_norm',
-         'lambada_openai': 'acc'}
+TASKS = dict.fromkeys(('arc_easy', 'hellaswag', 'piqa', 'sciq'), 'acc_norm') | {'lambada_openai': 'acc'}
 
 
 def evaluated(folder, *scores, **settings):
@@ -223,15 +207,12 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
             runs.append(evaluated(folder, *(score * width / 64 for score in scores)))
     other_seed = family_run(tmp_path / 'seed', 'sps', [9.0, 2.8], n_embd=32, seed=1)
     runs += [evaluated(other_seed, .1, .2, .3, .4, .5), family_run(tmp_path / 'lonely', 'sps', [9.0, 2.0], n_embd=128)]
-    found = run('-m', 'analysis.scaling', *runs, f'--out={tmp_path}/figure')
-    assert found.returncode == 0, found.stderr
-    small, large = rows_of(tmp_path / 'figure.csv')
+    (small, large), found = drawn(tmp_path, 'scaling', *runs)
     mean_of_seeds = ((.52 + .4 + .36 + .2 + .2) / 5 / 2 + .3) / 2
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert "left out: 6.6" in found.stderr and 'none is called that' in found.stderr  # of `lonely`
-    assert (tmp_path / 'figure.png').read_bytes()[:4] == b'\x89PNG'
+    assert 'none is called that' in found.stderr  # of `lonely`
 
 
 def test_accuracy_on_other_texts_than_the_tasks_own_does_not_count(tmp_path):
@@ -240,8 +221,7 @@ def test_accuracy_on_other_texts_than_the_tasks_own_does_not_count(tmp_path):
     evaluated(runs[1], .5, .4, .3, .2, .1, limit=10, bos=None)
     evaluated(runs[1], .5, .4, .3, .2, .1, limit=None, bos=False)  # they start otherwise than in training
     assert scaling.outcome(runs[1:])['accuracy'] is None
-    found = run('-m', 'analysis.scaling', *runs, f'--out={tmp_path}/figure')
-    assert found.returncode == 0 and 'python eval.py RUN --paper=sps' in found.stdout, found.stderr
+    assert 'python eval.py RUN --paper=sps' in drawn(tmp_path, 'scaling', *runs)[1].stdout
 
 
 # ---- tables ----
@@ -295,7 +275,7 @@ def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
             other = write_run(tmp_path / f'{i}', [3.0], settings['model'], settings=settings | own, **of_model)
             assert tables.row_of_paper(other, figures.read_csv(tables.PAPERS / f'{paper}.csv')) is None
     sizes = tables.state_size(folder)
-    for column in tables.STATE.keys() & row.keys() if row.get('memory cells') else ():
+    for column in sizes if row.get('memory cells') else ():
         number, unit = re.fullmatch(r'([\d.]+)([KM]?)', row[column]).groups()
         scale = {'': 1, 'K': 1e3, 'M': 1e6}[unit]
         assert abs(sizes[column] - float(number) * scale) <= scale * (0.01 if '.' in number else 1)
@@ -318,9 +298,7 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     rates = [{'scale': 's', 'what': what, 'sps': ratio, 'sps_window_0': 9.0}
              for what, ratio in (('throughput, end to end', 0.94), ('memory, held', 1.01), ('memory, peak', 5.0))]
     (tmp_path / 'inference.json').write_text(json.dumps({'rows': rates}))
-    found = run('-m', 'analysis.tables', whole, f'--inference={tmp_path}/inference.json', f'--out={tmp_path}/table')
-    assert found.returncode == 0, found.stderr
-    ours, paper = rows_of(tmp_path / 'table.csv')
+    (ours, paper), _ = drawn(tmp_path, 'tables', whole, f'--inference={tmp_path}/inference.json')
     assert paper['run'] == 'paper: SPS S' and paper['corpus NLL'] == '3.913' and ours['validation loss'] == '2.75'
     assert float(ours['corpus NLL']) == pytest.approx((3.25 + 4.25 + 4.5 + 4.5) / 4)
     assert ours['task accuracy, %'] == '' and float(ours['piqa acc_norm, %']) == 62.5 and ours['sciq acc_norm, %'] == ''
@@ -328,7 +306,7 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     assert float(ours['GPU-hours']) == 16 and float(ours['training GiB']) == 70.5
     flops = figures.flops_per_token(whole)
     assert float(ours['training FLOPs']) == pytest.approx(20_000_145_408 * flops)
-    lines = (tmp_path / 'table.md').read_text().splitlines()
+    lines = (tmp_path / 'figure.md').read_text().splitlines()
     assert lines[0].startswith('| run | seeds | parameters | tokens | validation loss | corpus NLL |')
     assert len({line.count('|') for line in lines}) == 1 and '| 2.810 | 3.913 | 51.8 |' in lines[3]
 
@@ -340,12 +318,10 @@ def test_a_table_takes_runs_of_any_model(tmp_path):
     imported = family_run(tmp_path / 'imported', 'standard', [], n_embd=48)
     (tmp_path / 'imported/log.jsonl').unlink()
     write_results(imported, {'piqa': {'acc_norm': 0.5}})
-    found = run('-m', 'analysis.tables', *runs, imported, f'--out={tmp_path}/table')
-    assert found.returncode == 0, found.stderr
-    by_run = {row['run']: row for row in rows_of(tmp_path / 'table.csv')}
+    by_run = {row['run']: row for row in drawn(tmp_path, 'tables', *runs, imported)[0]}
     assert by_run['gpn']['validation loss'] == '3.0' and len(by_run) == 3
     assert 'end-to-end throughput' not in by_run['gpn']  # nobody has it
-    assert run('-m', 'analysis.tables', *runs, '--paper=gpn', f'--out={tmp_path}/table').returncode == 0
-    assert float(rows_of(tmp_path / 'table.csv')[0]['validation perplexity']) == pytest.approx(math.exp(3))
+    (row, *_), _ = drawn(tmp_path, 'tables', *runs, '--paper=gpn')
+    assert float(row['validation perplexity']) == pytest.approx(math.exp(3))
     assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/no.json'), 'there is no file')
     assert_sentence(run('-m', 'analysis.tables', *runs, '--paper=bst'), "paper is 'bst': expected")

@@ -1,11 +1,9 @@
 """Linear probes of frozen states: what they are to predict, and that they learn it."""
-import csv
-
 import pytest
 import torch
-from conftest import assert_sentence, run
+from conftest import assert_sentence, run, succeeded
 
-from analysis import probes
+from analysis import figures, probes
 
 
 @pytest.mark.parametrize('offset', [1, 2, 5])
@@ -46,7 +44,7 @@ def test_the_probe_of_an_offset_learns_what_the_state_knows():
 
 def test_the_table_has_a_row_for_each_offset_beside_the_first_label():
     rows = probes.table({'ntp': [[1.0, 2.0], [3.0, 4.0]], 'nextlat': [[2.5, 2.0]]})
-    assert [(row['label'], row['offset'], row['nll'], row['difference'], row['runs']) for row in rows] == [
+    assert [(row['label'], row['offset'], row['mean'], row['difference'], row['seeds']) for row in rows] == [
         ('ntp', 1, 2.0, 0.0, 2), ('ntp', 2, 3.0, 0.0, 2), ('nextlat', 1, 2.5, 0.5, 1), ('nextlat', 2, 2.0, -1.0, 1)]
     assert (rows[0]['lowest'], rows[0]['highest']) == (1.0, 3.0)
 
@@ -55,13 +53,12 @@ def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
     sizes = ['--data=python_docs', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
              '--max_tokens=128', '--warmup_tokens=0', '--eval_tokens=64', '--sample_tokens=0']
     for name, model in (('ntp', ['--model=nextlat', '--objective=ntp']), ('mtp', ['--model=mtp'])):
-        assert run('train.py', *model, *sizes, f'--out_dir={tmp_path / name}').returncode == 0
-    result = run('-m', 'analysis.probes', tmp_path / 'ntp', tmp_path / 'mtp', f'--out={tmp_path / "probes"}',
-                 '--offsets=3', '--steps=2', '--eval_tokens=64')
-    assert result.returncode == 0, result.stderr
-    rows = list(csv.DictReader(open(tmp_path / 'probes.csv')))
+        succeeded(run('train.py', *model, *sizes, f'--out_dir={tmp_path / name}'))
+    succeeded(run('-m', 'analysis.probes', tmp_path / 'ntp', tmp_path / 'mtp', f'--out={tmp_path / "probes"}',
+                  '--offsets=3', '--steps=2', '--eval_tokens=64'))
+    rows = figures.read_csv(tmp_path / 'probes.csv')
     assert [row['offset'] for row in rows] == ['1', '2', '3'] * 2 and (tmp_path / 'probes.png').stat().st_size > 1000
-    assert all(4 < float(row['nll']) < 7 for row in rows)
+    assert all(4 < float(row['mean']) < 7 for row in rows)
     first, other = (probes.measure(tmp_path / 'ntp', probes.Settings(offsets=1, steps=2, eval_tokens=64, **rate))
                     for rate in ({}, {'learning_rate': 0.1}))
     assert first != other

@@ -3,7 +3,7 @@ import json
 import re
 
 import pytest
-from conftest import assert_sentence, run
+from conftest import assert_sentence, run, succeeded
 from test_analysis import write_run
 
 from analysis import report
@@ -14,8 +14,7 @@ SMALL = dict(n_layer=1, n_head=1, n_embd=32)
 
 def report_of(folder, *runs):
     """(what `python -m analysis.report` printed, the page without scripts, its whole text)."""
-    result = run('-m', 'analysis.report', *runs, f'--out={folder}/page.html')
-    assert result.returncode == 0, result.stderr
+    result = succeeded(run('-m', 'analysis.report', *runs, f'--out={folder}/page.html'))
     whole = (folder / 'page.html').read_text()
     return result, re.sub(r'<script.*?</script>', '', whole, flags=re.S), whole
 
@@ -34,8 +33,8 @@ def two_runs(tmp_path):
     return runs
 
 
-def test_the_page_has_what_the_runs_have(two_runs, tmp_path):
-    _, page, _ = report_of(tmp_path, *two_runs)
+def test_the_page_has_what_the_runs_have_and_loads_nothing(two_runs, tmp_path):
+    _, page, whole = report_of(tmp_path, *two_runs)
     row = re.findall(r'<tr>(.*?)</tr>', page, re.S)[1]
     shown = re.sub(r'<[^>]*>', ' ', row).split()
     for text in ('a', 'standard', '300', '3.0', '2.1250', '20', '25.0%', '1.50'):
@@ -44,6 +43,9 @@ def test_the_page_has_what_the_runs_have(two_runs, tmp_path):
         assert text in page, text
     assert 'speedup' not in page and 'val_kl' not in page  # speculative.csv has it; a part of the loss is no score
     assert 'b&lt;!--&lt;script&gt;' in page and 'b<!--' not in page
+    # it loads nothing
+    assert "default-src 'none'" in whole and 'plotly.js v' in whole and len(whole) < 8_000_000
+    assert not re.findall(r'https?:|(?:src|@import|url)\s*[=(]', page) and not re.findall(r'<script[^>]*src', whole)
 
 
 def test_curves_are_drawn_over_tokens_flops_time_and_steps(two_runs):
@@ -62,12 +64,6 @@ def test_long_logs_stay_small():
     log = [{'step': i, 'tokens': 10 * i, 'seconds': 60.0 * i, 'val': 5.0 - i / 1000} for i in range(402)]
     tokens, _, _, steps, values = report.points(log, 'val', None)
     assert len(values) == 134 and steps[:2] == [1, 4] and values[0] == pytest.approx(4.999) and tokens[1] == 40
-
-
-def test_the_page_loads_nothing(two_runs, tmp_path):
-    _, page, whole = report_of(tmp_path, *two_runs)
-    assert "default-src 'none'" in whole and 'plotly.js v' in whole and len(whole) < 8_000_000
-    assert not re.findall(r'https?:|(?:src|@import|url)\s*[=(]', page) and not re.findall(r'<script[^>]*src', whole)
 
 
 def test_runs_that_cannot_be_read_are_left_out_and_named(tmp_path):

@@ -98,7 +98,7 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
     Blanks and commas separate symbols. Decoding puts a blank before each symbol.
     """
     id_of = {symbol: i for i, symbol in enumerate(symbols)}
-    pattern = r'\w+|\|\||[^\w\s,]' if '||' in id_of else r'\w+|[^\w\s,]'
+    pattern = symbol_pattern(symbols)
 
     def encode(text):
         found = re.findall(pattern, text)
@@ -110,6 +110,11 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
     def decode(ids):
         return ''.join(' ' + symbols[i] for i in ids if i < len(symbols)).encode()
     return Tokenizer(name, len(symbols) + 1, len(symbols), encode, decode)
+
+
+def symbol_pattern(symbols: list[str]) -> str:
+    """Return the regular expression of a symbol."""
+    return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
 
 
 def gpt2_tokenizer(name: str, bpe) -> Tokenizer:

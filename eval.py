@@ -37,15 +37,7 @@ import torch.distributed as dist
 
 from common.benchmarks import local_records
 from common.files import UserError, friendly_errors
-from common.machine import (
-    Device,
-    DType,
-    decoding_dtype,
-    pick_device,
-    pick_dtype,
-    take_gpu,
-    torchrun_ranks,
-)
+from common.machine import Device, DType, decoding_dtype, pick_device, pick_dtype, take_gpu, torchrun_ranks
 from common.parallel import rank, world
 from common.runs import load_run, run_data
 from common.scoring import Scorer
@@ -82,12 +74,9 @@ class Settings:
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        at_least_1 = (1, inf)
-        check_ranges(self, val_tokens=at_least_1, limit=at_least_1, batch_size=at_least_1, batch_tokens=at_least_1,
-                     max_length=(2, inf))
+        at_least_1 = dict.fromkeys(('val_tokens', 'limit', 'batch_size', 'batch_tokens'), (1, inf))
+        check_ranges(self, **at_least_1, max_length=(2, inf))
 
-
-# ---- LAMBADA as in the GPN paper ----
 
 def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> dict[str, float]:
     """Return LAMBADA's metrics as in the GPN paper, over the sub-words of the last word.
@@ -99,7 +88,7 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
         import datasets
         records = list(datasets.load_dataset('EleutherAI/lambada_openai', 'default', split='test'))
     else:
-        records = local_records(s.data_dir, 'lambada_first_token')
+        records = local_records(s.data_dir, 'lambada_openai')
     requests = []
     for record in records[:s.limit]:
         text = record['text'].rstrip()
@@ -114,8 +103,6 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
     return {'acc': n_right / len(scores), 'perplexity_of_examples': perplexity(-mean),
             'perplexity_pooled': perplexity(-sum(nats) / sum(lengths))}
 
-
-# ---- validation loss ----
 
 @torch.inference_mode()
 def validation(model, record: dict, s: Settings) -> dict[str, float]:
@@ -133,9 +120,9 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
     with torch.autocast('cpu', products, enabled=products == torch.bfloat16):
         parts, n_counted = validation_loss(model, data, T, s.val_tokens, record['settings']['eval_seed'], batch_size,
                                            device)
-    nats = parts['nll']
-    values = {'nats_per_token': nats, 'perplexity': perplexity(nats)}
-    values |= {name: mean for name, mean in parts.items() if name not in ('loss', 'nll')}
+    nats = parts.pop('nll')
+    parts.pop('loss', None)
+    values = {'nats_per_token': nats, 'perplexity': perplexity(nats), **parts}
     if is_task:  # exact, on all its held-out rows
         values |= data.score(model, device, batch_size)
     else:
@@ -144,8 +131,6 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
         values['bits_per_byte'] = nats / math.log(2) * (info['tokens'] - n_eos) / info['bytes']
     return values | {'tokens': n_counted}
 
-
-# ---- one run, several runs ----
 
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     """Load a run. Returns its Scorer, its tokenizer and its config.json."""
@@ -204,10 +189,10 @@ def append_line(folder, line: dict) -> None:
 def averages(results, paper, corpora) -> dict[str, float]:
     """Return the mean of a paper's accuracies and, with corpora, of their nats per word."""
     metrics, _ = PAPERS[paper]
-    accuracies = [results[task][metric] for task, metric in metrics.items() if metric.startswith('acc')]
-    means = {'accuracy': sum(accuracies) / len(accuracies)}
+    means = {'accuracy': statistics.fmean(results[task][metric] for task, metric in metrics.items()
+                                          if metric.startswith('acc'))}
     if corpora:
-        means['nats_per_word'] = sum(results[corpus]['nats_per_word'] for corpus in corpora) / len(corpora)
+        means['nats_per_word'] = statistics.fmean(results[corpus]['nats_per_word'] for corpus in corpora)
     return means
 
 
@@ -228,9 +213,8 @@ def chosen(s: Settings) -> tuple[list[str], list[str]]:
     metrics, of_paper = PAPERS[s.paper] if s.paper else ({}, ())
     tasks, corpora = ([name.strip() for name in text.split(',') if name.strip()] for text in (s.tasks, s.corpus))
     tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*of_paper, *corpora]))
-    for corpus in corpora:
-        if corpus not in CORPORA:
-            raise UserError(f'unknown corpus {corpus!r}: expected {", ".join(CORPORA)}')
+    if unknown := [corpus for corpus in corpora if corpus not in CORPORA]:
+        raise UserError(f'unknown corpus {unknown[0]!r}: expected {", ".join(CORPORA)}')
     if not (s.val or tasks or corpora):
         raise UserError('nothing to do: give --val, --corpus=..., --tasks=... or --paper=sps|nextlat|gpn')
     return tasks, corpora

@@ -52,8 +52,6 @@ class Settings:
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-# ---- prompts ----
-
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
     """Return the prompts from the command line and the file, else from standard input; UserError if there is none."""
     if s.file:
@@ -62,7 +60,8 @@ def read_prompts(s: Settings, texts: list[str]) -> list[str]:
         lines = Path(s.file).read_text(encoding='utf-8', errors='replace').splitlines()
         texts = texts + [line for line in lines if line.strip()]
     elif not texts:
-        texts = [text for text in [sys.stdin.buffer.read().decode(errors='replace')] if text]
+        text = sys.stdin.buffer.read().decode(errors='replace')
+        texts = [text] if text else []
     if not texts:
         raise UserError('there is no prompt: give text after the run folder, with --file or on standard input')
     return texts
@@ -73,8 +72,6 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
     block_size, eos_id = record['settings']['block_size'], record['data']['eos_id']
     prompts = [[*tokenizer.start, *tokenizer.encode(text)] if text else [*tokenizer.start] or [eos_id]
                for text in texts]
-    if not all(prompts):
-        raise UserError("a prompt has no tokens: give text that the run's tokenizer knows")
     longest, n_new = max(map(len, prompts)), s.max_new_tokens
     room = block_size + 1 - longest  # the model does not read the last new token
     if n_new is None:
@@ -85,8 +82,6 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
     return prompts, n_new
 
 
-# ---- drafts ----
-
 def load_draft(folder, record: dict, device: str, dtype: DType):
     """Load the model of a run that drafts for the run of `record`; UserError if its tokenizer differs."""
     draft, of_draft = load_run(folder, device, decoding_dtype(dtype, device))
@@ -95,24 +90,6 @@ def load_draft(folder, record: dict, device: str, dtype: DType):
         raise UserError(f'the draft run {folder} has tokenizer {drafts}, the run {own}: they must have one tokenizer')
     return draft
 
-
-def speculation(s: Settings, model, record: dict, device: str) -> dict | None:
-    """Return options for `speculative_generate`, None for plain decoding; UserError if the model cannot draft."""
-    if s.draft is None and s.draft_len is None:
-        return None
-    draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype)
-    draft_len = read_length(s.draft_len or 'auto')
-    try:
-        longest_draft(model, draft, draft_len)
-    except ValueError as error:
-        raise UserError(str(error))
-    if getattr(model, 'sequential', False):
-        print(f'model_{record["model"]} reads tokens one after the other: verifying a draft saves no time',
-              file=sys.stderr)
-    return dict(draft=draft, draft_len=draft_len)
-
-
-# ---- texts ----
 
 class Output:
     """The generated texts, each up to the stop string. A single text is printed as it grows."""
@@ -140,7 +117,10 @@ class Output:
 
 
 def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], drafting: dict | None = None) -> None:
-    """Generate and print: a single text as its tokens arrive, several at the end. drafting: from `speculation`."""
+    """Generate and print: a single text as its tokens arrive, several at the end.
+
+    drafting: `draft` and `draft_len` of `speculative_generate`; None: plain decoding.
+    """
     texts = [text.encode(errors='replace').decode() for text in texts]
     prompts, n_new = encode_prompts(s, tokenizer, record, texts)
     output, is_alone = Output(tokenizer, len(prompts), s.stop), len(prompts) == 1
@@ -177,7 +157,13 @@ def main(argv: list[str] | None = None) -> None:
         device = pick_device(s.device)
         model, record = load_run(run, device, decoding_dtype(s.dtype, device))
         tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
-        drafting = speculation(s, model, record, device)
+        drafting = None
+        if s.draft or s.draft_len:
+            drafting = dict(draft=load_draft(s.draft, record, device, s.dtype) if s.draft else None,
+                            draft_len=read_length(s.draft_len or 'auto'))
+            longest_draft(model, **drafting)  # raises UserError before anything is printed
+            if getattr(model, 'sequential', False):
+                print('this model reads tokens one after the other: verifying a draft saves no time', file=sys.stderr)
         write_texts(s, model, tokenizer, record, read_prompts(s, given), drafting)
 
 

@@ -16,9 +16,9 @@ least 2 with the largest speed-up, its accepted tokens, and the speed-up of `aut
 import operator
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from common.files import UserError, friendly_errors, write_file
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, run_data
 from common.settings import check_ranges
-from common.speculative import DraftStatistics, longest_draft, read_length, speculative_generate
+from common.speculative import longest_draft, read_length, speculative_generate
 from sample import load_draft
 
 
@@ -56,11 +56,8 @@ def draft_lengths(text: str, model, draft) -> list[int | str]:
     """Return the lengths in `draft_lens` that the model can draft; UserError for an invalid one."""
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
     lengths = [n for n in map(read_length, text.split(',')) if isinstance(n, str) or n <= longest]
-    try:
-        for n in ('auto', *lengths):
-            longest_draft(model, draft, n)
-    except ValueError as error:
-        raise UserError(str(error))
+    for n in ('auto', *lengths):
+        longest_draft(model, draft, n)
     if not lengths:
         raise UserError(f'draft_lens is {text}: this model drafts up to {longest} tokens')
     return lengths
@@ -84,48 +81,37 @@ def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int
 # ---- measuring ----
 
 def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
-    """Return one row per draft length: draft_len, speedup, accepted, tokens_per_s and cumulative, a list."""
-    lengths = draft_lengths(s.draft_lens, model, draft)
-    sides = {n: partial(decode, model, draft, n, s.temperature) for n in (*lengths, 'plain')}
-    seconds, statistics_of = time_decoding(sides, prompts, s)
-    rows = []
-    for n in lengths:
-        speedup = statistics.median(plain / own for plain, own in zip(seconds['plain'], seconds[n]))
-        accepted, cumulative = acceptance(statistics_of[n])
-        rows.append({'draft_len': n, 'speedup': speedup, 'accepted': accepted,
-                     'tokens_per_s': len(prompts) * s.new_tokens / sum(seconds[n]), 'cumulative': cumulative})
+    """Return one row per draft length: draft_len, speedup, accepted, tokens_per_s, cumulative_1, cumulative_2, ..."""
+    sides = list(dict.fromkeys(('plain', *draft_lengths(s.draft_lens, model, draft))))
+    batches = [prompts[start:start + s.batch_size] for start in range(0, len(prompts), s.batch_size)]
+    for side in sides:
+        decode(model, draft, side, batches[0], min(32, s.new_tokens), s)  # warm-up
+    found = {side: [] for side in sides}
+    for seed, batch in enumerate(batches):
+        for side in sides:
+            found[side].append(decode(model, draft, side, batch, s.new_tokens, s, seed))
+    plain, rows = [seconds for seconds, _ in found.pop('plain')], []
+    for n, timed in found.items():
+        seconds, drafts = zip(*timed)
+        tried, accepted = sum((d.tried_at for d in drafts), Counter()), sum((d.accepted_at for d in drafts), Counter())
+        shares = accumulate((accepted[i] / n_tried for i, n_tried in sorted(tried.items())), operator.mul)
+        rows.append({
+            'draft_len': n, 'speedup': statistics.median(a / b for a, b in zip(plain, seconds)),
+            'accepted': accepted.total() / sum(d.rounds for d in drafts),
+            'tokens_per_s': len(prompts) * s.new_tokens / sum(seconds),
+            **{f'cumulative_{i}': share for i, share in enumerate(shares, 1)}})
     return rows
 
 
-def decode(model, draft, draft_len, temperature: float, prompts, n_new: int, seed: int = 0) -> DraftStatistics:
-    """Continue the prompts by n_new tokens, without drafts where draft_len is 'plain'."""
+def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int = 0) -> tuple:
+    """Continue the prompts by n_new tokens. Returns the seconds, and DraftStatistics unless draft_len is 'plain'."""
+    start, drafts = time.perf_counter(), None
     if draft_len == 'plain':
-        generate(model, prompts, n_new, temperature=temperature, seed=seed)
-        return DraftStatistics()
-    options = dict(draft=draft, draft_len=draft_len, temperature=temperature, seed=seed)
-    return speculative_generate(model, prompts, n_new, **options)[1]
-
-
-def time_decoding(sides: dict, prompts, s: Settings) -> tuple[dict, dict]:
-    """Return ({side: seconds of each batch of prompts}, {side: DraftStatistics of each}); the sides take turns."""
-    batches = [prompts[start:start + s.batch_size] for start in range(0, len(prompts), s.batch_size)]
-    for decode_batch in sides.values():
-        decode_batch(batches[0], min(32, s.new_tokens))  # warm-up
-    seconds, statistics_of = {n: [] for n in sides}, {n: [] for n in sides}
-    for seed, batch in enumerate(batches):
-        for n, decode_batch in sides.items():
-            start = time.perf_counter()
-            statistics_of[n].append(decode_batch(batch, s.new_tokens, seed))
-            seconds[n].append(time.perf_counter() - start)
-    return seconds, statistics_of
-
-
-def acceptance(parts: list[DraftStatistics]) -> tuple[float, list[float]]:
-    """Return the accepted tokens per verification and the cumulative acceptance by position."""
-    accepted, tried = ([sum(column) for column in zip_longest(*lists, fillvalue=0)]
-                       for lists in ([part.accepted for part in parts], [part.tried for part in parts]))
-    shares = accumulate((a / t for a, t in zip(accepted, tried) if t), operator.mul)
-    return sum(accepted) / sum(part.rounds for part in parts), list(shares)
+        generate(model, prompts, n_new, temperature=s.temperature, seed=seed)
+    else:
+        _, drafts = speculative_generate(model, prompts, n_new, draft=draft, draft_len=draft_len,
+                                         temperature=s.temperature, seed=seed)
+    return time.perf_counter() - start, drafts
 
 
 # ---- results ----
@@ -137,45 +123,32 @@ def length_table(rows: list[dict]) -> str:
         'tokens/s': f'{row["tokens_per_s"]:,.1f}', 'speed-up': f'{row["speedup"]:.2f}'} for row in rows])
 
 
-def csv_rows(rows: list[dict]) -> list[dict]:
-    """Return the rows with one column per position of `cumulative`, empty beyond the draft's length."""
-    n = max(len(row['cumulative']) for row in rows)
-    return [{**{name: value for name, value in row.items() if name not in ('run', 'cumulative')},
-             **{f'cumulative_{i + 1}': row['cumulative'][i] if i < len(row['cumulative']) else '' for i in range(n)}}
-            for row in rows]
+def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
+    """Return a table with a row per run, from {(run, folder): rows of `compare_lengths`}.
+
+    The length is the fixed one with the largest speed-up, of at least 2 where there is one.
+    """
+    found = {run: {'run': Path(run).name} for run, _ in tables}
+    for (run, folder), rows in tables.items():
+        name, fixed = Path(folder).name, [row for row in rows if row['draft_len'] != 'auto']
+        row = max([row for row in fixed if row['draft_len'] > 1] or fixed or rows, key=lambda row: row['speedup'])
+        auto = [f'{row["speedup"]:.2f}' for row in rows if row['draft_len'] == 'auto']
+        found[run] |= {f'{name}: speed-up': f'{row["speedup"]:.2f}', f'{name}: accepted': f'{row["accepted"]:.2f}',
+                       f'{name}: length': row['draft_len'], f'{name}: auto': ''.join(auto)}
+    return markdown_table(list(found.values())) + '\n'
 
 
-def best(rows: list[dict]) -> dict:
-    """Return the row of the fixed length with the largest speed-up: of at least 2 where there is one."""
-    fixed = [row for row in rows if row['draft_len'] != 'auto']
-    return max([row for row in fixed if row['draft_len'] > 1] or fixed or rows, key=lambda row: row['speedup'])
-
-
-def markdown(rows: list[dict]) -> str:
-    """Return the table of all runs and folders."""
-    table = {row['run']: {'run': Path(row['run']).name} for row in rows}
-    for run, folder in dict.fromkeys((row['run'], row['data']) for row in rows):
-        own = [row for row in rows if (row['run'], row['data']) == (run, folder)]
-        auto, row, name = [row for row in own if row['draft_len'] == 'auto'], best(own), Path(folder).name
-        table[run] |= {f'{name}: speed-up': f'{row["speedup"]:.2f}', f'{name}: accepted': f'{row["accepted"]:.2f}',
-                       f'{name}: length': row['draft_len'],
-                       f'{name}: auto': f'{auto[0]["speedup"]:.2f}' if auto else ''}
-    return markdown_table(list(table.values())) + '\n'
-
-
-def plot(rows: list[dict], path) -> None:
+def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
     """Draw speed-up and cumulative acceptance over the draft length, one line per run and folder."""
     figure, (left, right) = new_figure(1, 2, figsize=(10, 4))
-    pairs = list(dict.fromkeys((row['run'], row['data']) for row in rows))
-    for i, (run, folder) in enumerate(pairs):
-        own = [row for row in rows if (row['run'], row['data']) == (run, folder)]
-        fixed = [row for row in own if row['draft_len'] != 'auto']
+    for i, ((run, folder), rows) in enumerate(tables.items()):
         style = dict(color=f'C{i}', label=f'{Path(run).name}, {Path(folder).name}')
-        left.plot([row['draft_len'] for row in fixed], [row['speedup'] for row in fixed], marker='o', **style)
-        for row in own:
-            if row['draft_len'] == 'auto':
-                left.axhline(row['speedup'], color=f'C{i}', linestyle='--')
-        shares = max((row['cumulative'] for row in fixed or own), key=len)
+        speedups = {row['draft_len']: row['speedup'] for row in rows}
+        if 'auto' in speedups:
+            left.axhline(speedups.pop('auto'), color=f'C{i}', linestyle='--')
+        left.plot(list(speedups), list(speedups.values()), marker='o', **style)
+        longest = max([row for row in rows if row['draft_len'] != 'auto'] or rows, key=len)
+        shares = [share for name, share in longest.items() if name.startswith('cumulative')]
         right.plot(range(1, len(shares) + 1), shares, marker='o', **style)
     left.set(xlabel='draft length (dashed: auto)', ylabel='times plain decoding')
     right.set(xlabel='draft length', ylabel='cumulative acceptance', ylim=(0, 1))
@@ -186,21 +159,20 @@ def plot(rows: list[dict], path) -> None:
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs = runs_to_read('speculative RUN RUN ...', Settings, argv)
-        device, rows = pick_device(s.device), []
+        device, tables = pick_device(s.device), {}
         for run in runs:
             model, record = load_run(run, device, decoding_dtype(s.dtype, device))
             draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype)
-            own = []
+            rows = []
             for folder in s.data.split(',') if s.data else [record['settings']['data']]:
-                found = compare_lengths(model, draft, read_prompts(record, folder, s), s)
-                own += [{'run': run, 'data': folder, **row} for row in found]
+                tables[run, folder] = compare_lengths(model, draft, read_prompts(record, folder, s), s)
+                rows += [{'data': folder, **row} for row in tables[run, folder]]
                 print(f'{run} on {folder}')
-                print(length_table(found))
-            write_csv(Path(run) / 'speculative.csv', csv_rows(own))
-            rows += own
+                print(length_table(tables[run, folder]))
+            write_csv(Path(run) / 'speculative.csv', [dict.fromkeys(max(rows, key=len), '') | row for row in rows])
         out = output_path(s.out, runs, 'speculative')
-        write_file(Path(f'{out}.md'), markdown(rows).encode())
-        plot(rows, f'{out}.png')
+        write_file(Path(f'{out}.md'), markdown(tables).encode())
+        plot(tables, f'{out}.png')
         print(f'written to {out}.md, {out}.png and speculative.csv of each run folder')
 
 

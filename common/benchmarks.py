@@ -6,28 +6,25 @@ from common.files import UserError
 
 
 def local_records(folder, task: str) -> list[dict]:
-    """Return a task's documents from the benchmark's own file in a folder, with the fields that lm-eval's task reads.
+    """Return a task's documents from TASK.jsonl in a folder, with the fields that lm-eval's task reads.
 
-    NAME.jsonl or .json stands for NAME_val, _valid, _validation, _dev and _test too, and NAME_labels.lst beside it may
-    have the labels, one a line.
+    TASK_labels.lst beside it may have the labels, one a line.
 
-    arc_easy, arc_challenge  TASK.jsonl: question {stem, choices} and answerKey, or query, choices and gold
-    piqa, social_iqa, hellaswag, winogrande, sciq             TASK.jsonl as published
-    lambada_openai, lambada_standard, lambada_first_token     TASK.jsonl: text, or context and continuation
-    wikitext, c4, books3, govreport                           TASK.jsonl: page or text, one document a line
-    any other task of lm-eval                                 TASK.jsonl: the fields of its dataset on the hub
+    arc_easy, arc_challenge                          question {stem, choices} and answerKey, or query, choices, gold
+    piqa, social_iqa, hellaswag, winogrande, sciq    as published
+    lambada_openai, lambada_standard                 text, or context and continuation
+    wikitext, c4, books3, govreport                  page or text, one document a line
+    any other task of lm-eval                        the fields of its dataset on the hub
     """
-    names = [task, *(['lambada_openai'] if task == 'lambada_first_token' else [])]
-    path = _first_file(Path(folder) / f'{name}{part}{ending}' for name in names
-                       for part in ('', '_valid', '_val', '_validation', '_dev', '_test')
-                       for ending in ('.jsonl', '.json'))
-    if path is None:
-        raise UserError(f'{folder} has no file for {task}: expected {names[0]}.jsonl')
-    labels = _first_file(path.with_name(f'{path.stem}{ending}') for ending in ('_labels.lst', '-labels.lst'))
+    path, labels = Path(folder) / f'{task}.jsonl', Path(folder) / f'{task}_labels.lst'
+    if not path.is_file():
+        raise UserError(f'{folder} has no file for {task}: expected {task}.jsonl')
     records = []
     try:
         lines = [line for line in path.read_text(encoding='utf-8').split('\n') if line.strip()]
-        added = [{'label': int(label)} for label in labels.read_text().split()] if labels else [{}] * len(lines)
+        added = [{}] * len(lines)
+        if labels.is_file():
+            added = [{'label': int(label)} for label in labels.read_text().split()]
         for line, label in zip(lines, added, strict=True):
             records.append(as_on_the_hub(json.loads(line) | label, task))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -36,10 +33,6 @@ def local_records(folder, task: str) -> list[dict]:
     if not records:
         raise UserError(f'{path} is empty')
     return records
-
-
-def _first_file(paths):
-    return next((path for path in paths if path.is_file()), None)
 
 
 def as_on_the_hub(record: dict, task: str) -> dict:

@@ -3,7 +3,10 @@
 Read `generate` first, then `Decoder`, which it drives. A model decodes through its `new_cache` and `extend`. A model
 without them recomputes the whole text for each token (common/recomputing.py).
 """
+from math import inf
+
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from common.files import UserError, say_once
 
@@ -37,14 +40,12 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
 def check_sampling(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                    min_p: float | None = None) -> None:
     """Raise UserError for a setting of `token_probs` that fp32 cannot represent or that leaves no token."""
-    if temperature != 0 and not 1e-6 <= temperature <= 1e6:
-        raise UserError(f'temperature is {temperature}: expected 0 for the likeliest token, or 1e-6 to 1e6')
-    if top_k is not None and not top_k >= 1:
-        raise UserError(f'top_k is {top_k}: expected at least 1')
-    if top_p is not None and not 1e-9 <= top_p <= 1:
-        raise UserError(f'top_p is {top_p}: expected 1e-09 to 1')
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise UserError(f'min_p is {min_p}: expected 0 to 1')
+    for name, value, low, high, expected in (
+            ('temperature', temperature or 1, 1e-6, 1e6, '0 for the likeliest token, or 1e-6 to 1e6'),
+            ('top_k', top_k, 1, inf, 'at least 1'), ('top_p', top_p, 1e-9, 1, '1e-9 to 1'),
+            ('min_p', min_p, 0, 1, '0 to 1')):
+        if value is not None and not low <= value <= high:
+            raise UserError(f'{name} is {value}: expected {expected}')
 
 
 def check_logits(logits) -> None:
@@ -79,11 +80,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eo
     top_k, top_p and min_p of `token_probs`. Raises UserError for sampling settings out of range and for prompts whose
     logits are not finite.
     """
-    check_prompts(prompts)
-    check_sampling(**sampling)
-    device = next(model.parameters()).device
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # the graph is captured there
+    device = checked_device(model, prompts, sampling)
     if cache is None:
         cache = roomy_cache(model, prompts, max_new_tokens)
     decoder = Decoder(decodable(model), cache, sampling, torch.Generator(device).manual_seed(seed))
@@ -129,21 +126,29 @@ class Decoder:
         """Read the prompts (B, n), right-padded to lengths. Returns the first new token of each row (B,)."""
         logits = self.model.extend(tokens, self.cache, lengths)
         check_logits(logits)
-        self.noise = torch.empty_like(logits, dtype=torch.float32)
-        self.tokens = torch.empty(len(tokens), dtype=torch.int64, device=tokens.device)
+        self.noise = torch.ones_like(logits, dtype=torch.float32)
         self.refresh_noise()
-        self.tokens.copy_(self.pick(logits))
+        self.tokens = self.pick(logits)
         return self.tokens
 
     def next_tokens(self):
         """Append the last tokens and return the next ones (B,)."""
         self.refresh_noise()
-        if has_graphs(self.model, self.tokens.device):
-            self.graph = self.graph or self.capture()
-            self.graph.replay()
-        else:
+        if not has_graphs(self.model, self.tokens.device):
             self.step()
+            return self.tokens
+        if self.graph is None:
+            before = self.tokens.clone()
+
+            def undo():
+                self.cache.rollback(1)
+                self.tokens.copy_(before)
+            self.graph = record_graph(self.step, undo)
+        self.graph.replay()
         return self.tokens
+
+    def step(self):
+        self.tokens.copy_(self.pick(self.model.extend(self.tokens[:, None], self.cache)))
 
     def pick(self, logits):
         """Pick tokens (B,) from logits (B, V)."""
@@ -153,32 +158,22 @@ class Decoder:
         if not self.is_greedy:
             self.noise.exponential_(generator=self.generator)
 
-    def step(self):
-        self.tokens.copy_(self.pick(self.model.extend(self.tokens[:, None], self.cache)))
 
-    def capture(self):
-        """Capture one step as a CUDA graph."""
-        tokens = self.tokens.clone()
-
-        def undo():
-            self.cache.rollback(1)
-            self.tokens.copy_(tokens)
-        return record_graph(self.step, undo)
-
-
-def check_prompts(prompts: list[list[int]]) -> None:
-    """Raise UserError unless there are prompts, each with at least one token."""
+def checked_device(model, prompts: list[list[int]], sampling: dict) -> torch.device:
+    """Return the model's device, selected if it is a GPU. UserError for an empty prompt or an invalid setting."""
     if not prompts or not all(prompts):
         raise UserError('a prompt is empty: each needs at least one token')
+    check_sampling(**sampling)
+    device = next(model.parameters()).device
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # CUDA graphs are captured on the selected GPU
+    return device
 
 
 def pad(sequences: list, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad lists of ids on the right. Returns tokens (B, n) and lengths (B,)."""
-    lengths = torch.tensor([len(ids) for ids in sequences])
-    tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
-    for row, ids in zip(tokens, sequences):
-        row[:len(ids)] = torch.tensor(ids)
-    return tokens.to(device), lengths.to(device)
+    tokens = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+    return tokens.to(device), torch.tensor([len(ids) for ids in sequences], device=device)
 
 
 def roomy_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):

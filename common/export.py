@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from common import checkpoint, runs
 from common.files import UserError, first_line, friendly_errors, write_file
@@ -25,6 +25,7 @@ from common.settings import load_settings
 from data.shards import keep_tokenizer
 from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 
+LINEAR = ',1e9,2e9,1'  # the end of a rope_scaling that divides all frequencies by one factor
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 
 
@@ -35,10 +36,11 @@ class Settings:
     tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
 
 
-def parts_of(c) -> dict[str, list[tuple[str, int]]]:
+def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
     """Return {tensor of a model_standard.Model: [(Hugging Face's tensor, its rows)]} for a Config.
 
-    q, k, v are stacked in one matrix here, and so are gate and up.
+    q, k, v are stacked in one matrix here, and so are gate and up. The two tables of the vocabulary have n_rows there,
+    and padding below them here.
     """
     q, kv = c.n_head * c.head_size, c.n_kv_head * c.head_size
     of_block = {
@@ -52,17 +54,13 @@ def parts_of(c) -> dict[str, list[tuple[str, int]]]:
         of_block['qkv.bias'] = [(name.replace('weight', 'bias'), rows) for name, rows in of_block['qkv.weight']]
     if c.qk_norm:
         of_block |= {f'{name}.weight': [(f'self_attn.{name}.weight', c.head_size)] for name in ('q_norm', 'k_norm')}
-    found = {'norm.weight': [('model.norm.weight', c.n_embd)]}
+    found = {'embed.weight': [('model.embed_tokens.weight', n_rows)], 'norm.weight': [('model.norm.weight', c.n_embd)]}
+    if not c.tied_head:
+        found['head.weight'] = [('lm_head.weight', n_rows)]
     for i in range(c.n_layer):
         for ours, parts in of_block.items():
             found[f'blocks.{i}.{ours}'] = [(f'model.layers.{i}.{name}', rows) for name, rows in parts]
     return found
-
-
-def tables_of(c) -> dict[str, str]:
-    """Return {table of a model_standard.Model, with one row per id and then padding: Hugging Face's tensor}."""
-    return {'embed.weight': 'model.embed_tokens.weight'} | (
-        {} if c.tied_head else {'head.weight': 'lm_head.weight'})
 
 
 # ---- to Hugging Face ----
@@ -77,7 +75,7 @@ def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
     if c.rope_scaling:
         factor, low, high, tokens = map(float, c.rope_scaling.split(','))
         rope |= {'rope_type': 'linear', 'factor': factor}
-        if c.rope_scaling != linear_scaling(factor):
+        if not c.rope_scaling.endswith(LINEAR):
             rope |= {'rope_type': 'llama3', 'low_freq_factor': low, 'high_freq_factor': high,
                      'original_max_position_embeddings': int(tokens)}
     return LlamaConfig(
@@ -89,11 +87,21 @@ def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
 
 def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
     """Return the tensors of a model_standard.Model under Hugging Face's names, as views. n_rows: of the vocabulary."""
-    theirs = {name: tensors[ours][:n_rows] for ours, name in tables_of(c).items()}
-    for ours, parts in parts_of(c).items():
+    theirs = {}
+    for ours, parts in parts_of(c, n_rows).items():
         names, rows = zip(*parts)
-        theirs |= dict(zip(names, tensors[ours].split(rows)))
+        theirs |= zip(names, tensors[ours][:sum(rows)].split(rows))
     return theirs
+
+
+def make_llama(c, tensors: dict, n_rows: int, max_tokens: int, eos_id: int | None) -> torch.nn.Module:
+    """Return a Hugging Face LlamaForCausalLM with the tensors of a model_standard.Model, in their dtype."""
+    from transformers import LlamaForCausalLM
+    llama = LlamaForCausalLM(llama_config(c, n_rows, max_tokens, eos_id)).to(tensors['embed.weight'].dtype)
+    theirs = llama_tensors(c, tensors, n_rows)
+    theirs.setdefault('lm_head.weight', theirs['model.embed_tokens.weight'])
+    llama.load_state_dict(theirs)
+    return llama
 
 
 def to_llama(model: torch.nn.Module) -> torch.nn.Module:
@@ -101,13 +109,8 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
 
     It has no document masking and no padding rows in its vocabulary.
     """
-    from transformers import LlamaForCausalLM
     c = model.config
-    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192, c.eos_id))
-    tensors = llama_tensors(c, dict(model.named_parameters()), c.n_ids)
-    if c.tied_head:
-        tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
-    llama.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()})
+    llama = make_llama(c, dict(model.named_parameters()), c.n_ids, 8192, c.eos_id)
     return llama.to(model.embed.weight.device).eval()
 
 
@@ -124,16 +127,13 @@ def export_llama(run, folder) -> None:
         if getattr(c, setting) != plain:
             raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which is not supported for Llama')
     tensors = checkpoint.load_checkpoint(run, ('model.safetensors',))[1]['model.safetensors']
-    n_rows, block_size = record['data'].get('n_rows', c.n_ids), record['settings']['block_size']
-    config = llama_config(c, n_rows, block_size, record['data']['eos_id'])
-    config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
-    config.save_pretrained(folder)
-    theirs = {name: tensor.contiguous() for name, tensor in llama_tensors(c, tensors, n_rows).items()}
-    save_file(theirs, folder / 'model.safetensors', {'format': 'pt'})
-    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
-    tokenizer = keep_tokenizer(folder, record['data']['tokenizer'])
+    data, block_size = record['data'], record['settings']['block_size']
+    make_llama(c, tensors, data.get('n_rows', c.n_ids), block_size, data['eos_id']).save_pretrained(folder)
+    for path in folder.glob('*.safetensors'):
+        path.chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
+    tokenizer = keep_tokenizer(folder, data['tokenizer'])
     if tokenizer == 'tokenizer.json':
-        set_bos(folder, record['data']['bos'])
+        set_bos(folder, data['bos'])
     print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer}')
 
 
@@ -167,9 +167,7 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
             tokenizer = own_tokenizer(folder)
             bos = starts_with_bos(folder, tokenizer)
         c, n_rows, block_size = standard_config(folder, tokenizer)
-        with torch.device('meta'):
-            shapes = {name: p.shape for name, p in runs.model_file('standard').Model(c).named_parameters()}
-        tensors = read_tensors(folder, c, n_rows, shapes)
+        tensors = read_tensors(folder, c, n_rows)
     except UserError:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds for damaged files
@@ -192,9 +190,9 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
 
 def own_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder; UserError if it has none that can be read here."""
-    for name in ('tokenizer.json', 'tokenizer.model'):
-        if (folder / name).is_file():
-            return load_tokenizer(folder / name)
+    path = next(filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model')), None)
+    if path:
+        return load_tokenizer(path)
     raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
                     '--tokenizer=gpt2')
 
@@ -241,66 +239,40 @@ def rope_scaling_of(rope: dict, folder) -> str | None:
     if rope['rope_type'] == 'default':
         return None
     if rope['rope_type'] == 'linear':
-        return linear_scaling(rope['factor'])
+        return f'{rope["factor"]:.15g}{LINEAR}'
     if rope['rope_type'] == 'llama3':
         names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
         return ','.join(f'{rope[name]:.15g}' for name in names)
     raise UserError(f'{folder} scales its positions by {rope["rope_type"]!r}: expected default, linear or llama3')
 
 
-def linear_scaling(factor: float) -> str:
-    """Return the rope_scaling that divides all frequencies by the factor."""
-    return f'{factor:.15g},1e9,2e9,1'
-
-
 def window_of(theirs, folder) -> int | None:
     """Return model_standard.Config.window for a Hugging Face config, whose window includes the query's own position."""
-    of_layers = getattr(theirs, 'layer_types', None)
-    n_sliding = 0
-    if theirs.model_type != 'llama' and getattr(theirs, 'sliding_window', None) is not None:  # a Llama ignores it
-        n_sliding = theirs.num_hidden_layers if of_layers is None else of_layers.count('sliding_attention')
-    if n_sliding not in (0, theirs.num_hidden_layers):
-        raise UserError(f'{folder} has a sliding window in {n_sliding} of {theirs.num_hidden_layers} layers: '
-                        'model_standard has one window for all')
-    return theirs.sliding_window - 1 if n_sliding else None
+    if theirs.model_type == 'llama' or getattr(theirs, 'sliding_window', None) is None:  # a Llama ignores it
+        return None
+    kinds = set(getattr(theirs, 'layer_types', None) or ['sliding_attention'])
+    if len(kinds) > 1:
+        raise UserError(f'{folder} has a sliding window in some of its layers: model_standard has one window for all')
+    return theirs.sliding_window - 1 if kinds == {'sliding_attention'} else None
 
 
-def read_tensors(folder: Path, c, n_rows: int, shapes: dict) -> dict:
-    """Return the tensors of a model_standard.Model with these shapes, in the dtype of a Hugging Face folder."""
-    file_of = tensor_files(folder)
-    parts = parts_of(c) | {ours: [(name, n_rows)] for ours, name in tables_of(c).items()}
+def read_tensors(folder: Path, c, n_rows: int) -> dict:
+    """Return a model_standard.Model's tensors from a Hugging Face folder, in their dtype. n_rows: see `parts_of`."""
+    files = [safe_open(path, 'pt') for path in sorted(folder.glob('model*.safetensors'))]
+    file_of = {name: file for file in files for name in file.keys()}
+    parts = parts_of(c, n_rows)
     wanted = {name for of_ours in parts.values() for name, _ in of_ours}
-    copies = {'lm_head.weight'} if c.tied_head else set()  # some files have it a second time
-    for name in sorted(wanted - file_of.keys()):
-        raise UserError(f'{folder} lacks the tensor {name}')
-    for name in sorted(file_of.keys() - wanted - copies):
+    if missing := sorted(wanted - file_of.keys()):
+        raise UserError(f'{folder} lacks the tensor {missing[0]} in model*.safetensors')
+    for name in file_of.keys() - wanted - ({'lm_head.weight'} if c.tied_head else set()):  # a tied head may be there
         if not name.endswith('rotary_emb.inv_freq'):  # in older folders; computed from the settings here
             raise UserError(f'{folder} has a tensor {name}, for which model_standard has no place')
-
-    def read(name, shape):
-        with safe_open(file_of[name], 'pt') as file:
-            tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise UserError(f'{folder}: {name} has shape {tuple(tensor.shape)}, its config.json says {shape}')
-        return tensor
-    tensors = {}
-    for ours, of_ours in parts.items():
-        of_theirs = [read(name, (rows, *shapes[ours][1:])) for name, rows in of_ours]
-        padding = of_theirs[0].new_zeros(shapes[ours][0] - sum(map(len, of_theirs)), *shapes[ours][1:])
-        tensors[ours] = torch.cat([*of_theirs, padding])
+    tensors = {ours: torch.cat([file_of[name].get_tensor(name) for name, _ in of_ours])
+               for ours, of_ours in parts.items()}
+    for name in {'embed.weight', 'head.weight'} & tensors.keys():
+        tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
+    checkpoint.check_weights(runs.blank_model('standard', c), tensors, folder)
     return tensors
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return {tensor: the safetensors file that has it} for a Hugging Face folder."""
-    index = folder / 'model.safetensors.index.json'
-    if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_bytes())['weight_map'].items()}
-    path = folder / 'model.safetensors'
-    if not path.is_file():
-        raise UserError(f'{folder} has no {path.name}: expected its weights as safetensors')
-    with safe_open(path, 'pt') as file:
-        return dict.fromkeys(file.keys(), path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,14 +5,13 @@ Other settings of lm-eval, such as few-shot prompts, are options of `lm_eval.sim
 """
 import difflib
 import functools
-import json
-import sys
 import tempfile
 from math import inf
 from pathlib import Path
 
 import lm_eval
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -24,7 +23,6 @@ from common.scoring import Scorer
 from data.tokenizers import Tokenizer
 
 OUR_TASKS = ROOT / 'config/lm_eval'  # tasks that lm-eval lacks
-LENGTH_OPTIONS = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')  # names of one option
 
 
 class RunLM(TemplateLM):
@@ -49,9 +47,6 @@ class RunLM(TemplateLM):
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         return self.encoding.encode(string)
 
-    def loglikelihood(self, requests, disable_tqdm=False):
-        return super().loglikelihood(requests, disable_tqdm or not sys.stderr.isatty())  # no bars in a log file
-
     def _loglikelihood_tokens(self, requests, **kwargs):
         start, empty = [*self.encoding.start], [self.prefix_token_id]  # lm-eval's ids for an empty context
         # A context of blanks may have no token, and so may a continuation whose first token joins it with its context.
@@ -72,42 +67,38 @@ class RunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        groups, batches = {}, []
-        for i, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        size = 16 if self.scorer.batch_size == inf else self.scorer.batch_size
-        for options, members in groups.items():
-            options = json.loads(options)
-            room = max(1, self.scorer.max_length - answer_length(options, self.scorer.max_length))
-            prompts = {i: [*self.encoding.start, *self.encoding.encode(requests[i].args[0])] or [self.prefix_token_id]
-                       for i in members}
-            self.scorer.truncated += sum(len(ids) > room for ids in prompts.values())
-            members.sort(key=lambda i: len(prompts[i]))
-            batches += [({i: prompts[i][-room:] for i in members[start:start + size]}, options, start)
-                        for start in range(0, len(members), size)]
-        texts = {}
-        for batch in batches[rank()::world()]:
-            texts |= generate_texts(self.scorer, self.encoding, *batch)
-        texts = {i: text for share in all_gather(texts) for i, text in share.items()}
-        return [texts[i] for i in range(len(requests))]
+        asked = []
+        for request in requests:
+            text, options = request.args
+            options = options_of(options, self.scorer.max_length)
+            prompt = [*self.encoding.start, *self.encoding.encode(text)] or [self.prefix_token_id]
+            room = max(1, self.scorer.max_length - options['max_gen_toks'])
+            self.scorer.truncated += len(prompt) > room
+            asked.append((prompt[-room:], options))
+        collator = Collator(asked, lambda pair: len(pair[0]), group_by='gen_kwargs')
+        batches = list(collator.get_batched(n=16 if self.scorer.batch_size == inf else self.scorer.batch_size))
+        texts = {i: generate_texts(self.scorer.model, self.encoding, batches[i], seed=i)
+                 for i in range(rank(), len(batches), world())}
+        texts = {i: found for share in all_gather(texts) for i, found in share.items()}
+        return collator.get_original([text for i in range(len(batches)) for text in texts[i]])
 
 
-def answer_length(options: dict, max_length: int) -> int:
-    """Return the most tokens of an answer by lm-eval's options; at most half of the model's window."""
-    asked = int(next((options[name] for name in LENGTH_OPTIONS if options.get(name) is not None), 256))
-    n = min(asked, max(1, max_length // 2))
-    if n < asked:
-        say_once(f'answers end after {n} tokens, half of what the model reads, not after {asked}')
-    return n
+def options_of(options: dict, max_length: int) -> dict:
+    """Return lm-eval's options of a request in one form. An answer has at most half of the model's window."""
+    options = normalize_gen_kwargs(options)
+    n = min(options['max_gen_toks'], max(1, max_length // 2))
+    if n < options['max_gen_toks']:
+        say_once(f'answers end after {n} tokens, half of what the model reads, not after {options["max_gen_toks"]}')
+    return options | {'max_gen_toks': n}
 
 
-def generate_texts(scorer: Scorer, tokenizer: Tokenizer, prompts: dict, options: dict, seed: int) -> dict[int, str]:
-    """{request: ids of its prompt} -> {request: its text up to the first stop string}.
+def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], seed: int) -> list[str]:
+    """Return the text that follows each prompt, up to the first stop string.
 
-    options: lm-eval's. seed: differs between batches.
+    batch: [(ids of a prompt, options)], all with the same options.
     """
-    until = options.get('until') or []
-    stops = [until] if isinstance(until, str) else until
+    options = batch[0][1]
+    stops = [stop for stop in options['until'] if stop]
 
     def text_of(ids):
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id]).decode(errors='replace')
@@ -115,16 +106,13 @@ def generate_texts(scorer: Scorer, tokenizer: Tokenizer, prompts: dict, options:
     def finished(_, ids):
         text = text_of(ids)
         return any(stop in text for stop in stops)
-
-    def cut(text):
-        return text[:min((text.find(stop) for stop in stops if stop in text), default=len(text))]
-    sampling, temperature = {'temperature': 0}, options.get('temperature')
-    if options.get('do_sample', bool(temperature)):
-        sampling = {'temperature': 1.0 if temperature is None else float(temperature), 'top_p': options.get('top_p'),
+    sampling = {'temperature': 0}
+    if options['do_sample']:
+        sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
                     'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: all
-    new = generate(scorer.model, [*prompts.values()], answer_length(options, scorer.max_length),
-                   eos_id=tokenizer.eos_id, finished=finished, seed=seed, **sampling)
-    return {i: cut(text_of(ids)) for i, ids in zip(prompts, new)}
+    new = generate(model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=tokenizer.eos_id,
+                   finished=finished, seed=seed, **sampling)
+    return [postprocess_generated_text(text_of(ids), stops, None) for ids in new]
 
 
 @functools.cache

@@ -1,5 +1,4 @@
 """Log-likelihoods of continuations, for eval.py's tasks and corpora. With several processes, each scores a share."""
-import functools
 from collections.abc import Iterator
 from math import inf
 
@@ -22,11 +21,6 @@ class Scorer:
         self.batch_tokens, self.batch_size = batch_tokens, batch_size or inf
         self.device = next(model.parameters()).device
         self.truncated = 0  # requests whose context lost its start
-
-    @functools.cached_property
-    def reader(self):
-        """The model, wrapped if it has no `extend`."""
-        return decodable(self.model)
 
     def score(self, requests: list[tuple]) -> list[tuple[float, bool, bool]]:
         """Score requests [(context ids, continuation ids)], none of them empty.
@@ -52,13 +46,12 @@ class Scorer:
                                 f'max_length = {self.max_length}')
             room = self.max_length + 1 - len(continuation)  # the last token is predicted, never read
             self.truncated += len(context) > room
-            context = tuple(context[-room:])
             alone = None if len(continuation) <= SHARED else i
-            groups.setdefault((context, alone), []).append((i, continuation))
+            groups.setdefault((tuple(context[-room:]), alone), []).append((i, continuation))
 
         def order(group):
             context, members = group
-            longest = max(len(continuation) for _, continuation in members) if len(members) == 1 else 0
+            longest = len(members[0][1]) if len(members) == 1 else 0
             return -longest, -len(context), -len(members)
         return sorted(((context, members) for (context, _), members in groups.items()), key=order)
 
@@ -67,15 +60,14 @@ class Scorer:
         batch, widths = [], (0, 0)
         for context, members in groups:
             own = len(context), max(len(continuation) for _, continuation in members)
-            wider = max(widths[0], own[0]), max(widths[1], own[1])
+            widths = tuple(map(max, widths, own))
             n_rows = len(batch) + 1
-            n_logits = n_rows * wider[1] * self.model.config.vocab_size
-            is_full = n_rows * sum(wider) > self.batch_tokens or n_logits > self.max_logits or n_rows > self.batch_size
+            n_logits = n_rows * widths[1] * self.model.config.vocab_size
+            is_full = n_rows * sum(widths) > self.batch_tokens or n_logits > self.max_logits or n_rows > self.batch_size
             if batch and is_full:
                 yield batch
-                batch, wider = [], own
+                batch, widths = [], own
             batch.append((context, members))
-            widths = wider
         if batch:
             yield batch
 
@@ -86,38 +78,29 @@ class Scorer:
         n_turns = max(len(members) for _, members in batch)
         longest = max(len(continuation) for _, members in batch for _, continuation in members)
         max_run = longest
-        if len(batch) == n_turns == 1:  # read a long continuation in pieces, to bound the size of its logits
+        if n_turns == 1:  # read a long continuation in pieces, to bound the size of its logits
             max_run = min(longest, max(1, self.max_logits // self.model.config.vocab_size))
-        cache = roomy_cache(self.model, contexts, longest, max_run)
+        model, cache = decodable(self.model), roomy_cache(self.model, contexts, longest, max_run)
         tokens, lengths = pad(contexts, self.device)
-        first_logits = self.reader.extend(tokens, cache, lengths)
+        first_logits = model.extend(tokens, cache, lengths)
         results = {}
         for turn in range(n_turns):
             members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
             targets, lengths = pad([continuation for _, continuation in members], self.device)
-            nats, is_greedy = self._judge_turn(first_logits, targets, lengths, cache, max_run, turn + 1 < n_turns)
+            judged, n_read = [judge(first_logits[:, None], targets[:, :1])], targets.shape[1] - 1
+            for start in range(0, n_read, max_run):  # only a batch of one row needs several runs
+                tokens = targets[:, start:min(start + max_run, n_read)]
+                n_new = (lengths - 1).clamp(1, tokens.shape[1])
+                logits = model.extend(tokens, cache, n_new, all_positions=True)
+                judged.append(judge(logits, targets[:, start + 1:start + 1 + tokens.shape[1]]))
+            if n_read and turn + 1 < n_turns:
+                cache.rollback(n_new)
+            nats, is_greedy = (torch.cat(parts, 1) for parts in zip(*judged))
             is_counted = torch.arange(targets.shape[1], device=self.device) < lengths[:, None]
             totals, all_greedy = (nats * is_counted).sum(1).tolist(), (is_greedy | ~is_counted).all(1).tolist()
             judged = zip(totals, all_greedy, is_greedy[:, 0].tolist())
             results |= {i: result for (i, _), result in zip(members, judged) if i is not None}
         return results
-
-    def _judge_turn(self, first_logits, targets, lengths, cache, max_run, forget):
-        """Judge one continuation per row: log-probabilities (B, n), and whether each token is the argmax.
-
-        first_logits (B, V) follow the context. All tokens but the last are read in runs of max_run; only a batch of one
-        row needs several. With `forget`, the cache is rolled back.
-        """
-        judged = [judge(first_logits[:, None], targets[:, :1])]
-        n_read = targets.shape[1] - 1
-        for start in range(0, n_read, max_run):
-            tokens = targets[:, start:min(start + max_run, n_read)]
-            n_new = (lengths - 1).clamp(1, tokens.shape[1]) if len(targets) > 1 else None
-            logits = self.reader.extend(tokens, cache, n_new, all_positions=True)
-            judged.append(judge(logits, targets[:, start + 1:start + 1 + tokens.shape[1]]))
-        if forget and n_read:
-            cache.rollback(tokens.shape[1] if n_new is None else n_new)
-        return (torch.cat(parts, 1) for parts in zip(*judged))
 
 
 def judge(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,13 @@ A round drafts n tokens, appends the last token and the draft to the cache in on
 
 Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` make drafts.
 """
+from collections import Counter
 from math import inf
 
 import torch
 
 from common import decoding
+from common.files import UserError
 
 # draft_len 'auto' stops where the product of the draft's own confidences falls below this value: the rule of EAGLE-2,
 # and of Hugging Face for one token at a time. A confidence is the probability of the likeliest token, not of the one
@@ -52,21 +54,19 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
 
     draft: a second model with the same vocabulary; None: the model drafts for itself. draft_len: tokens per draft, or
     'auto': see `draft_tokens`. Greedy texts equal those of `generate` except where rounding breaks a tie between two
-    logits. Raises UserError like `generate`, and ValueError if the model cannot draft or cannot draft that many tokens.
+    logits. Raises UserError like `generate`, and like `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
-    decoding.check_prompts(prompts)
-    decoding.check_sampling(**sampling)
-    device = next(model.parameters()).device
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # the graphs are captured there
-    cache = decoding.roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
-    drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, max_new_tokens, longest)
+    device = decoding.checked_device(model, prompts, sampling)
+    room = max_new_tokens + longest + 2
+    cache = decoding.roomy_cache(model, prompts, room, longest + 1)
     generator = torch.Generator(device).manual_seed(seed)
-    decoder = SpeculativeDecoder(decoding.decodable(model), cache, drafter, longest, sampling, generator)
+    plain = decoding.Decoder(decoding.decodable(model), cache, sampling, generator)
     texts, statistics = decoding.NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
-    for b, token in enumerate(decoder.read_prompts(*decoding.pad(prompts, device)).tolist()):
+    for b, token in enumerate(plain.read_prompts(*decoding.pad(prompts, device)).tolist()):
         texts.add(b, [token])
+    drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, room, longest + 1)
+    decoder = SpeculativeDecoder(plain, drafter, longest)
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
         most = longest if device.type == 'cuda' else min(longest, max(room))  # another length would be another graph
@@ -75,9 +75,10 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
         lengths = [min(n, tokens) for tokens in room]
         decoder.verify(n, torch.tensor(lengths, device=device), live)
         accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
-        for b in [b for b, is_live in enumerate(texts.live) if is_live]:
-            statistics.add(lengths[b], accepted[b])
-            texts.add(b, drafts[b][:accepted[b]] + [token[b]])
+        for b, is_live in enumerate(texts.live):
+            if is_live:
+                statistics.add(lengths[b], accepted[b])
+                texts.add(b, drafts[b][:accepted[b]] + [token[b]])
     return texts.new, statistics
 
 
@@ -95,24 +96,25 @@ def draft_tokens(decoder, longest: int, live, least: float) -> int:
     return longest
 
 
-def longest_draft(model, draft, draft_len) -> int:
-    """Return the longest draft for a draft_len; ValueError if it is no valid length or the model cannot draft it."""
-    longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
+def longest_draft(model, draft, draft_len: int | str) -> int:
+    """Return the longest draft for a draft_len; UserError if it is invalid, or if the model cannot draft that many."""
     if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= LONGEST):
-        raise ValueError(f"draft_len is {draft_len!r}: expected 'auto' or a number of tokens from 1 to {LONGEST}")
-    if longest < 1:
-        raise ValueError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that '
-                         'drafts')
-    if draft_len != 'auto' and draft_len > longest:
-        raise ValueError(f'draft_len is {draft_len}: this model drafts up to {longest} tokens')
+        raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or a number of tokens from 1 to {LONGEST}")
     if draft is not None and draft.config.vocab_size != model.config.vocab_size:
-        raise ValueError(f'the draft model has {draft.config.vocab_size} rows of vocabulary, the model '
-                         f'{model.config.vocab_size}: they must have the same number')
-    return min(longest, LONGEST_AUTO) if draft_len == 'auto' else draft_len
+        raise UserError(f'the draft model has {draft.config.vocab_size} rows of vocabulary, the model '
+                        f'{model.config.vocab_size}: they must have the same number')
+    most = inf if draft is not None else getattr(model, 'longest_draft', 0)
+    if most < 1:
+        raise UserError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that '
+                        'drafts')
+    longest = min(most, LONGEST_AUTO) if draft_len == 'auto' else draft_len
+    if longest > most:
+        raise UserError(f'draft_len is {draft_len}: this model drafts up to {most} tokens')
+    return longest
 
 
 def read_length(text: str) -> int | str:
-    """Return a draft_len given as text; `longest_draft` says whether it is one."""
+    """Return a draft_len given as text; `longest_draft` checks it."""
     return int(text) if text.isdecimal() else text
 
 
@@ -122,45 +124,29 @@ class SpeculativeDecoder:
     On a GPU, each step of a draft and each verification is a CUDA graph.
     """
 
-    def __init__(self, model, cache, drafter, longest, filters, generator):
-        self.model, self.cache, self.drafter, self.longest, self.filters = model, cache, drafter, longest, filters
-        self.generator, self.is_greedy = generator, filters.get('temperature') == 0
-        self.graphs = {}
-
-    def read_prompts(self, tokens, lengths):
-        """Read the prompts (B, n), right-padded to lengths. Returns the first new token of each row (B,)."""
-        logits = self.model.extend(tokens, self.cache, lengths)
-        decoding.check_logits(logits)
-        B, V, device = *logits.shape, logits.device
-        self.noise = torch.ones(B, V, device=device)
-        self.uniform = torch.full((B, self.longest), 0.5, device=device)
-        self.drafts = torch.zeros(B, self.longest, dtype=torch.int64, device=device)
-        self.probs = torch.zeros(B, self.longest, V, device=device)  # the distribution of each drafted token
-        self.confidences = torch.zeros(B, self.longest, device=device)  # greatest probability, before the filters
-        self.lengths, self.accepted = torch.zeros_like(lengths), torch.zeros_like(lengths)
-        self.live = torch.ones_like(lengths, dtype=torch.bool)
-        self.refresh()
-        self.token = self.pick(logits)[0]
-        self.drafter.read_prompts(tokens, lengths, self.token)
-        return self.token
+    def __init__(self, plain, drafter, longest):
+        """plain: a `Decoder` that has read the prompts. Drafts have up to `longest` tokens."""
+        self.plain, self.drafter, self.token, self.graphs = plain, drafter, plain.tokens, {}
+        (B, V), device = plain.noise.shape, plain.noise.device
+        self.uniform = torch.full((B, longest), 0.5, device=device)
+        self.drafts = torch.zeros(B, longest, dtype=torch.int64, device=device)
+        self.probs = torch.zeros(B, longest, V, device=device)  # the distribution of each drafted token
+        self.confidences = torch.zeros(B, longest, device=device)  # greatest probability, before the filters
+        self.lengths, self.accepted = torch.zeros_like(self.token), torch.zeros_like(self.token)
+        self.live = torch.ones_like(self.token, dtype=torch.bool)
 
     def refresh(self):
         """Draw new random numbers, which greedy decoding does not need."""
-        if not self.is_greedy:
-            self.noise.exponential_(generator=self.generator)
-            self.uniform.uniform_(generator=self.generator)
-
-    def pick(self, logits):
-        """Pick tokens (B,) from logits (B, V). Returns them and their distribution (B, V)."""
-        probs = decoding.token_probs(logits, **self.filters)
-        return decoding.draw(probs, self.noise), probs
+        self.plain.refresh_noise()
+        if not self.plain.is_greedy:
+            self.uniform.uniform_(generator=self.plain.generator)
 
     def draft(self, i):
         """Draft token i of the round; called with i = 0, 1, ... in turn."""
         def pick(logits):
-            token, probs = self.pick(logits)
             self.confidences[:, i] = logits.float().softmax(-1).amax(-1)
-            return token, probs
+            probs = decoding.token_probs(logits, **self.plain.filters)
+            return decoding.draw(probs, self.plain.noise), probs
 
         def step():
             before = self.token if i == 0 else self.drafts[:, i - 1]
@@ -175,27 +161,27 @@ class SpeculativeDecoder:
         """
         self.lengths.copy_(lengths)
         self.live.copy_(live)
-        before, drafts = self.token.clone(), self.drafts[:, :n]
+        before, drafts, cache = self.token.clone(), self.drafts[:, :n], self.plain.cache
 
         def step():
             tokens = torch.cat([self.token[:, None], drafts], 1)
-            logits = self.model.extend(tokens, self.cache, self.lengths + 1, all_positions=True)
-            p, q = decoding.token_probs(logits, **self.filters), self.probs[:, :n]
-            accepted, token = verify(p, q, drafts, self.lengths, self.uniform[:, :n], self.noise)
-            self.cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
+            logits = self.plain.model.extend(tokens, cache, self.lengths + 1, all_positions=True)
+            p, q = decoding.token_probs(logits, **self.plain.filters), self.probs[:, :n]
+            accepted, token = verify(p, q, drafts, self.lengths, self.uniform[:, :n], self.plain.noise)
+            cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
             self.accepted.copy_(accepted)
             self.token.copy_(token)
 
         def undo():
-            self.cache.rollback(torch.where(self.live, self.accepted + 1, 0))
+            cache.rollback(torch.where(self.live, self.accepted + 1, 0))
             self.token.copy_(before)
         self.refresh()
         self.run(('verify', n), step, undo)
-        self.drafter.end_round(n, drafts, self.accepted, self.token, self.live)
+        self.drafter.end_round(n, drafts, self.accepted, self.live)
 
     def run(self, name, step, undo):
         """Run a step: on a GPU as a CUDA graph, captured the first time."""
-        if not all(decoding.has_graphs(model, self.token.device) for model in (self.model, self.drafter.model)):
+        if not all(decoding.has_graphs(x.model, self.token.device) for x in (self.plain, self.drafter)):
             return step()
         if name not in self.graphs:
             self.graphs[name] = decoding.record_graph(step, undo, beside=next(iter(self.graphs.values()), None))
@@ -210,11 +196,8 @@ class OwnDraft:
     def __init__(self, model, cache):
         self.model, self.cache = model, cache
 
-    def read_prompts(self, tokens, lengths, token):
-        pass
-
     def step(self, i, token, pick):
-        """Draw token i of the draft, which follows `token` (B,). Returns it (B,) and its distribution (B, V).
+        """Draft token i of a round, which follows `token` (B,). Returns it (B,) and its distribution (B, V).
 
         Idempotent.
         """
@@ -222,8 +205,8 @@ class OwnDraft:
         tokens, probs = self.model.draft(token, self.cache, 1, pick)
         return tokens[:, 0], probs[:, 0]
 
-    def end_round(self, n, drafts, accepted, token, live):
-        pass
+    def end_round(self, n, drafts, accepted, live):
+        """End a round: forget the drafted tokens (B, n) after the first accepted (B,); all of them in dead rows."""
 
 
 class RunDraft:
@@ -233,67 +216,58 @@ class RunDraft:
     more than reading its last token.
     """
 
-    def __init__(self, model, prompts, max_new_tokens, longest):
-        self.model = decoding.decodable(model)
-        self.cache = decoding.roomy_cache(model, prompts, max_new_tokens + longest + 2, longest + 1)
-
-    def read_prompts(self, tokens, lengths, token):
-        """Read the prompts; `token` (B,) follows them."""
+    def __init__(self, model, prompts, room, max_run):
+        """room: tokens that may follow the prompts in the cache."""
+        self.model, device = decoding.decodable(model), next(model.parameters()).device
+        self.cache = decoding.roomy_cache(model, prompts, room, max_run)
+        tokens, lengths = decoding.pad(prompts, device)
         decoding.check_logits(self.model.extend(tokens, self.cache, lengths))
-        self.new_run = torch.zeros(len(tokens), self.cache.max_run, dtype=torch.int64, device=tokens.device)
-        self.new_run[:, 0] = token
+        self.new_run = torch.zeros(len(prompts), max_run, dtype=torch.int64, device=device)
         self.n_unread = torch.ones_like(lengths)  # tokens of the text, 1 or 2, that are not in the cache yet
         self.n_held = torch.zeros_like(lengths)  # tokens of new_run that are in the cache
-        self.batch_idx = torch.arange(len(tokens), device=tokens.device)
+        self.batch_idx = torch.arange(len(prompts), device=device)
 
     def step(self, i, token, pick):
         """See `OwnDraft.step`."""
-        if i > 0:
-            self.new_run[self.batch_idx, self.n_unread + i - 1] = token
+        self.new_run[self.batch_idx, self.n_unread + i - 1] = token
         self.cache.rollback(self.n_held)
         width = i + (int(self.n_unread.max()) if token.device.type == 'cpu' else 2)
         self.n_held.copy_(self.n_unread + i)
         return pick(self.model.extend(self.new_run[:, :width], self.cache, self.n_held))
 
-    def end_round(self, n, drafts, accepted, token, live):
-        """End a round: forget the tokens of the drafts (B, n) after the first accepted (B,); `token` comes next.
-
-        Rows that are not live are kept.
-        """
+    def end_round(self, n, drafts, accepted, live):
+        """See `OwnDraft.end_round`."""
         if n == 0:  # every row has its last token
             return
         self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.n_held))
         self.n_held.zero_()
-        all_accepted = accepted == n  # then the last drafted token was never read
-        first = torch.where(all_accepted, drafts[:, n - 1], token)
-        self.new_run[:, 0] = torch.where(live, first, self.new_run[:, 0])
-        self.new_run[:, 1] = torch.where(live, token, self.new_run[:, 1])
-        self.n_unread.copy_(torch.where(live, 1 + all_accepted.long(), self.n_unread))  # in place: a graph reads it
+        self.new_run[:, 0] = drafts[:, n - 1]  # unread where all are accepted; elsewhere, the next step replaces it
+        self.n_unread.copy_(1 + (accepted == n).long())  # in place: a graph reads it
 
 
 class DraftStatistics:
-    """Counts over all rows: `rounds`, `drafted` tokens, and by position in the draft, tokens `tried` and `accepted`.
+    """Counts over all rows: `rounds`, `drafted` and `accepted` tokens. Each round also makes one token of its own.
 
-    Each round also makes one token that was not drafted.
+    By position in the draft: `accepted_at`, and `tried_at`, the tokens whose predecessors were all accepted.
     """
 
     def __init__(self):
-        self.tried, self.accepted, self.rounds, self.drafted = [], [], 0, 0
+        self.rounds = self.drafted = self.accepted = 0
+        self.tried_at, self.accepted_at = Counter(), Counter()
 
     def add(self, length: int, accepted: int) -> None:
         """Count one row's draft of `length` tokens, of which the first `accepted` were accepted."""
         self.rounds += 1
         self.drafted += length
-        for counts, n in ((self.tried, min(length, accepted + 1)), (self.accepted, accepted)):
-            counts += [0] * (length - len(counts))
-            for i in range(n):
-                counts[i] += 1
+        self.accepted += accepted
+        self.tried_at.update(range(min(length, accepted + 1)))
+        self.accepted_at.update(range(accepted))
 
     @property
     def accepted_per_step(self) -> float:
-        return sum(self.accepted) / max(1, self.rounds)
+        return self.accepted / max(1, self.rounds)
 
     @property
     def by_position(self) -> list[float]:
         """Acceptance rate at each position of a draft, given that all tokens before it were accepted."""
-        return [a / t for a, t in zip(self.accepted, self.tried) if t]
+        return [self.accepted_at[i] / n for i, n in sorted(self.tried_at.items())]

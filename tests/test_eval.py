@@ -155,12 +155,12 @@ def test_generation_options_mean_what_lm_eval_says(options, want, monkeypatch):
 
 @pytest.mark.slow
 def test_any_task_runs_on_files_as_published(trained, tmp_path):
-    """Names of splits, labels in a file of their own, tasks whose splits have names of their own, pages as texts."""
-    files = {'winogrande_dev': {'sentence': 'a _ b', 'option1': 'c', 'option2': 'd'}, 'c4': {'page': 'a b c d'},
+    """Labels in a file of their own, tasks whose splits have names of their own, pages as texts."""
+    files = {'winogrande': {'sentence': 'a _ b', 'option1': 'c', 'option2': 'd'}, 'c4': {'page': 'a b c d'},
              'mnli': {'premise': 'a', 'hypothesis': 'b', 'label': 1}}
     for name, record in files.items():
         (tmp_path / f'{name}.jsonl').write_text(2 * (json.dumps(record) + '\n'))
-    (tmp_path / 'winogrande_dev-labels.lst').write_text('1\n2\n')
+    (tmp_path / 'winogrande_labels.lst').write_text('1\n2\n')
     trained = shutil.copytree(trained, tmp_path / 'run')
     result = run('eval.py', trained, '--tasks=winogrande,mnli,c4', f'--data_dir={tmp_path}')
     assert result.returncode == 0, result.stderr

@@ -99,7 +99,7 @@ def base(tmp_path_factory):
     write_data(folder / 'data', load_tokenizer('byte'), documents, shard_tokens=400)
     for name, text in {'config.py': ''.join(f'{name} = {value!r}\n' for name, value in CONFIG.items()),
                        'prompts.txt': 'ab\ncd\n', 'texts.jsonl': records, 'texts/all.txt': '\n'.join(texts),
-                       'bench/lambada_first_token.jsonl': records}.items():
+                       'bench/lambada_openai.jsonl': records}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     for command in ('train config.py --out_dir=standard', 'common.export standard --to_llama=llama',

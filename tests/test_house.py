@@ -25,7 +25,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'common.memory': {'common.parallel'},
     'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.parallel',
                        'common.memory', 'common.muon', 'common.run_settings', 'data'},
-    'common.speculative': {'common.decoding'},
+    'common.speculative': {'common.files', 'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},
     'common.lm_eval_adapter': {'common.files', 'common.benchmarks', 'common.decoding', 'common.parallel',

@@ -109,7 +109,8 @@ NAME = 'model.layers.1.self_attn.k_proj.weight'
     (lambda tensors: tensors.pop(NAME), f'lacks the tensor {NAME}'),
     (lambda tensors: tensors.update({'model.layers.1.self_attn.o_proj.bias': torch.zeros(48)}),
      'has a tensor model.layers.1.self_attn.o_proj.bias, for which model_standard has no place'),
-    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}), f'{NAME} has shape (48, 48), its config.json says')])
+    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}),
+     'blocks.1.qkv.weight has shape (112, 48), the model needs (80, 48)')])
 def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
     tensors = load_file(tmp_path / 'folder/model.safetensors')
@@ -125,7 +126,7 @@ def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
     ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "scales its positions by 'yarn'"),
     ({'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({'vocab_size': 200}, 'fewer than the 257 ids'),
     ({'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
-      'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in 1 of 2 layers'),
+      'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some of its layers'),
     ({'num_hidden_layers': 3}, 'lacks the tensor model.layers.2'), ({'hidden_size': 'x'}, 'could not be read')])
 def test_a_config_that_does_not_fit_is_a_sentence(change, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')

@@ -198,13 +198,6 @@ def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
         assert (ids, n_new) == want
 
 
-def test_a_prompt_without_tokens_is_a_sentence():
-    tokenizer = load_tokenizer('pointer_chasing')  # it has no token for a blank
-    record = {'settings': {'block_size': 47}, 'data': {'eos_id': tokenizer.eos_id}}
-    with pytest.raises(UserError, match='a prompt has no tokens'):
-        sample.encode_prompts(sample.Settings(), tokenizer, record, ['v3 =', ' '])
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from('éENDx日')), st.sampled_from([None, 'END', 'é', 'NDE']))
 def test_a_text_is_printed_as_it_grows_up_to_the_stop_string(text, stop):

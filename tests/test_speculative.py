@@ -57,7 +57,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
                for i in range(100)]
     got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0)
     assert got == generate(model, prompts, 30, temperature=0)
-    assert statistics.rounds + sum(statistics.accepted) >= 100 * 29  # each round also makes a token of its own
+    assert statistics.rounds + statistics.accepted >= 100 * 29  # each round also makes a token of its own
     assert all(0 <= share <= 1 for share in statistics.by_position)
     if drafts == name:
         assert statistics.accepted_per_step > 0.3  # the drafts are of use
@@ -69,7 +69,7 @@ def test_drafts_by_the_same_weights_are_accepted(name):
     _, statistics = speculative_generate(model, PROMPTS, 30, draft=copy.deepcopy(model), draft_len=3, temperature=0)
     # 1 token of the prefill, 4 in each of 7 rounds, 1
     assert statistics.by_position == [1, 1, 1] and statistics.rounds == 3 * 8
-    assert statistics.drafted == sum(statistics.accepted) < 3 * statistics.rounds  # the last drafts are shorter
+    assert statistics.drafted == statistics.accepted < 3 * statistics.rounds  # the last drafts are shorter
 
 
 # ---- the distribution, by enumeration ----
@@ -222,8 +222,8 @@ def test_auto_reads_the_drafting_models_confidence_before_the_filters(monkeypatc
 def test_auto_drafts_at_most_16_tokens_and_few_where_the_draft_is_unsure():
     certain, unsure = make('standard', spread=1.5), make('standard', seed=5, spread=0.01)
     _, statistics = speculative_generate(certain, PROMPTS, 60, draft=certain, temperature=0)
-    assert 4 < len(statistics.tried) <= 16
-    assert len(speculative_generate(certain, PROMPTS, 60, draft=unsure)[1].tried) == 1
+    assert 4 < len(statistics.tried_at) <= 16
+    assert len(speculative_generate(certain, PROMPTS, 60, draft=unsure)[1].tried_at) == 1
 
 
 # ---- the command line ----
@@ -264,11 +264,10 @@ def test_table_of_draft_lengths(runs, tiny_data, tmp_path):
 
 
 def test_each_text_has_its_best_fixed_length_and_auto():
-    rows = [{'run': 'out/a', 'data': data, 'draft_len': length, 'speedup': speedup, 'accepted': accepted}
-            for data, length, speedup, accepted in (
-                ('x/wiki', 1, 1.6, 0.9), ('x/wiki', 2, 1.5, 1.2), ('x/wiki', 3, 1.25, 1.4),
-                ('x/wiki', 'auto', 1.75, 2.0), ('x/code', 1, 1.25, 1.0))]
-    heads, _, row = markdown(rows).splitlines()
+    row_of = lambda *values: dict(zip(('draft_len', 'speedup', 'accepted'), values))
+    wiki = [row_of(1, 1.6, 0.9), row_of(2, 1.5, 1.2), row_of(3, 1.25, 1.4), row_of('auto', 1.75, 2.0)]
+    tables = {('out/a', 'x/wiki'): wiki, ('out/a', 'x/code'): [row_of(1, 1.25, 1.0)]}
+    heads, _, row = markdown(tables).splitlines()
     assert heads.startswith('| run | wiki: speed-up | wiki: accepted | wiki: length | wiki: auto | code: speed-up |')
     assert row == '| a | 1.50 | 1.20 | 2 | 1.75 | 1.25 | 1.00 | 1 |  |'
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.files import write_file, write_json
 from data.tasks import make_task, task_class
-from data.tokenizers import EOS_NAMES, bytes_of_gpt2_characters, gpt2_encoding, load_tokenizer, symbol_pattern
+from data.tokenizers import EOS_NAMES, bytes_of_gpt2_characters, load_tokenizer, symbol_pattern
 
 CHAT_FILES = 'chat_template.jinja', 'additional_chat_templates'  # of an imported folder; kept beside its tokenizer
 
@@ -37,10 +37,9 @@ def set_start(fast, start: str | None) -> None:
 def fast_tokenizer(name: str):
     """Return the tokenizers.Tokenizer with the ids of `load_tokenizer(name)`."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    if name == 'byte':
-        return byte_level({bytes([i]): i for i in range(256)}, splits_words=False)
-    if name == 'gpt2' or Path(name).is_dir():
-        return byte_level(gpt2_ranks(name))
+    if name in ('byte', 'gpt2') or Path(name).is_dir():
+        own = load_tokenizer(name)
+        return byte_level({own.decode([i]): i for i in range(own.eos_id)}, splits_words=name != 'byte')
     if name.endswith('.model'):
         return sentencepiece_as_fast(name)
     if not task_class(name):
@@ -83,9 +82,3 @@ def sentencepiece_as_fast(path: str):
         shutil.copy(path, Path(folder) / 'tokenizer.model')
         return AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
-
-def gpt2_ranks(name: str) -> dict[bytes, int]:
-    """Return {token: id} of GPT-2, without the end of a document."""
-    import tiktoken
-    encoding = tiktoken.get_encoding('gpt2') if name == 'gpt2' else gpt2_encoding(Path(name))
-    return {encoding.decode_single_token_bytes(i): i for i in range(encoding.eot_token)}

@@ -2,20 +2,17 @@
 
     python train.py --data=a5:length=12 --block_size=12 --documents=False ...              options: the fields of Task
 
-The group cannot be solved, so no Transformer of fixed depth and precision follows words of every length. A row is a
-word of random elements and its product. The target at each position is the state there, the product so far, and not
-the next token:
+No Transformer of fixed depth and precision follows words of every length. A row is a word of random elements. The
+target at each position is the state there, the product so far, and not the next token:
 
     inputs    x_1     x_2       ...  x_T
     targets   x_1     x_1 x_2   ...  x_1 x_2 ... x_T
 
 An element is written as five digits, the arrangement that it makes of 12345. The product x y applies x after y as a
-permutation: y rearranges what x has made, so 23145 13425 = 21435. The training set has a million fixed words; at 12
-letters, two equal ones are practically impossible.
+permutation: y rearranges what x has made, so 23145 13425 = 21435. The training set has a million fixed words.
 """
 from dataclasses import dataclass
-from functools import reduce
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 import torch
@@ -23,17 +20,9 @@ import torch
 from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
-LETTERS = 5
-
-
-def is_even(p: tuple) -> bool:
-    """Return True if an even number of pairs is in the wrong order."""
-    return sum(p[i] > p[j] for j in range(len(p)) for i in range(j)) % 2 == 0
-
-
-ELEMENTS = [p for p in permutations(range(LETTERS)) if is_even(p)]  # id 0 is the identity
-ID_OF = {p: i for i, p in enumerate(ELEMENTS)}
-PRODUCT = [[ID_OF[tuple(x[k] for k in y)] for y in ELEMENTS] for x in ELEMENTS]  # PRODUCT[x][y]: x y
+# An even permutation has an even number of pairs in the wrong order. The first one, id 0, is the identity.
+ELEMENTS = [p for p in permutations(range(5)) if sum(a > b for a, b in combinations(p, 2)) % 2 == 0]
+PRODUCT = torch.tensor([[ELEMENTS.index(tuple(x[k] for k in y)) for y in ELEMENTS] for x in ELEMENTS])  # [x, y]: x y
 
 
 @dataclass
@@ -50,13 +39,15 @@ class Task:
         self.row_tokens = self.length + 1
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """Return a random word and its product: ids (T + 1,)."""
-        word = rng.integers(len(ELEMENTS), size=self.length)
-        return np.append(word, reduce(lambda state, x: PRODUCT[state][x], word.tolist()))
+        """Return random elements: ids (T + 1,). The last one is not read."""
+        return rng.integers(len(ELEMENTS), size=self.length + 1)
 
     def targets(self, rows):
-        """rows (B, T + 1) -> the states (B, T)."""
-        return products(rows[:, :-1])
+        """rows (B, T + 1) -> (B, T): the products of the first 1, 2, ... T elements."""
+        states = [rows[:, 0]]
+        for x in rows[:, 1:-1].unbind(1):
+            states.append(PRODUCT[states[-1], x])
+        return torch.stack(states, 1)
 
     def score(self, model, idx, targets, device, batch_size):
         """Return {'accuracy_1' ... 'accuracy_T': share of words with the right state at each position}.
@@ -69,14 +60,6 @@ class Task:
             found['rnn_accuracy'] = torch.cat([recurrent_states(model, part).cpu() for part in parts])
         return {f'{name}_{t}': accuracy for name, states in found.items()
                 for t, accuracy in enumerate((states == targets).double().mean(0).tolist(), 1)}
-
-
-def products(words):
-    """Return the products of the first 1, 2, ... T elements of words (B, T): (B, T)."""
-    table, states = torch.tensor(PRODUCT), [words[:, 0]]
-    for x in words[:, 1:].unbind(1):
-        states.append(table[states[-1], x])
-    return torch.stack(states, 1)
 
 
 @torch.no_grad()

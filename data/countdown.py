@@ -11,17 +11,16 @@ and one each for | + - * / =, but none for a comma. The prompt, up to and includ
 
 As in "Stream of Search" (Gandhi et al.), four numbers and a target are drawn until they can be solved, and the solution
 is the first that depth-first search finds. It tries the pairs in order, and for each a + b, a * b, the larger minus the
-smaller and, if there is no remainder, the larger over the smaller. A tenth of the targets is never trained on; only
-these occur in the held-out rows.
+smaller and, if it is whole, the larger over the smaller. A tenth of the targets occurs in held-out rows alone.
 """
 from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
 from common.decoding import generate
-from common.files import UserError
 from common.settings import check_ranges
 
 OPERATIONS = '+*-/'
@@ -34,17 +33,14 @@ TRIES = 8  # draws of four numbers that are searched together; about one in five
 class Task:
     largest: int = 10_000  # the largest integer that has a token
     pauses: int = 8  # tokens | between target and equations
-    val_targets: str = 'unseen'  # targets of the held-out rows: unseen, or seen, those of training
+    val_targets: Literal['unseen', 'seen'] = 'unseen'  # targets of the held-out rows: unseen, or those of training
     train_rows: int | None = 500_000  # problems in the training set; None: unlimited
     val_rows: int = 10_000  # held-out problems, for the validation loss and the scores
 
     symbol_options = 'largest',
 
     def __post_init__(self):
-        check_ranges(self, largest=(100, 10 ** 6), pauses=(1, 1000), train_rows=(1, 10 ** 12),
-                     val_rows=(1, 10 ** 7))
-        if self.val_targets not in ('unseen', 'seen'):
-            raise UserError(f"val_targets is {self.val_targets!r}: expected 'unseen' or 'seen'")
+        check_ranges(self, largest=(100, 10 ** 6), pauses=(1, 1000), train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
         self.symbols = [*map(str, range(1, self.largest + 1)), '|', *OPERATIONS, '=']
         self.pause, self.equals = self.largest, len(self.symbols) - 1
         self.prompt_tokens = 5 + self.pauses
@@ -53,16 +49,12 @@ class Task:
         n_unseen = round(len(targets) / 10)
         self.targets_of = {'unseen': targets[:n_unseen], 'seen': targets[n_unseen:]}
 
-    def row(self, rng: np.random.Generator) -> np.ndarray:
-        """Return a problem with a training target and its solution: ids (T + 1,)."""
-        return self._problem(rng, self.targets_of['seen'])
+    def val_row(self, rng):
+        return self.row(rng, self.val_targets)
 
-    def val_row(self, rng: np.random.Generator) -> np.ndarray:
-        """Return a problem with a held-out target and its solution."""
-        return self._problem(rng, self.targets_of[self.val_targets])
-
-    def _problem(self, rng, targets):
-        target, equations = int(rng.choice(targets)), None
+    def row(self, rng: np.random.Generator, targets: str = 'seen') -> np.ndarray:
+        """Return a problem, with a target of training by default, and its solution: ids (T + 1,)."""
+        target, equations = int(rng.choice(self.targets_of[targets])), None
         while equations is None:
             numbers, equations = solve(rng.integers(1, 100, size=(TRIES, 4)), target, self.largest)
         row = np.full(self.row_tokens, self.pause)
@@ -90,25 +82,19 @@ class Task:
     def marks(self, prompt, answer) -> tuple[bool, ...]:
         """Return (is solved, is equation 1 true, 2, 3) for the ids of a prompt and of an answer of 15 tokens."""
         left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
-        equations = [self.equation(answer[start:start + 5]) for start in (0, 5, 10)]
-        is_valid = [equation is not None and is_true(*equation) for equation in equations]
-        if not all(is_valid):
-            return False, *is_valid
-        for a, _, b, result in equations:
-            left = left - Counter([a, b]) + Counter([result])  # one fewer, if a and b are there: one in the end
-        return left == Counter([target]), *is_valid
+        equations = [self.true_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
+        if None not in equations:
+            for a, b, result in equations:
+                left = left - Counter([a, b]) + Counter([result])  # one fewer, if a and b are there: one in the end
+        return left == Counter([target]), *(equation is not None for equation in equations)
 
-    def equation(self, ids) -> tuple | None:
-        """Return (a, operation, b, result) of five ids, or None if they do not form an equation."""
-        a, operation, b, equals, result = ids
+    def true_equation(self, a, operation, b, equals, result) -> tuple | None:
+        """Return (a, b, result) of five ids that form a true equation, or None."""
         if max(a, b, result) >= self.largest or not self.pause < operation < self.equals or equals != self.equals:
             return None
-        return a + 1, OPERATIONS[operation - self.pause - 1], b + 1, result + 1
-
-
-def is_true(a: int, operation: str, b: int, result: int) -> bool:
-    """Return True if a operation b = result, without a remainder."""
-    return {'+': a + b, '*': a * b, '-': a - b, '/': a / b}[operation] == result
+        a, b, result = a + 1, b + 1, result + 1
+        values = {'+': a + b, '*': a * b, '-': a - b, '/': a / b}
+        return (a, b, result) if values[OPERATIONS[operation - self.pause - 1]] == result else None
 
 
 def solve(numbers, target: int, largest: int) -> tuple:

@@ -8,18 +8,19 @@ A walk is written as where it starts, where it ends, its turns and the end of te
     0_0 3_2 E E E N N
 
 A row is a sequence of walks, the last one cut off; `--documents=True` (the default) separates them. Start and
-destination do not count, because no model could know them. The lengths of walks and their packing are inferred from the
-paper's counts of walks and tokens: 1 to 100 steps, uniformly. About one in twenty pairs of start and destination is in
-no row; `valid` asks for a way between such pairs.
+destination do not count, because no model could know them. Walks have 1 to 100 steps, uniformly, which is inferred from
+the paper's counts of walks and tokens. About one in twenty pairs of start and destination is in no row; `valid` asks
+for a way between such pairs.
 
 The city is a file {"edges": [[node, direction, neighbour], ...]}, as an OpenStreetMap extract gives it: nodes are
-numbers or words, a direction is a word as NE, and leaves a node once at most. Without a file it is a square grid of
-`grid` streets each way, one-way in turn, so that the outermost four are a ring and every place can be reached.
+numbers or words, a direction is a word such as NE, and leaves a node once at most. Without a file it is a square grid
+of `grid` streets each way, one-way in turn, so that the outermost four are a ring and every place can be reached.
 """
 import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 import torch
@@ -90,9 +91,8 @@ class Task:
     def counted(self, idx):
         """idx (B, T) -> (B, T) bool: destinations and turns, after which a turn or the end comes."""
         is_node = (idx >= self.first_node) & (idx < self.end)
-        is_destination = is_node.clone()
-        is_destination[:, 1:] &= is_node[:, :-1]
-        is_destination[:, 0] = False
+        is_destination = torch.zeros_like(is_node)
+        is_destination[:, 1:] = is_node[:, 1:] & is_node[:, :-1]
         return is_destination | (idx < self.first_node)
 
     def score(self, model, idx, targets, device, batch_size):
@@ -102,9 +102,10 @@ class Task:
         held-out pairs, and valid if all turns are legal and the end is at the destination.
         """
         is_legal = self.legal(idx, greedy_tokens(model, idx, device, batch_size))[targets >= 0]
-        pairs = self.held_out_pairs
-        ways = self.decoded_ways(model, pairs, batch_size)
-        valid = [self.is_valid(start, goal, turns) for (start, goal), turns in zip(pairs, ways)]
+        prompts = [[self.first_node + node for node in pair] for pair in self.held_out_pairs]
+        ways = [ids for i in range(0, len(prompts), batch_size)
+                for ids in generate(model, prompts[i:i + batch_size], self.steps + 1, temperature=0, eos_id=self.end)]
+        valid = [self.is_valid(*pair, way) for pair, way in zip(self.held_out_pairs, ways)]
         return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
 
     def legal(self, idx, tokens):
@@ -128,11 +129,8 @@ class Task:
 
     def is_valid(self, node: int, goal: int, ids: list[int]) -> bool:
         """Return True if ids are streets from a node to the goal, and then the end."""
-        for token in ids[:-1]:
-            if token >= self.first_node or self.neighbour[node, token] < 0:
-                return False
-            node = int(self.neighbour[node, token])
-        return ids[-1] == self.end and node == goal
+        idx = [self.first_node + node, self.first_node + goal, *ids[:-1]]
+        return ids[-1] == self.end and bool(self.legal([idx], [[self.end, *ids]])[0, 1:].all())
 
     def distances_to(self, goals) -> np.ndarray:
         """Return the steps of the shortest way from each node to each goal: (n goals, n nodes), infinite if none."""
@@ -146,19 +144,12 @@ class Task:
     @cached_property
     def held_out_pairs(self) -> list[tuple[int, int]]:
         """`pairs` random held-out pairs (start, goal) with a shortest way of 1 to max_distance steps, or all."""
-        found, goals = [], np.random.default_rng(1).permutation(len(self.nodes))
-        for part in np.array_split(goals, -(-len(goals) // 100)):
-            distance = self.distances_to(part)
-            within = (distance >= 1) & (distance <= self.max_distance) & self.is_held_out.T[part]
-            found += [(int(start), int(part[k])) for k, start in zip(*within.nonzero())]
-        order = np.random.default_rng(2).permutation(len(found))
-        return [found[i] for i in order[:self.pairs]]
-
-    def decoded_ways(self, model, pairs, batch_size) -> list[list[int]]:
-        """Return the ids decoded greedily after each pair (start, goal), up to the end or steps + 1 tokens."""
-        prompts = [[self.first_node + start, self.first_node + goal] for start, goal in pairs]
-        return [ids for i in range(0, len(prompts), batch_size)
-                for ids in generate(model, prompts[i:i + batch_size], self.steps + 1, temperature=0, eos_id=self.end)]
+        goals = np.random.default_rng(1).permutation(len(self.nodes))
+        distance = self.distances_to(goals)
+        within = (distance >= 1) & (distance <= self.max_distance) & self.is_held_out.T[goals]
+        goal, start = within.nonzero()
+        order = np.random.default_rng(2).permutation(len(goal))[:self.pairs]
+        return list(zip(start[order].tolist(), goals[goal[order]].tolist()))
 
 
 def one_way_grid(n: int) -> list[tuple[str, str, str]]:
@@ -169,13 +160,11 @@ def one_way_grid(n: int) -> list[tuple[str, str, str]]:
         >--->--->--->
     """
     edges = []
-    for x in range(n):
-        for y in range(n):
-            across, along = (1 if y % 2 == 0 else -1), (-1 if x % 2 == 0 else 1)
-            if 0 <= x + across < n:
-                edges.append((f'{x}_{y}', 'E' if across > 0 else 'W', f'{x + across}_{y}'))
-            if 0 <= y + along < n:
-                edges.append((f'{x}_{y}', 'N' if along > 0 else 'S', f'{x}_{y + along}'))
+    for x, y in product(range(n), range(n)):
+        across = ('E', x + 1, y) if y % 2 == 0 else ('W', x - 1, y)
+        along = ('S', x, y - 1) if x % 2 == 0 else ('N', x, y + 1)
+        edges += [(f'{x}_{y}', direction, f'{a}_{b}') for direction, a, b in (across, along)
+                  if 0 <= a < n and 0 <= b < n]
     return edges
 
 
@@ -184,13 +173,13 @@ def read_edges(path: str) -> list[tuple[str, str, str]]:
     try:
         with open(path, encoding='utf-8') as file:
             edges = [tuple(map(str, edge)) for edge in json.load(file)['edges']]
+        is_city = all(re.fullmatch(r'\w+', word) for edge in edges for word in edge)
+        nodes, directions = {node for a, _, b in edges for node in (a, b)}, {direction for _, direction, _ in edges}
     except OSError as error:
         raise UserError(f'cannot read edges = {path} ({error.strerror}): give a file, or leave edges out for a grid')
     except (ValueError, KeyError, TypeError, RecursionError):
-        edges = []
-    words = all(len(edge) == 3 and all(re.fullmatch(r'\w+', word) for word in edge) for edge in edges)
-    nodes = {node for a, *_, b in edges for node in (a, b)} if words else set()
-    if not nodes or nodes & {edge[1] for edge in edges} or len({edge[:2] for edge in edges}) < len(edges):
+        is_city, nodes, directions = False, set(), set()
+    if not is_city or not nodes or nodes & directions or len({edge[:2] for edge in edges}) < len(edges):
         raise UserError(f'{path} is no city: expected {{"edges": [[node, direction, neighbour], ...]}}, words or '
                         'numbers, each direction once at most from a node')
     return edges

@@ -9,9 +9,7 @@ random order, start and goal, which is the end of one arm, and the way from one 
 
 There is one token per node and one each for | / =, but none for a comma; `$` is in the vocabulary, as in the authors'
 files, but in no row. The prompt, up to and including =, does not count. Only the first step is hard: the model must
-know which arm leads to the goal before it enters one.
-
-The training set has 200,000 fixed graphs, as in both papers; train_rows=None generates unlimited ones, which is easier.
+know which arm leads to the goal before it enters one. The training set has 200,000 fixed graphs, as in both papers.
 """
 from dataclasses import dataclass
 
@@ -61,9 +59,6 @@ class Task:
         return (idx == self.equals).cumsum(1) > 0
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'accuracy': share of graphs whose whole path greedy decoding finds}.
-
-        That is where the most likely token is right at every position of the path, given the right tokens before it.
-        """
+        """Return {'accuracy': share of graphs whose whole path is likeliest, each token after the right ones}."""
         right = (greedy_tokens(model, idx, device, batch_size) == targets) | (targets < 0)
         return {'accuracy': right.all(1).float().mean().item()}

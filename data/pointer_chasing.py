@@ -6,20 +6,19 @@
 The task of "Context-Ready Transformer", section 5.6 and appendix B.
 
 The base table gives each of M keys a value. Each of the H index tables above it maps M new keys to the keys of the
-table below, by a random bijection. Its queries follow each table, and their answers are values at every level: a query
-at level l takes l look-ups from table to table and one in the base table; or one look-up and the answer to a query of
-the level below, which is part of the input and may lie within the window. Everything is written as triplets,
+table below, by a random bijection. Its queries follow each table, and their answers are values: a query at level l
+takes l look-ups from table to table and one in the base table; or one look-up and the answer to a query of the level
+below, which is part of the input and may lie within the window. Everything is written as triplets,
 
     table    v3 = A        what a key stands for is left of it, where causal attention finds it
     query    Q A v3        the target of A is v3; no other position counts
 
 and `||` follows each table and each table's queries. Keys are in a fixed order, and each level has its own; the base
 table's values all differ. The last level ends with one query, for its first key, whose answer is only a target. So
-T = (6 M + 2) H + 3 M + 3. With few keys and hops, a fresh row sometimes repeats a held-out one.
+T = (6 M + 2) H + 3 M + 3.
 
 Appendix B's text asks for "every key at every level defined so far" after each table, but its worked example asks only
-for that table's keys. Rows follow the example: with the longer queries, the last ones would be too far from their table
-for the paper's window of 38.
+for that table's keys, as do these rows: otherwise the last queries would be out of the paper's window of 38.
 """
 import string
 from dataclasses import dataclass
@@ -64,22 +63,16 @@ class Task:
 
         Key k of level 0 has value base[k]; key k of level l stands for key maps[l - 1, k] of level l - 1.
         """
-        H, M = self.hops, self.keys
-        key = self.first_key + np.arange((H + 1) * M).reshape(H + 1, M)
-        answers = [np.asarray(base)]
-        for table in maps:
-            answers.append(answers[-1][table])
-        parts = np.full((H + 1, 2, 3 * M + 1), self.separator)  # level, table or queries, place
-        triplets = np.empty((H + 1, 2, M, 3), np.int64)  # level, table or queries, key, place in its triplet
-        triplets[0, 0, :, 0] = FIRST_VALUE + answers[0]
-        triplets[1:, 0, :, 0] = key[:-1, :1] + maps
-        triplets[:, 0, :, 1] = EQUALS
-        triplets[:, 0, :, 2] = key
-        triplets[:, 1, :, 0] = QUERY
-        triplets[:, 1, :, 1] = key
-        triplets[:, 1, :, 2] = FIRST_VALUE + np.stack(answers)
-        parts[..., :-1] = triplets.reshape(H + 1, 2, 3 * M)
-        return parts.ravel()[:self.row_tokens]  # of the last level's queries only the first
+        keys = self.first_key + np.arange((self.hops + 1) * self.keys).reshape(-1, self.keys)
+        equals, query, separator = [EQUALS] * self.keys, [QUERY] * self.keys, [self.separator]
+        left = answers = FIRST_VALUE + np.asarray(base)  # what each key of a level stands for, and its value
+        parts = []
+        for level in range(self.hops + 1):
+            if level:
+                left, answers = keys[level - 1][maps[level - 1]], answers[maps[level - 1]]
+            table, queries = np.stack([left, equals, keys[level]], 1), np.stack([query, keys[level], answers], 1)
+            parts += [table.ravel(), separator, queries.ravel(), separator]
+        return np.concatenate(parts)[:self.row_tokens]  # of the last level's queries only the first
 
     def counted(self, idx):
         """idx (B, T) -> (B, T) bool: a key directly after Q."""

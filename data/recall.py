@@ -9,10 +9,9 @@ value follows, and no other position counts:
        |                        |
        the pair at p            the query at p + distance, whose target is v2
 
-The distance is counted from the key in its pair to the key in its query, which is also the distance from the value that
-is read to the value that is predicted. Every row asks at all distances; each pair is asked for at one, and no distance
-has over one pair more than another. The keys of a row are all different, values and fillers are drawn freely, and
-places are random. Accuracy by distance shows how far back a model finds what it has read once.
+The distance is counted from the key in its pair to the key in its query, as it is from the value that is read to the
+value that is predicted. Every row asks at all distances; each pair is asked for at one, and no distance has over one
+pair more than another. The keys of a row are all different, values and fillers are drawn freely, and places are random.
 
 A model may also learn to look back by exactly these distances, which is not recall. Rows of other distances tell:
 python eval.py RUN --val --data=recall:distances=12-24-48.

@@ -1,6 +1,6 @@
 """The shard format: writing it, reading it, and the order in which training reads it.
 
-A data folder holds shards of token ids (little-endian integers, no header) and meta.json, which describes them:
+A data folder holds shards of token ids (integers without a header) and meta.json, which describes them:
 
     {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "bos": false, "dtype": "uint16", "splits": {"train": {"tokens":
      ..., "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}}
@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -24,11 +25,9 @@ from common.files import UserError, read_json, sha256, write_file, write_json
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
 VAL_SHARE = 0.05  # of the documents of built-in data and of texts
-DTYPES = {'uint16': np.dtype('<u2'), 'uint32': np.dtype('<u4')}
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'gpt2_vocabulary')  # in data and run folders; the last a folder
 
 # ---- writing ----
-
 
 class ShardWriter:
     """Write the shards of a data folder: `add` documents, then `finish`. The document that fills a shard ends it.
@@ -39,10 +38,9 @@ class ShardWriter:
 
     def __init__(self, folder, tokenizer, shard_tokens, splits=None):
         self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
-        self.dtype_name = 'uint16' if tokenizer.n_ids <= 2 ** 16 else 'uint32'
-        self.dtype = DTYPES[self.dtype_name]
+        self.dtype = dtype_of(tokenizer)
         self.splits = splits or {}
-        self.files, self.digests = {}, {}  # by split: the shard that is being written, and its sha256 so far
+        self.files = {}  # by split: the shard that is being written
         for split, info in self.splits.items():
             for shard in info['shards']:
                 self._continue(split, shard)
@@ -52,20 +50,16 @@ class ShardWriter:
         return sum(info['tokens'] for info in self.splits.values())
 
     def _continue(self, split: str, shard: dict) -> None:
-        """Check a shard of an interrupted writer. If it isn't full, cut it to its recorded size and open it."""
-        path, size = self.folder / shard['file'], shard['tokens'] * self.dtype.itemsize
-        digest, is_full = hashlib.sha256(), shard['tokens'] >= self.shard_tokens
-        have = path.stat().st_size if path.is_file() else -1
-        if have >= size:
-            with open(path, 'rb') as file:
-                for start in range(0, size, 2 ** 24):
-                    digest.update(file.read(min(2 ** 24, size - start)))
-        if digest.hexdigest() != shard['sha256'] or (is_full and have > size):
+        """Cut a shard of an interrupted writer to its recorded size and check it. If it isn't full, open it."""
+        path, size = self.folder / shard['file'], shard['tokens'] * np.dtype(self.dtype).itemsize
+        is_whole = path.is_file() and path.stat().st_size >= size
+        if is_whole:
+            os.truncate(path, size)
+        if not is_whole or sha256(path) != shard['sha256']:
             raise UserError(f'{path} is missing or does not match its checksum in progress.json: remove {self.folder} '
                             'and start again')
-        if not is_full:
-            os.truncate(path, size)
-            self.files[split], self.digests[split] = open(path, 'ab'), digest
+        if shard['tokens'] < self.shard_tokens:
+            self.files[split] = open(path, 'ab')
 
     def add(self, split: str, ids, n_bytes: int) -> bool:
         """Add a document (its eos included) of n_bytes of text. Return True if it fills a shard."""
@@ -73,30 +67,26 @@ class ShardWriter:
         if split not in self.files:
             name = f'{split}_{len(info["shards"]):05d}.bin'
             info['shards'].append({'file': name, 'tokens': 0, 'sha256': ''})
-            self.files[split], self.digests[split] = open(self.folder / name, 'wb'), hashlib.sha256()
-        content = np.asarray(ids, self.dtype).tobytes()
-        self.files[split].write(content)
-        self.digests[split].update(content)
+            self.files[split] = open(self.folder / name, 'wb')
+        self.files[split].write(np.asarray(ids, self.dtype).tobytes())
         shard = info['shards'][-1]
         shard['tokens'] += len(ids)
         info['tokens'] += len(ids)
         info['documents'] += 1
         info['bytes'] += n_bytes
-        if shard['tokens'] < self.shard_tokens:
-            return False
-        self._flush(split)
-        self.files.pop(split).close()
-        return True
-
-    def _flush(self, split: str) -> None:
-        self.files[split].flush()
-        os.fsync(self.files[split].fileno())
-        self.splits[split]['shards'][-1]['sha256'] = self.digests[split].hexdigest()
+        is_full = shard['tokens'] >= self.shard_tokens
+        if is_full:
+            self.flush()
+            self.files.pop(split).close()
+        return is_full
 
     def flush(self) -> None:
         """Write everything added so far to disk, so that `splits` describes the files."""
-        for split in self.files:
-            self._flush(split)
+        for split, file in self.files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            shard = self.splits[split]['shards'][-1]
+            shard['sha256'] = sha256(self.folder / shard['file'])
 
     def finish(self) -> None:
         """Complete the data folder. Raises UserError if a split has no text."""
@@ -105,12 +95,11 @@ class ShardWriter:
             file.close()
         n_bytes = [self.splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')]
         if 0 in n_bytes:
-            raise UserError(f'the data would have {n_bytes[0]:,} bytes of text in its split train and '
-                            f"{n_bytes[1]:,} in val: expected documents for 'train' and for 'val'; give more text, "
-                            'or a larger --max_tokens if that ended the reading')
+            raise UserError(f'the data would have {n_bytes[0]:,} bytes of text in its split train and {n_bytes[1]:,} '
+                            'in val, expected some in both: give more text, or a larger --max_tokens')
         write_json(self.folder / 'meta.json', {
             'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name), 'n_ids': self.tokenizer.n_ids,
-            'eos_id': self.tokenizer.eos_id, 'bos': bool(self.tokenizer.start), 'dtype': self.dtype_name,
+            'eos_id': self.tokenizer.eos_id, 'bos': bool(self.tokenizer.start), 'dtype': self.dtype,
             'splits': self.splits})
 
 
@@ -119,19 +108,15 @@ def keep_tokenizer(folder, name: str) -> str:
 
     Names that are not paths are returned as they are.
     """
-    path, folder = Path(name), Path(folder)
-    is_gpt2 = (path / 'encoder.json').is_file()  # no other folder is a tokenizer
-    if name in ('gpt2', 'byte') or not (is_gpt2 or path.is_file()):
+    path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
+    if path.is_file():
+        own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
+    elif not (path / files[0]).is_file():
         return name
-    if is_gpt2:
-        own_name = 'gpt2_vocabulary'
-        copies = {path / file: folder / own_name / file for file in ('encoder.json', 'vocab.bpe')}
-    else:
-        own_name = 'tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'
-        copies = {path: folder / own_name}
-    for source, target in copies.items():
+    for file in files:
+        target = Path(folder) / own_name / file
         target.parent.mkdir(exist_ok=True)
-        write_file(target, source.read_bytes())
+        write_file(target, (path / file).read_bytes())
     return own_name
 
 
@@ -151,17 +136,17 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
             writer.add(split, document_ids(tokenizer, text), len(text.encode()))
         writer.finish()
         os.replace(temporary, folder)
-    except OSError:
-        if not folder.exists():  # if it does, another process has built it meanwhile
-            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def dtype_of(tokenizer) -> str:
+    return 'uint16' if tokenizer.n_ids <= 2 ** 16 else 'uint32'
+
+
 def document_ids(tokenizer, text: str) -> np.ndarray:
     """Return the ids of a document with its eos, and with bos if the tokenizer was loaded with it."""
-    dtype = np.uint16 if tokenizer.n_ids <= 2 ** 16 else np.uint32
-    encode = tokenizer.encode_document or tokenizer.encode
+    encode, dtype = tokenizer.encode_document or tokenizer.encode, dtype_of(tokenizer)
     return np.concatenate([np.asarray(ids, dtype) for ids in (tokenizer.start, encode(text), [tokenizer.eos_id])])
 
 
@@ -182,7 +167,6 @@ def hash_share(text: str, val_hash: str) -> float:
 
 # ---- reading ----
 
-
 def check_meta(meta: dict) -> None:
     """Raise ValueError if meta.json has a value of the wrong type or out of range."""
     try:
@@ -191,11 +175,9 @@ def check_meta(meta: dict) -> None:
         names = [meta['tokenizer'], *(shard['file'] for shard in shards)]
         counts = [meta['n_ids'], *(split[key] for split in splits for key in ('tokens', 'documents', 'bytes')),
                   *(shard['tokens'] for shard in shards)]
-        is_right = (all(type(n) is int and 0 < n < 2 ** 63 for n in counts) and meta['dtype'] in DTYPES
+        is_right = (all(type(n) is int and 0 < n < 2 ** 63 for n in counts) and meta['dtype'] in ('uint16', 'uint32')
                     and type(meta['eos_id']) is int and 0 <= meta['eos_id'] < meta['n_ids'] <= 2 ** 32
-                    and all(name.isprintable() and 0 < len(name) < 100 and name != '..' for name in names)
-                    and all(name == Path(name).name for name in names)  # names a file in this folder
-                    and all(isinstance(shard['sha256'], str) for shard in shards)
+                    and all(re.fullmatch('[0-9A-Za-z_. -]{1,99}', name) for name in names)  # of files in this folder
                     and all(split['tokens'] == sum(shard['tokens'] for shard in split['shards']) for split in splits))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{type(error).__name__}: {error}')
@@ -208,15 +190,12 @@ class Data:
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        path = self.folder / 'meta.json'
-        if not path.is_file():
-            raise UserError(f'no data at {folder}: expected a folder with meta.json')
-        meta = read_json(path, 'copy or build the data again', check_meta)
+        meta = read_json(self.folder / 'meta.json', 'copy or build the data again', check_meta)
         self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
         self.bos = bool(meta.get('bos'))  # whether documents start with bos
         if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder beside meta.json
             self.tokenizer = str((self.folder / self.tokenizer).resolve())
-        self.splits, self.dtype = meta['splits'], DTYPES[meta['dtype']]
+        self.splits, self.dtype = meta['splits'], np.dtype(meta['dtype'])
         self.starts = {}  # by split: the position of each shard's first token
         for split in ('train', 'val'):
             shards = self.splits[split]['shards']
@@ -269,20 +248,21 @@ class Data:
         numbers = np.arange(step * batch_size, (step + 1) * batch_size)[part]
         windows, own = shuffled(numbers, self.n_windows('train', T), seed)
         starts = windows * T + (own % T).astype(np.int64)
-        windows = torch.from_numpy(np.stack([self.tokens('train', start, T + 1) for start in starts.tolist()]))
-        return windows[:, :-1], windows[:, 1:]
+        return self._windows('train', starts.tolist(), T)
 
     def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
         """Return idx, targets (len(windows), T) int64 of the validation windows with these numbers.
 
-        Windows follow each other from the start. With a seed, window i is at a random offset, a function of seed and i
-        alone; windows may overlap.
+        Windows follow each other from the start. With a seed, window i is at a random offset, a function of seed and i.
         """
         starts = [w * T for w in windows]
         if seed is not None:
             n_starts = self.starts['val'][-1] - T
             starts = [int(np.random.default_rng([seed, w]).integers(n_starts)) for w in windows]
-        windows = torch.from_numpy(np.stack([self.tokens('val', start, T + 1) for start in starts]))
+        return self._windows('val', starts, T)
+
+    def _windows(self, split: str, starts: list[int], T: int) -> tuple:
+        windows = torch.from_numpy(np.stack([self.tokens(split, start, T + 1) for start in starts]))
         return windows[:, :-1], windows[:, 1:]
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
@@ -292,7 +272,6 @@ class Data:
 
 
 # ---- the order of training ----
-
 
 def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return which of n windows training reads under these numbers, and a number of each one's epoch: int64, uint64.

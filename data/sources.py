@@ -7,9 +7,6 @@ Each format has one reader, whether a file, a pattern or a folder names the file
     .txt                 one document; with `split_lines`, one per line; the only .txt of a source is cut: its last 10%
                          are the validation data. train.py --data reads texts the same way
     everything else      by `datasets`: datasets of the hub, folders with .csv, .arrow or .zst, or from `save_to_disk`
-
-A document is (split, key, text): the hash of the key decides between train and val if the split is None. Records
-without a text become None.
 """
 import glob
 import gzip
@@ -39,6 +36,8 @@ SHUFFLE_SEED = 2357  # official SPS code
 
 
 def format_of(file: str) -> str | None:
+    if file.endswith(FOR_DATASETS):
+        return 'datasets'
     return next((name for name, endings in FORMATS.items() if file.endswith(endings)), None)
 
 
@@ -48,10 +47,10 @@ def visible_files(folder: str) -> list[str]:
     return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
 
 
-def text_files(name: str) -> list[str]:
-    """Return the .txt files that a path names: itself, or those in a folder."""
-    files = [name] if os.path.isfile(name) else visible_files(name)
-    return [file for file in files if format_of(file) == 'txt']
+def text_files(path: str) -> list[str]:
+    """Return the .txt files that a path names: itself, or those in a folder without records."""
+    files = [path] if os.path.isfile(path) else visible_files(path)
+    return [file for file in files if format_of(file)] if {*map(format_of, files)} <= {'txt', None} else []
 
 
 def local_files(name: str, config: str | None = None) -> list[str]:
@@ -60,11 +59,10 @@ def local_files(name: str, config: str | None = None) -> list[str]:
     In a folder, .txt files beside records (a licence, say) are ignored.
     """
     if os.path.isdir(name):
-        found = visible_files(name)
-        records = [file for file in found if format_of(file) in ('json', 'parquet')]
-        if config or is_saved(name) or (not records and any(file.endswith(FOR_DATASETS) for file in found)):
+        found = [file for file in visible_files(name) if format_of(file)]
+        files = [file for file in found if format_of(file) != 'txt'] or found
+        if config or 'datasets' in map(format_of, files):
             return []
-        files = records or [file for file in found if format_of(file)]
         if not files:
             raise UserError(f'{name} has no files that can be read: {EXPECTED}')
     else:
@@ -72,14 +70,9 @@ def local_files(name: str, config: str | None = None) -> list[str]:
         if not files and (glob.has_magic(name) or format_of(name)):
             raise UserError(f'no file matches {name}')
     formats = {format_of(file) for file in files}
-    if len(formats) > 1 or None in formats:
+    if len(formats) > 1 or formats & {'datasets', None}:
         raise UserError(f'{name} matches {", ".join(files[:3])}{" ..." if files[3:] else ""}: {EXPECTED}')
     return files
-
-
-def is_saved(name: str) -> bool:
-    """Return True for a folder that `save_to_disk` of a dataset, or of a dict of them, wrote."""
-    return os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json')
 
 
 # ---- reading them ----
@@ -88,27 +81,25 @@ def open_source(name: str, s) -> tuple[Callable, str]:
     """Return (read, a checksum of the source). s: as prepare_fineweb.Settings; s.shuffle shuffles.
 
     read(state) yields (next state, [document]) in batches. It starts at the beginning if the state is None, and a next
-    state, which is JSON, continues behind its batch. The checksum covers names, sizes and times of local files, and the
-    revision of a dataset of the hub.
+    state, which is JSON, continues behind its batch. A document is (split, key, text), where the hash of the key
+    decides between train and val if the split is None; for a record without a text it is None. The checksum covers
+    names, sizes and times of local files, and the revision of a dataset of the hub.
     """
     files = local_files(name, s.config)
     if files:
         checksum = checksum_of_files(files)
-        shuffle_files(files, s)
+        if s.shuffle:
+            random.Random(SHUFFLE_SEED).shuffle(files)
         read = partial(file_batches, files, s)
     else:
         stream, checksum = open_dataset(name, s)
         read = partial(stream_batches, name, stream, s)
+    read = partial(document_batches, read, s)
     return (partial(shuffled_batches, read, s.shuffle) if s.shuffle else read), checksum
 
 
-def shuffle_files(files: list, s) -> None:
-    if s.shuffle:
-        random.Random(SHUFFLE_SEED).shuffle(files)
-
-
 def checksum_of_files(files: list[str]) -> str:
-    return checksum_of([(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files])
+    return checksum_of([(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files])
 
 
 def checksum_of(identity: list) -> str:
@@ -119,24 +110,23 @@ def open_dataset(name: str, s) -> tuple:
     """Return (stream, checksum) of what the library `datasets` reads: an IterableDataset."""
     import datasets
     try:
-        if is_saved(name):
+        if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):  # from `save_to_disk`
             saved = datasets.load_from_disk(name)
-            if isinstance(saved, datasets.DatasetDict):
-                saved = saved[s.split]
+            saved = saved[s.split] if isinstance(saved, datasets.DatasetDict) else saved
             return saved.with_format(None).to_iterable_dataset(), checksum_of_files(visible_files(name))
         builder = datasets.load_dataset_builder(name, s.config)
         identity = [builder.hash]
-        for split, of_split in (builder.config.data_files or {}).items():
-            for file, origin in zip(of_split, of_split.origin_metadata):  # the revision on the hub, or the time
-                identity.append((str(split), file, origin, os.path.getsize(file) if os.path.isfile(file) else None))
-            shuffle_files(of_split, s)
+        for split, files in (builder.config.data_files or {}).items():
+            identity.append((str(split), *files, files.origin_metadata))  # the revision on the hub, or the time
+            if s.shuffle:
+                random.Random(SHUFFLE_SEED).shuffle(files)
         return builder.as_streaming_dataset(split=s.split), checksum_of(identity)
     except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
 
 
 def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
-    """`read` of a datasets.IterableDataset."""
+    """Yield (next state, [(place, record, split)]) of a datasets.IterableDataset."""
     stream, n_read = stream.with_format('arrow'), 0
     if state:
         n_read = state['records']
@@ -147,24 +137,21 @@ def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
             table = next(tables, None)
             if table is None:
                 return
-            if {s.text_field, s.id_field} - {None} <= set(table.column_names):
-                table = table.select(sorted({s.text_field, s.id_field} - {None}))
-            records = table.to_pylist()
+            records = table.select(fields_to_read(name, table.column_names, s)).to_pylist()
+        except UserError:
+            raise
         except Exception as error:  # each kind of file has its own; or text that is not UTF-8
             raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
-        found = [(f'{name}, record {n_read + i + 1:,}', record, None) for i, record in enumerate(records)]
-        batch = documents(found, s, is_first=n_read == 0)
+        found = [(f'{name}, record {n:,}', record, None) for n, record in enumerate(records, n_read + 1)]
         n_read += len(records)
-        yield {'records': n_read, 'stream': stream.state_dict()}, batch
+        yield {'records': n_read, 'stream': stream.state_dict()}, found
 
 
 def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
-    """`read` of local files."""
+    """Yield (next state, [(place, record, split)]) of local files."""
     found = file_records(files, s, state or {'file': 0, 'line': 0})
-    is_first = state is None
     while batch := list(islice(found, BATCH)):
-        yield batch[-1][0], documents([record for _, *record in batch], s, is_first)
-        is_first = False
+        yield batch[-1][0], [record for _, *record in batch]
 
 
 def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
@@ -184,6 +171,16 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
             raise UserError(f'{file} cannot be read after {unit} {n:,} ({type(error).__name__}): {error}{remedy}')
 
 
+def fields_to_read(place: str, names: list[str], s) -> list[str]:
+    """Return the names of the text and id fields. Raises UserError if a source with fields of these names lacks one."""
+    wanted = [*dict.fromkeys(filter(None, (s.text_field, s.id_field)))]
+    for field in wanted:
+        if field not in names:
+            raise UserError(f'{place} has no field {field!r}; the fields are {", ".join(names[:20])}: set --text_field '
+                            'or --id_field (--id_field=None: the hash of the text decides between train and val)')
+    return wanted
+
+
 def json_records(file: str, first: int) -> Iterator[tuple]:
     """Yield (number, record, None) of the lines of a file from the first-th on, or of the list that .json may be."""
     with (gzip.open if file.endswith('.gz') else open)(file, 'rb') as lines:
@@ -201,16 +198,11 @@ def parquet_records(s, file: str, first: int) -> Iterator[tuple]:
     """Yield (number, record, None) of the rows of a file from the first-th on."""
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(file) as parquet:
-        columns, n = [field for field in (s.text_field, s.id_field) if field], 0
-        for column in columns:
-            if column not in parquet.schema_arrow.names:
-                raise UserError(f'{file} has no field {column!r}; the fields are '
-                                f'{", ".join(parquet.schema_arrow.names[:20])}: set --text_field or --id_field')
-        for batch in parquet.iter_batches(BATCH, columns=columns):
-            if n + len(batch) > first:
-                for i, record in enumerate(batch.to_pylist(), n):
-                    if i >= first:
-                        yield i, record, None
+        n = 0
+        for batch in parquet.iter_batches(BATCH, columns=fields_to_read(file, parquet.schema_arrow.names, s)):
+            skip = max(0, first - n)
+            for i, record in enumerate(batch[skip:].to_pylist(), n + skip):
+                yield i, record, None
             n += len(batch)
 
 
@@ -261,32 +253,31 @@ def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tup
 
 # ---- documents ----
 
-def documents(records: list[tuple], s, is_first: bool) -> list[tuple | None]:
-    """Return the documents of a batch of (place, record, split). Raises UserError if the first batch has no text."""
-    found = [document(*record, s) for record in records]
-    if is_first and not any(found):
-        place, record, _ = records[0]
-        raise UserError(f'{place} and {len(found) - 1} more have no text in field {s.text_field!r}; the fields are '
-                        f'{", ".join([*record][:20])}: set --text_field')
-    return found
+def document_batches(read: Callable, s, state: dict | None) -> Iterator[tuple]:
+    """Yield (next state, [document]) of batches of records. Checks the fields if the first batch has no text."""
+    is_first = state is None
+    for next_state, records in read(state):
+        found = [document(*record, s) for record in records]
+        if is_first and not any(found):
+            place, record, _ = records[0]
+            fields_to_read(place, [*record], s)
+        yield next_state, found
+        is_first = False
 
 
 def document(place: str, record, split: str | None, s) -> tuple | None:
     """Return (split, key, text) of a record, or None if it has no text. Raises UserError for other types."""
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
-    text, key = record.get(s.text_field), record.get(s.id_field, '')
+    text = record.get(s.text_field)
     if text is None:
         return None
+    fields_to_read(place, [*record], s)
+    key = record[s.id_field] if s.id_field else text
     if not isinstance(text, str):
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}, expected text: set --text_field')
-    if s.id_field is None:
-        key = text
-    elif s.id_field not in record or not isinstance(key, str | int):
-        has = f'has {key!r:.60} in' if s.id_field in record else 'has no'
-        raise UserError(f'{place} {has} field {s.id_field!r}, expected an id; the fields are '
-                        f'{", ".join([*record][:20])}: set --id_field (None: the hash of the text decides between '
-                        'train and val)')
+    if not isinstance(key, str | int):
+        raise UserError(f'{place} has {key!r:.60} in field {s.id_field!r}, expected an id: set --id_field')
     # half surrogate pairs, which UTF-8 cannot encode, become question marks
     return split, *(part.encode(errors='replace').decode() for part in (str(key), text))
 

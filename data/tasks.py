@@ -2,8 +2,7 @@
 
 The file of a task has a dataclass Task, whose fields are options: 'path_star:degree=2,length=5'. It defines
 
-    symbols                     the text of each token id; the next id is eos, which occurs only in rows that pack
-                                several documents
+    symbols                     the text of each token id; the next id is eos, which only ends documents in packed rows
     row_tokens                  tokens of a row, T + 1: T inputs and, one position later, their T targets
     train_rows, val_rows        rows of the fixed training set, or None for unlimited generated rows; held-out rows
     row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
@@ -14,8 +13,8 @@ and optionally
 
     val_row(rng)                a held-out row, if they are drawn differently
     targets(rows)               instead of `counted`: the targets (B, T) of rows (B, T + 1), if not the next tokens
-    symbol_options              names of the options that the symbols depend on; by default all but numbers of rows.
-                                A run can be evaluated on any data in which these are the same
+    symbol_options              names of the options that the symbols depend on, by default all but numbers of rows:
+                                a run can be evaluated on any data in which these are the same
 """
 import hashlib
 import importlib
@@ -32,7 +31,6 @@ from common.settings import Text, typed
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
-
 KEPT_IDS = 2 ** 28  # of a fixed training set, 1 GiB: its rows are made once and kept in memory
 
 # ---- tasks by name ----
@@ -100,19 +98,20 @@ class Generated:
 
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
         """Return the rows of a split with these numbers, int64 (len(numbers), T + 1)."""
-        is_fresh = split == 'train' and self.task.train_rows is None
-        stream, make_row = seed if is_fresh else 0, self.task.row
         if split == 'val':
-            make_row = getattr(self.task, 'val_row', make_row)
-
-        def make(i):
-            return make_row(np.random.default_rng([split == 'val', stream, i]))
+            return self._made(split, numbers, 0)
+        if self.task.train_rows is None or not len(self.kept):
+            return self._made(split, numbers, seed if self.task.train_rows is None else 0)
         numbers = np.asarray(numbers)
-        if split == 'val' or numbers.max() >= len(self.kept):
-            return np.stack([make(i) for i in numbers.tolist()]).astype(np.int64, copy=False)
-        for i in numbers[~self.is_kept[numbers]].tolist():
-            self.kept[i], self.is_kept[i] = make(i), True
+        new = numbers[~self.is_kept[numbers]]
+        if len(new):
+            self.kept[new], self.is_kept[new] = self._made(split, new, 0), True
         return self.kept[numbers].astype(np.int64)
+
+    def _made(self, split, numbers, seed):
+        make = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
+        rngs = (np.random.default_rng([split == 'val', seed, int(i)]) for i in numbers)
+        return np.stack([make(rng) for rng in rngs]).astype(np.int64, copy=False)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """Return count ids from position start of a split's rows in order (of seed 0)."""

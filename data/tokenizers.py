@@ -18,9 +18,8 @@ from common.files import UserError, friendly_errors, sha256, write_file
 from common.settings import check_ranges, load_settings
 from data.tasks import make_task, task_class
 
-GPT2_SHA256 = {
-    'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783',
-    'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5'}
+GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',  # of vocab.bpe, of encoder.json
+               '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783')
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]')
 EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
 
@@ -46,34 +45,22 @@ def load_tokenizer(name, bos: bool = False) -> Tokenizer:
     vocab.bpe. With bos, documents and prompts start with that token. Raises UserError if the tokenizer is missing or
     damaged, or has no token that ends a document; with bos, if it has none that starts one.
     """
-    tokenizer = open_tokenizer(name)
+    name, path = str(name), Path(name)
+    if name == 'byte':
+        tokenizer = byte_tokenizer()
+    elif task_class(name):
+        tokenizer = symbol_tokenizer(name, make_task(name).symbols)
+    elif name == 'gpt2' or path.is_dir():
+        tokenizer = gpt2_tokenizer(name)
+    elif path.exists():
+        tokenizer = sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path)
+    else:
+        raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
+                        'SentencePiece .model or a folder with encoder.json and vocab.bpe')
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no token that starts a document: leave out --bos; in a '
                         f'tokenizer.json it is one of {", ".join(BOS_NAMES)}')
     return replace(tokenizer, start=(tokenizer.bos_id,)) if bos else tokenizer
-
-
-def open_tokenizer(name) -> Tokenizer:
-    """Load a tokenizer without bos."""
-    name, path = str(name), Path(name)
-    if name == 'byte':
-        return byte_tokenizer()
-    if name == 'gpt2':
-        import tiktoken
-        try:
-            return gpt2_tokenizer(name, tiktoken.get_encoding('gpt2'))
-        except OSError as error:
-            raise UserError('the gpt2 tokenizer is not on this machine and could not be downloaded '
-                            f'({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that has it, or prepare '
-                            'data with --tokenizer=FOLDER, one with encoder.json and vocab.bpe')
-    if task_class(name):
-        return symbol_tokenizer(name, make_task(name).symbols)
-    if not path.exists():
-        raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
-                        'SentencePiece .model or a folder with encoder.json and vocab.bpe')
-    if path.is_dir():
-        return gpt2_tokenizer(name, gpt2_encoding(path))
-    return sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path)
 
 
 def tokenizer_digest(name) -> str | None:
@@ -81,7 +68,7 @@ def tokenizer_digest(name) -> str | None:
     name, path = str(name), Path(name)
     if name in ('byte', 'gpt2') or task_class(name):
         return name
-    if path.is_dir():  # `load_tokenizer` takes no folder but one with GPT-2's files, by their sha256
+    if path.is_dir():  # with GPT-2's files: no other folder is a tokenizer
         return 'gpt2'
     return sha256(path) if path.is_file() else None
 
@@ -117,31 +104,32 @@ def symbol_pattern(symbols: list[str]) -> str:
     return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
 
 
-def gpt2_tokenizer(name: str, bpe) -> Tokenizer:
-    """A tiktoken encoding of GPT-2's 50257 ids."""
-    return Tokenizer(name, 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes,
-                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
-
-
-def gpt2_encoding(folder: Path):
-    """Return tiktoken's gpt2 from the encoder.json and vocab.bpe in a folder, which must be those of OpenAI."""
+def gpt2_tokenizer(name: str) -> Tokenizer:
+    """GPT-2's 50257 ids by tiktoken, which downloads its files, or from a folder with those that OpenAI published."""
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
-    for file, want in GPT2_SHA256.items():
-        path = folder / file
-        if not path.is_file() or sha256(path) != want:
-            state = 'not the one of GPT-2' if path.is_file() else 'missing'
-            raise UserError(f'{path} is {state}: expected the file that OpenAI published, sha256 {want}')
-    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / 'vocab.bpe'), str(folder / 'encoder.json'),
-                                            GPT2_SHA256['vocab.bpe'], GPT2_SHA256['encoder.json'])
-    return tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
-                             special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
+    try:
+        if name == 'gpt2':
+            bpe = tiktoken.get_encoding('gpt2')
+        else:
+            ranks = data_gym_to_mergeable_bpe_ranks(f'{name}/vocab.bpe', f'{name}/encoder.json', *GPT2_SHA256)
+            bpe = tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                                    special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
+    except OSError as error:
+        raise UserError(f'GPT-2 could not be loaded from {"the network" if name == "gpt2" else name} ({error}): set '
+                        'TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
+                        '--tokenizer=FOLDER, one with encoder.json and vocab.bpe')
+    except ValueError as error:
+        raise UserError(f'{name} has other files than those of GPT-2 that OpenAI published: {error}')
+    return Tokenizer(name, 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes,
+                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
 
 
 def huggingface_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer.json."""
     from tokenizers import Tokenizer as Fast
+    from tokenizers import pre_tokenizers
     try:
         fast = Fast.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -155,36 +143,26 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
     decoder = json.dumps(json.loads(path.read_text(encoding='utf-8')).get('decoder'))
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
-    byte_of = bytes_of_gpt2_characters() if 'ByteLevel' in decoder else None
-    added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()} if byte_of else {}
+    byte_of, added = {}, {}
+    if 'ByteLevel' in decoder:
+        characters = sorted(pre_tokenizers.ByteLevel.alphabet())  # printable bytes are themselves, others from 256 on
+        printable = [ord(c) for c in characters if ord(c) < 256]
+        byte_of = dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
+        added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
 
-    def encode(text, is_document=False):
-        fast.encode_special_tokens = is_document  # '<|endoftext|>' in a document is text, and does not end it
+    def encode(text):
+        fast.encode_special_tokens = False
         return fast.encode(text, add_special_tokens=False).ids
 
-    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
-    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
-
     def encode_document(text):
-        ids = encode(text, is_document=True)
-        if eos in ids or bos in ids:  # a piece of the vocabulary, as a Unigram model may have it: cut in two it is text
-            ids = [i for part in re.split(inside, text) for i in encode(part, is_document=True)]
-        return ids
+        fast.encode_special_tokens = True  # '<|endoftext|>' in a document is text, and does not end it
+        ids = fast.encode(text, add_special_tokens=False).ids
+        return [i for i in ids if i not in (bos, eos)]  # a Unigram vocabulary has them as pieces of text
 
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
                         for i in ids if i not in (bos, eos))
     return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, encode_document, bos)
-
-
-def bytes_of_gpt2_characters() -> dict[str, int]:
-    """Return {GPT-2's printable character for a byte: the byte}."""
-    from tokenizers.pre_tokenizers import ByteLevel
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    assert byte_of.keys() == set(ByteLevel.alphabet())
-    return byte_of
 
 
 def sentencepiece_tokenizer(path: Path) -> Tokenizer:

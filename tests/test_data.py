@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,10 +110,9 @@ def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_dat
     assert in_order.flatten().tolist() == whole[:3 * T].tolist()
 
 
-@pytest.mark.parametrize('n_tokens, seed, want', [
-    (320, 42, 'random'), (320, None, 'first'), (10 ** 7, 42, 'all'), (None, 42, 'all'), (0, None, 'one')])
-def test_a_validation_loss_is_of_so_many_tokens_and_of_all_in_order_where_there_are_fewer(tiny_data, n_tokens, seed,
-                                                                                          want):
+@pytest.mark.parametrize('n_tokens, seed, n', [(320, 42, 10), (320, None, 10), (10 ** 7, 42, None), (None, 42, None),
+                                               (0, None, 1)])
+def test_a_validation_loss_is_of_so_many_tokens_or_of_all_in_order_if_there_are_fewer(tiny_data, n_tokens, seed, n):
     d, T, seen = Data(tiny_data), 32, []
 
     def model(idx, targets):
@@ -121,16 +121,15 @@ def test_a_validation_loss_is_of_so_many_tokens_and_of_all_in_order_where_there_
         return {'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean}
     model.config = SimpleNamespace(eos_id=None)
     parts, n_counted = validation_loss(model, d, T, n_tokens, seed, 3, 'cpu')
-    n = {'all': d.n_windows('val', T), 'one': 1}.get(want, 10)
-    assert seen == d.val_batch(range(n), T, 42 if want == 'random' else None)[0].tolist()
-    assert n_counted == n * T
+    seed, n = (seed, n) if n else (None, d.n_windows('val', T))
+    assert seen == d.val_batch(range(n), T, seed)[0].tolist() and n_counted == n * T
     mean = np.mean(seen)
     assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
 
 
 @pytest.mark.slow
 def test_embedded_data_is_deduplicated_and_split_by_hash(tmp_path):
-    python_docs.build(tmp_path / 'a')
+    shards.write_data(tmp_path / 'a', load_tokenizer('byte'), python_docs.documents())
     splits = Data(tmp_path / 'a').splits
     assert 1.5e6 < splits['train']['tokens'] < 4e6 and splits['val']['tokens'] > 3e4
     train, val = (set(byte_documents(tmp_path / 'a', split)) for split in ('train', 'val'))
@@ -139,30 +138,25 @@ def test_embedded_data_is_deduplicated_and_split_by_hash(tmp_path):
 
 def test_embedded_data_is_deterministic(tmp_path, monkeypatch):
     """On a part of the library, as reading all of it takes seconds."""
-    library = tmp_path / 'library'
     for name in ('json', 'email', 'unittest'):
-        shutil.copytree(Path(sysconfig.get_paths()['stdlib']) / name, library / name)
-    monkeypatch.setattr(python_docs.sysconfig, 'get_paths', lambda: {'stdlib': str(library)})
-    for name in ('a', 'b'):
-        python_docs.build(tmp_path / name)
-    assert (tmp_path / 'a/meta.json').read_text() == (tmp_path / 'b/meta.json').read_text()
+        shutil.copytree(Path(sysconfig.get_paths()['stdlib']) / name, tmp_path / name)
+    monkeypatch.setattr(python_docs.sysconfig, 'get_paths', lambda: {'stdlib': str(tmp_path)})
+    found = [*python_docs.documents()]
+    assert found == [*python_docs.documents()] and len(found) > 300
 
 
-def test_two_runs_that_start_at_once_build_the_same_data(tiny_data, tmp_path, monkeypatch):
+def test_runs_that_start_at_once_build_data_once(tiny_data, tmp_path, monkeypatch):
+    """One holds the lock and builds, the other waits and then reads the same data."""
     monkeypatch.setattr(data, 'BUILT', tmp_path)
-
-    def build(folder):
-        shutil.copytree(tiny_data, folder)  # the other process is done by now
-        shards.write_data(folder, load_tokenizer('byte'), [('train', 'a'), ('val', 'b')])
-    monkeypatch.setattr(python_docs, 'build', build)
-    assert data.open_data('python_docs').sha256 == Data(tiny_data).sha256
-
-    def failing(folder):
-        raise UserError('no text')
-    monkeypatch.setattr(python_docs, 'build', failing)
-    monkeypatch.setattr(data, 'BUILT', tmp_path / 'other')
-    with pytest.raises(UserError, match='no text'):
-        data.open_data('python_docs')
+    monkeypatch.setattr(python_docs, 'documents', lambda: (pytest.fail('built twice') for _ in range(1)))
+    lock = data.filelock.FileLock(tmp_path / '.lock')
+    with ThreadPoolExecutor() as pool:
+        with lock:
+            waiting = pool.submit(data.open_data, 'python_docs')
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+            shutil.copytree(tiny_data, tmp_path / 'python_docs')
+        assert waiting.result().sha256 == Data(tiny_data).sha256
 
 
 # ---- damage ----
@@ -172,23 +166,24 @@ def copy(tiny_data, tmp_path):
     return shutil.copytree(tiny_data, tmp_path / 'copy')
 
 
-def test_damaged_data_is_a_sentence(copy):
-    def expect(sentence, act):
-        with pytest.raises(UserError, match=re.escape(sentence)):
-            act()
-
+@pytest.mark.parametrize('content, sentence', [
+    (b'short', '{shard} has 5 bytes, meta.json says'), (None, '{shard} is missing'),
+    ('other', '{shard} does not match its checksum'), ('other', 'holds id 65535, but its tokenizer has only 257 ids')])
+def test_a_damaged_shard_is_a_sentence(copy, content, sentence):
     shard = copy / 'train_00001.bin'
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-2])
-    expect(f'{shard} has {len(whole) - 2} bytes, meta.json says {len(whole)}', lambda: Data(copy))
+    size = shard.stat().st_size
     shard.unlink()
-    expect(f'{shard} is missing', lambda: Data(copy))
-    shard.write_bytes(b'\xff\xff' * (len(whole) // 2))
-    expect(f'{shard} does not match its checksum', Data(copy).verify)
-    expect('holds id 65535, but its tokenizer has only 257 ids', lambda: Data(copy).tokens('train', 0, 10000))
-    expect('no data at nowhere: expected a .txt file, a folder with meta.json or with .txt files, or built-in data '
-           '(a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)',
-           lambda: data.open_data('nowhere'))
+    if content:
+        shard.write_bytes(b'\xff' * size if content == 'other' else content)
+    with pytest.raises(UserError, match=re.escape(sentence.format(shard=shard))):
+        d = Data(copy)
+        d.tokens('train', 0, 10000) if 'id' in sentence.split() else d.verify()
+
+
+def test_no_data_is_a_sentence():
+    with pytest.raises(UserError, match='no data at nowhere: expected a .txt file, .* or built-in data .a5, countdown, '
+                                        'manhattan, path_star, pointer_chasing, python_docs, recall'):
+        data.open_data('nowhere')
 
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -213,7 +208,7 @@ def test_whatever_value_meta_json_has_it_is_read_or_a_sentence(copy, tiny_data, 
         assert str(copy) in str(error)
 
 
-@pytest.mark.parametrize('text', ['', '5', '[]', '[' * 100_000, '{"n_ids": ' + '9' * 5000, '\0', '{}'])
+@pytest.mark.parametrize('text', ['', '[]', '[' * 100_000, '{"n_ids": ' + '9' * 5000, '{}'])
 def test_what_is_no_meta_json_is_a_sentence(copy, text):
     (copy / 'meta.json').write_text(text)
     with pytest.raises(UserError, match='meta.json is damaged '):
@@ -229,7 +224,7 @@ def test_writing_never_replaces_data_and_is_all_or_nothing(tiny_data, tmp_path):
     byte = load_tokenizer('byte')
     with pytest.raises(UserError, match='exists: remove it first'):
         shards.write_data(tiny_data, byte, [('train', 'a'), ('val', 'b')])
-    with pytest.raises(UserError, match="expected documents for 'train' and for 'val'"):
+    with pytest.raises(UserError, match='bytes of text in its split train and 0 in val'):
         shards.write_data(tmp_path / 'x', byte, [('train', 'a')])
     with pytest.raises(KeyboardInterrupt):
         shards.write_data(tmp_path / 'x', byte, interrupted())

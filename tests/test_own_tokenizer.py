@@ -126,7 +126,7 @@ def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken.registry, 'ENCODINGS', {})
     with pytest.raises(UserError, match='TIKTOKEN_CACHE_DIR .* --tokenizer=FOLDER'):
         load_tokenizer('gpt2')
-    with pytest.raises(UserError, match='encoder.json is missing: .*sha256'):
+    with pytest.raises(UserError, match=f'could not be loaded from {tmp_path}'):
         load_tokenizer(tmp_path)
 
 

@@ -229,7 +229,7 @@ def test_a_row_is_printed_with_its_targets(capsys):
     ('recall:pairs=17', 'at most the 16 keys, as those of a row are different'),
     ('recall:length=50', 'length is 50: 8 pairs and their queries at 8-16-32-64 tokens do not fit'),
     (f'path_star:length={"9" * 40}', 'at most 9e+15'),
-    ('', 'data is empty: expected built-in data'),
+    ('', 'data is empty: expected a .txt file'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)')])
 def test_bad_options_are_sentences(name, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):

@@ -50,8 +50,8 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids, attention_mask=None, labels=None, decode=False, **kwargs):
         """input_ids, attention_mask, labels: (B, T) -> logits (B, T, V), and the loss if there are labels.
 
-        labels as in Hugging Face: equal to input_ids, -100 where a token does not count. With decode, as `generate` asks,
-        the logits are those of the last tokens, (B, 1, V).
+        labels as in Hugging Face: equal to input_ids, -100 where a token does not count. With decode, which `generate`
+        sets, the logits are those of the last tokens, (B, 1, V).
         """
         B, T = input_ids.shape
         n_pads = input_ids.new_zeros(B)

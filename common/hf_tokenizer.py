@@ -1,4 +1,4 @@
-"""Tokenizers as Hugging Face files: tokenizer.json with the same ids, tokenizer_config.json, generation_config.json."""
+"""Tokenizers as Hugging Face files: tokenizer.json with the same ids, and tokenizer_config.json."""
 import shutil
 import tempfile
 from pathlib import Path
@@ -7,24 +7,34 @@ from common.files import write_file, write_json
 from data.tasks import make_task, task_class
 from data.tokenizers import EOS_NAMES, bytes_of_gpt2_characters, load_tokenizer, symbol_pattern
 
-CHAT_FILES = 'chat_template.jinja', 'additional_chat_templates'  # of an imported folder; kept beside its tokenizer
+CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported folder, kept in the run folder
 
 
 def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
     """Write the tokenizer of a run into a Hugging Face folder.
 
-    name: as `load_tokenizer` takes it. bos: whether texts start with it. max_tokens: what the model was trained to read.
+    name: of `load_tokenizer`. bos: whether texts start with it. max_tokens: the length that the model was trained with.
     """
     folder, own = Path(folder), load_tokenizer(name, bos)
     fast = fast_tokenizer(name)
-    eos, start = fast.id_to_token(own.eos_id), None if own.bos_id is None else fast.id_to_token(own.bos_id)
+    eos, start = fast.id_to_token(own.eos_id), fast.id_to_token(own.bos_id) if bos else None
     fast.add_special_tokens([token for token in (eos, start) if token])
-    set_start(fast, start if bos else None)
+    set_start(fast, start)
     write_file(folder / 'tokenizer.json', fast.to_str(pretty=True).encode())
     write_json(folder / 'tokenizer_config.json', {
         'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eos, 'bos_token': start, 'pad_token': eos,
         'add_bos_token': bos, 'add_eos_token': False, 'clean_up_tokenization_spaces': False,
         'model_max_length': max_tokens})
+
+
+def chat_template(folder) -> str | None:
+    """Return the chat template of a Hugging Face folder, if it has one and transformers can read its tokenizer."""
+    from transformers import AutoTokenizer
+    try:
+        template = AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template
+    except (OSError, ValueError):  # it has no tokenizer
+        return None
+    return template if isinstance(template, str) else None
 
 
 def set_start(fast, start: str | None) -> None:

@@ -78,7 +78,7 @@ def test_logits_loss_gradients_and_cached_decoding_equal_hugging_face(name, tmp_
 def test_a_llama_comes_back_bit_for_bit(name, dtype, tmp_path):
     theirs = make_folder(tmp_path / 'folder', name, dtype)
     import_run(tmp_path / 'folder', tmp_path / 'run')
-    export.export_llama(tmp_path / 'run', tmp_path / 'back')
+    export.export_run(tmp_path / 'run', tmp_path / 'back')
     before, after = (load_file(tmp_path / folder / 'model.safetensors') for folder in ('folder', 'back'))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     again = type(theirs).from_pretrained(tmp_path / 'back', dtype=dtype)
@@ -228,7 +228,7 @@ def test_hugging_face_generates_from_an_export_as_we_do(tmp_path):
     from transformers import AutoModelForCausalLM
     make_folder(tmp_path / 'folder', 'Llama 2')
     model, record = import_run(tmp_path / 'folder', tmp_path / 'run')
-    export.export_llama(tmp_path / 'run', tmp_path / 'back')
+    export.export_run(tmp_path / 'run', tmp_path / 'back')
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'back')
     assert theirs.config.eos_token_id == record['data']['eos_id'] == 256
     idx = torch.tensor([[0, 5, 0, 9, 0]])

@@ -196,7 +196,7 @@ def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path)
 
 def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
     plain = shutil.copytree(trained, tmp_path / 'run')
-    export.export_llama(plain, tmp_path / 'llama')
+    export.export_run(plain, tmp_path / 'llama')
     assert (tmp_path / 'llama/tokenizer.json').read_bytes() == (trained / 'tokenizer.json').read_bytes()
     assert run('-m', 'common.export', tmp_path / 'back', f'--from_llama={tmp_path}/llama').returncode == 0
     shutil.rmtree(tmp_path / 'llama')

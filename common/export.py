@@ -7,8 +7,8 @@
 `--to_hf` writes a Llama where the run is one. Other folders bring their model's code, which
 `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs.
 
-Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of model_standard.py. A
-folder is read tensor by tensor. It is refused if it has a tensor that the model lacks, or lacks one.
+Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of model_standard.py. Their
+weights are those that transformers loads. A folder is refused if it has a tensor that the model lacks, or lacks one.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from common import checkpoint, runs
@@ -202,7 +201,9 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
             tokenizer = own_tokenizer(folder)
             bos = starts_with_bos(folder, tokenizer)
         c, n_rows, block_size = standard_config(folder, tokenizer)
-        tensors = read_tensors(folder, c, n_rows)
+        theirs = load_theirs(folder)
+        c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+        tensors = read_tensors(theirs, c, n_rows)
     except UserError:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds for damaged files
@@ -256,8 +257,10 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     if theirs.hidden_act != 'silu':
         raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard has silu')
     if n_rows < tokenizer.n_ids:
-        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, fewer than the {tokenizer.n_ids} ids of the '
-                        f'tokenizer {tokenizer.name}: give its own with --tokenizer')
+        extra = [f'{tokenizer.decode([i]).decode(errors="replace")!r} ({i})' for i in range(n_rows, tokenizer.n_ids)]
+        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, and the tokenizer {tokenizer.name} has '
+                        f'{tokenizer.n_ids} ids; no row for {", ".join(extra[:5])}: remove them from the tokenizer, or '
+                        'give another with --tokenizer')
     # More rows than ids: Hugging Face's padding, which takes part in the softmax. Else ours, which does not.
     is_padded = n_rows > tokenizer.n_ids
     c = runs.make_config('standard', dict(
@@ -293,23 +296,27 @@ def window_of(theirs, folder) -> int | None:
     return theirs.sliding_window - 1 if kinds == {'sliding_attention'} else None
 
 
-def read_tensors(folder: Path, c, n_rows: int) -> dict:
-    """Return a model_standard.Model's tensors from a Hugging Face folder, in their dtype. n_rows: see `parts_of`."""
-    files = [safe_open(path, 'pt') for path in sorted(folder.glob('model*.safetensors'))]
-    file_of = {name: file for file in files for name in file.keys()}
-    parts = parts_of(c, n_rows)
-    wanted = {name for of_ours in parts.values() for name, _ in of_ours}
-    if missing := sorted(wanted - file_of.keys()):
-        raise UserError(f'{folder} lacks the tensor {missing[0]} in model*.safetensors')
-    for name in file_of.keys() - wanted - ({'lm_head.weight'} if c.tied_head else set()):  # a tied head may be there
-        if not name.endswith('rotary_emb.inv_freq'):  # in older folders; computed from the settings here
-            raise UserError(f'{folder} has a tensor {name}, for which model_standard has no place')
-    tensors = {ours: torch.cat([file_of[name].get_tensor(name) for name, _ in of_ours])
-               for ours, of_ours in parts.items()}
+def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
+    """Return the tensors of a model_standard.Model from a Hugging Face model. n_rows: see `parts_of`."""
+    tensors, state = {}, theirs.state_dict()
+    for ours, parts in parts_of(c, n_rows).items():
+        tensors[ours] = torch.cat([state[name] for name, _ in parts])
     for name in {'embed.weight', 'head.weight'} & tensors.keys():
         tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
-    checkpoint.check_weights(runs.blank_model('standard', c), tensors, folder)
     return tensors
+
+
+def load_theirs(folder: Path) -> torch.nn.Module:
+    """Load a Hugging Face folder in the dtype of its weights; UserError if tensors are missing or left over."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
+                                                        output_loading_info=True, ignore_mismatched_sizes=True)
+    for kind, names in info.items():
+        if names:
+            raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')
+    return theirs
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -76,10 +76,10 @@ def tokenizers(tmp_path_factory):
     import sentencepiece
     folder = tmp_path_factory.mktemp('tokenizers')
     (folder / 'own.json').write_text(train_tokenizer(TEXTS * 40, 280))
-    for kind in ('bpe', 'unigram'):
+    for kind, options in (('bpe', dict(vocab_size=300, byte_fallback=True)), ('unigram', dict(vocab_size=60))):
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(TEXTS * 40), model_prefix=str(folder / kind), vocab_size=300 if kind == 'bpe' else 60,
-            byte_fallback=kind == 'bpe', hard_vocab_limit=False, minloglevel=2, model_type=kind, user_defined_symbols=['<sep>'])
+            sentence_iterator=iter(TEXTS * 40), model_prefix=str(folder / kind), model_type=kind, minloglevel=2,
+            hard_vocab_limit=False, user_defined_symbols=['<sep>'], **options)
     return folder
 
 

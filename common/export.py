@@ -1,10 +1,14 @@
-"""Hugging Face models in and out: run folders of model_standard from Llama-like folders, and back.
+"""Hugging Face models in and out.
 
-    python -m common.export RUN --from_llama=FOLDER     import a Llama, Mistral or Qwen folder as the new run RUN
+    python -m common.export RUN --to_hf=FOLDER          write any run as a new Hugging Face folder
     python -m common.export RUN --to_llama=FOLDER       write a Standard run as a new Hugging Face Llama folder
+    python -m common.export RUN --from_llama=FOLDER     import a Llama, Mistral or Qwen folder as the new run RUN
 
-Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of model_standard.py. A
-folder is read tensor by tensor. It is refused if it has a tensor that the model lacks, or lacks one.
+`--to_hf` writes a Llama where the run is one. Other folders bring their model's code, which
+`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs.
+
+Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of model_standard.py. Their
+weights are those that transformers loads. A folder is refused if it has a tensor that the model lacks, or lacks one.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -12,18 +16,18 @@ if __name__ == '__main__':
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from common import checkpoint, runs
-from common.files import UserError, first_line, friendly_errors, write_file
+from common.files import ROOT, UserError, first_line, friendly_errors, write_file
+from common.hf_tokenizer import CHAT_TEMPLATE, chat_template, save_tokenizer
 from common.settings import load_settings
-from data.shards import keep_tokenizer
 from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 
 LINEAR = ',1e9,2e9,1'  # the end of a rope_scaling that divides all frequencies by one factor
@@ -33,7 +37,8 @@ FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 @dataclass
 class Settings:
     from_llama: str | None = None  # Hugging Face folder to import
-    to_llama: str | None = None  # folder to write
+    to_llama: str | None = None  # folder to write, as a Llama
+    to_hf: str | None = None  # folder to write, with the model's code unless the run is a Llama
     tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
 
 
@@ -107,44 +112,70 @@ def to_llama(model: torch.nn.Module) -> torch.nn.Module:
     return llama.to(model.embed.weight.device).eval()
 
 
-def export_llama(run, folder) -> None:
-    """Write a Standard run as a Hugging Face Llama folder, in its checkpoint's dtype, with its tokenizer's file."""
-    folder = Path(folder)
-    if folder.exists():
-        raise UserError(f'{folder} exists: give --to_llama the name of a new folder')
-    record = runs.read_run(run)
-    c = runs.saved_config(record, run)
+def not_a_llama(record: dict, c) -> str | None:
+    """Return what a run has that a Llama lacks, or None. c: the model's Config."""
     if record['model'] != 'standard':
-        raise UserError(f'{run} is a run of model_{record["model"]}: only model_standard is a Llama')
-    for setting in ('window', 'qkv_bias', 'qk_norm'):
-        if getattr(c, setting) not in (None, False):
-            raise UserError(f'{run} has {setting} = {getattr(c, setting)}, which is not supported for Llama')
+        return f'is a run of model_{record["model"]}'
+    for name, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
+        if getattr(c, name) != plain:
+            return f'has {name} = {getattr(c, name)}'
+    return None
+
+
+def export_run(run, folder, as_llama: bool = True) -> None:
+    """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with a tokenizer of the same ids.
+
+    as_llama: as a Llama or not at all; else with the model's code where the run is no Llama.
+    """
+    from transformers import GenerationConfig
+    run, folder = Path(run), Path(folder)
+    if folder.exists():
+        raise UserError(f'{folder} exists: give the name of a new folder')
+    record = runs.read_run(run)
+    c, data, block_size = runs.saved_config(record, run), record['data'], record['settings']['block_size']
+    reason = not_a_llama(record, c)
+    if as_llama and reason:
+        raise UserError(f'{run} {reason}, which is not supported for Llama: use --to_hf')
     tensors = checkpoint.load_checkpoint(run)[1]
-    data, block_size = record['data'], record['settings']['block_size']
     n_rows = data.get('n_rows', c.n_ids)
-    config = llama_config(c, n_rows, block_size, data['eos_id'])
-    config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
-    config.save_pretrained(folder)
-    save_file(llama_tensors(c, tensors, n_rows), folder / 'model.safetensors', {'format': 'pt'})
+    if reason:
+        save_with_code(record, c, tensors, n_rows, folder)
+    else:
+        config = llama_config(c, n_rows, block_size, data['eos_id'])
+        config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
+        config.save_pretrained(folder)
+        save_file(llama_tensors(c, tensors, n_rows), folder / 'model.safetensors', {'format': 'pt'})
     (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
-    tokenizer = keep_tokenizer(folder, data['tokenizer'])
-    if tokenizer == 'tokenizer.json':
-        set_bos(folder, data['bos'])
-    print(f'{folder} is a Llama of {block_size} positions; its tokenizer is {tokenizer}')
+    GenerationConfig(eos_token_id=data['eos_id']).save_pretrained(folder)
+    save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
+    if (run / CHAT_TEMPLATE).is_file():
+        write_file(folder / CHAT_TEMPLATE, (run / CHAT_TEMPLATE).read_bytes())
+    print(f'{folder} is a Hugging Face folder: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
+          f'{", trust_remote_code=True" if reason else ""})')
+    if not reason and c.eos_id is not None:
+        print('A Llama does not mask attention between documents, as this run does: where an end of text stands in the '
+              'middle of a text, the logits after it differ')
 
 
-def set_bos(folder: Path, bos: bool) -> None:
-    """Make transformers start the texts of a folder's tokenizer.json with bos, or without."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers.processors import TemplateProcessing
-    path = folder / 'tokenizer.json'
-    tokenizer = load_tokenizer(path)
-    if starts_with_bos(folder, tokenizer) != bos:
-        fast = Fast.from_file(str(path))
-        start = [fast.id_to_token(tokenizer.bos_id)] if bos else []
-        fast.post_processor = TemplateProcessing(
-            single=[*start, '$A'], special_tokens=[(token, tokenizer.bos_id) for token in start])
-        write_file(path, fast.to_str(pretty=True).encode())
+def save_with_code(record: dict, c, tensors: dict, n_rows: int, folder: Path) -> None:
+    """Write the weights, the model's file and the wrapper common/hf_model.py as a Hugging Face folder."""
+    from common.hf_model import RunConfig
+    name = f'model_{record["model"]}'
+    if not (ROOT / f'{name}.py').is_file():
+        raise UserError(f'{record["model"]} is an edit of a model: export a run of a model file')
+    folder.mkdir(parents=True)
+    RunConfig(
+        model_config=dataclasses.asdict(c), vocab_size=n_rows, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
+        max_position_embeddings=record['settings']['block_size'], eos_token_id=record['data']['eos_id'],
+        architectures=['RunForCausalLM'], dtype=tensors['embed.weight'].dtype, auto_map={
+            'AutoConfig': 'hf_model.RunConfig', 'AutoModelForCausalLM': 'hf_model.RunForCausalLM'},
+    ).save_pretrained(folder)
+    save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
+              {'format': 'pt'})
+    for source in (f'{name}.py', 'attn_kernels.py', 'common/hf_model.py'):
+        code = (ROOT / source).read_text(encoding='utf-8').replace('from model_standard import', f'from {name} import')
+        code = re.sub(r'^from (attn_kernels|model_\w+) import', r'from .\1 import', code, flags=re.MULTILINE)
+        write_file(folder / Path(source).name, code.encode())
 
 
 # ---- from Hugging Face ----
@@ -163,7 +194,9 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
             tokenizer = own_tokenizer(folder)
             bos = starts_with_bos(folder, tokenizer)
         c, n_rows, block_size = standard_config(folder, tokenizer)
-        tensors = read_tensors(folder, c, n_rows)
+        theirs = load_theirs(folder)
+        c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+        tensors = read_tensors(theirs, c, n_rows)
     except UserError:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds for damaged files
@@ -176,6 +209,8 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
             'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
                      'bos': bos, 'sha256': '', 'n_rows': n_rows},
             'versions': {'torch': torch.__version__}})
+        if template := chat_template(folder):
+            write_file(run / CHAT_TEMPLATE, template.encode())
     print(f'{run} is a run of model_standard, its tokenizer is {tokenizer.name}: python sample.py {run} "..."; '
           f'train.py starts from it with --init_from={run}')
     ends = json.loads((folder / 'config.json').read_bytes()).get('eos_token_id')
@@ -215,8 +250,10 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     if theirs.hidden_act != 'silu':
         raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard has silu')
     if n_rows < tokenizer.n_ids:
-        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, fewer than the {tokenizer.n_ids} ids of the '
-                        f'tokenizer {tokenizer.name}: give its own with --tokenizer')
+        extra = [f'{tokenizer.decode([i]).decode(errors="replace")!r} ({i})' for i in range(n_rows, tokenizer.n_ids)]
+        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, and the tokenizer {tokenizer.name} has '
+                        f'{tokenizer.n_ids} ids; no row for {", ".join(extra[:5])}: remove them from the tokenizer, or '
+                        'give another with --tokenizer')
     # More rows than ids: Hugging Face's padding, which takes part in the softmax. Else ours, which does not.
     is_padded = n_rows > tokenizer.n_ids
     c = runs.make_config('standard', dict(
@@ -252,36 +289,41 @@ def window_of(theirs, folder) -> int | None:
     return theirs.sliding_window - 1 if kinds == {'sliding_attention'} else None
 
 
-def read_tensors(folder: Path, c, n_rows: int) -> dict:
-    """Return a model_standard.Model's tensors from a Hugging Face folder, in their dtype. n_rows: see `parts_of`."""
-    files = [safe_open(path, 'pt') for path in sorted(folder.glob('model*.safetensors'))]
-    file_of = {name: file for file in files for name in file.keys()}
-    parts = parts_of(c, n_rows)
-    wanted = {name for of_ours in parts.values() for name, _ in of_ours}
-    for name in sorted(wanted - file_of.keys()):
-        raise UserError(f'{folder} lacks the tensor {name} in model*.safetensors')
-    for name in sorted(file_of.keys() - wanted):
-        if not name.endswith('rotary_emb.inv_freq') and not (c.tied_head and name == 'lm_head.weight'):  # old, a copy
-            raise UserError(f'{folder} has a tensor {name}, for which model_standard has no place')
-    tensors = {ours: torch.cat([file_of[name].get_tensor(name) for name, _ in of_ours])
-               for ours, of_ours in parts.items()}
+def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
+    """Return the tensors of a model_standard.Model from a Hugging Face model. n_rows: see `parts_of`."""
+    tensors, state = {}, theirs.state_dict()
+    for ours, parts in parts_of(c, n_rows).items():
+        tensors[ours] = torch.cat([state[name] for name, _ in parts])
     for name in {'embed.weight', 'head.weight'} & tensors.keys():
         tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
-    checkpoint.check_weights(runs.blank_model('standard', c), tensors, folder)
     return tensors
+
+
+def load_theirs(folder: Path) -> torch.nn.Module:
+    """Load a Hugging Face folder in the dtype of its weights; UserError if tensors are missing or left over."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
+                                                        output_loading_info=True, ignore_mismatched_sizes=True)
+    for kind, names in info.items():
+        if names:
+            raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')
+    return theirs
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, _ = load_settings(Settings, argv)
-        if len(positional) != 1 or (s.from_llama is None) == (s.to_llama is None):
-            raise UserError('expected one run, and what to do: python -m common.export RUN --from_llama=FOLDER, or '
-                            '--to_llama=FOLDER')
+        jobs = [s.from_llama, s.to_llama, s.to_hf]
+        if len(positional) != 1 or len(jobs) - jobs.count(None) != 1:
+            raise UserError('expected one run, and what to do: python -m common.export RUN --to_hf=FOLDER, '
+                            '--to_llama=FOLDER or --from_llama=FOLDER')
         run, = positional
-        if s.to_llama:
-            export_llama(run, s.to_llama)
-        else:
+        if s.from_llama is not None:
             import_llama(s.from_llama, run, s.tokenizer and load_tokenizer(s.tokenizer))
+        else:
+            export_run(run, s.to_llama if s.to_hf is None else s.to_hf, as_llama=s.to_hf is None)
 
 
 if __name__ == '__main__':

@@ -84,7 +84,7 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
     Blanks and commas separate symbols. Decoding puts a blank before each symbol.
     """
     id_of = {symbol: i for i, symbol in enumerate(symbols)}
-    pattern = r'\w+|\|\||[^\w\s,]' if '||' in id_of else r'\w+|[^\w\s,]'
+    pattern = symbol_pattern(symbols)
 
     def encode(text):
         found = re.findall(pattern, text)
@@ -96,6 +96,11 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
     def decode(ids):
         return ''.join(' ' + symbols[i] for i in ids if i < len(symbols)).encode()
     return Tokenizer(name, len(symbols) + 1, len(symbols), encode, decode)
+
+
+def symbol_pattern(symbols: list[str]) -> str:
+    """Return the regular expression of a symbol."""
+    return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
 
 
 def gpt2_tokenizer(name: str) -> Tokenizer:
@@ -123,7 +128,6 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
 def huggingface_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer.json."""
     from tokenizers import Tokenizer as Fast
-    from tokenizers import pre_tokenizers
     try:
         fast = Fast.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -138,24 +142,35 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
     if 'ByteLevel' in decoder:
-        characters = sorted(pre_tokenizers.ByteLevel.alphabet())  # printable bytes are themselves, others from 256 on
-        printable = [ord(c) for c in characters if ord(c) < 256]
-        byte_of = dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
+        byte_of = bytes_of_gpt2_characters()
         added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
 
     def encode(text):
         fast.encode_special_tokens = False
         return fast.encode(text, add_special_tokens=False).ids
 
+    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
+    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
+
     def encode_document(text):
         fast.encode_special_tokens = True  # '<|endoftext|>' in a document is text, and does not end it
         ids = fast.encode(text, add_special_tokens=False).ids
-        return [i for i in ids if i not in (bos, eos)]  # a Unigram vocabulary has them as pieces of text
+        if eos in ids or bos in ids:  # a piece of the vocabulary, as a Unigram model may have it: cut in two it is text
+            ids = [i for part in re.split(inside, text) for i in fast.encode(part, add_special_tokens=False).ids]
+        return ids
 
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
                         for i in ids if i not in (bos, eos))
     return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, encode_document, bos)
+
+
+def bytes_of_gpt2_characters() -> dict[str, int]:
+    """Return {GPT-2's printable character for a byte: the byte}."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    characters = sorted(ByteLevel.alphabet())  # printable bytes are themselves, others from 256 on
+    printable = [ord(c) for c in characters if ord(c) < 256]
+    return dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
 
 
 def sentencepiece_tokenizer(path: Path) -> Tokenizer:

@@ -80,7 +80,7 @@ def test_transformers_starts_the_texts_of_an_exported_run_as_training_did(traine
     record = config_json(plain)
     write_json(plain / 'config.json', {**record, 'data': {**record['data'], 'bos': False}})
     for run_folder in (trained, plain):
-        export.export_llama(run_folder, tmp_path / 'llama' / run_folder.name)
+        export.export_run(run_folder, tmp_path / 'llama' / run_folder.name)
         ids[run_folder.name] = AutoTokenizer.from_pretrained(tmp_path / 'llama' / run_folder.name)('a text').input_ids
     assert ids == {'run': [0, *encode('a text')], 'plain': encode('a text')}
 

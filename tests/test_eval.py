@@ -103,7 +103,7 @@ def llama_model(folder, max_length):
 @pytest.mark.slow
 def test_every_request_equals_lm_evals_own_model(trained, benchmarks, tmp_path):
     pytest.importorskip('accelerate')
-    export.export_llama(trained, tmp_path / 'llama')
+    export.export_run(trained, tmp_path / 'llama')
     model, _ = runs.load_run(trained)
     tasks = ['arc_easy', 'piqa', 'sciq', 'hellaswag', 'lambada_openai', 'wikitext', 'govreport']
     ours = RunLM(Scorer(model, 64), load_tokenizer('byte'))

@@ -192,7 +192,7 @@ def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path)
 
 
 def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
-    export.export_llama(trained, tmp_path / 'llama')
+    export.export_run(trained, tmp_path / 'llama')
     assert (tmp_path / 'llama/tokenizer.json').read_bytes() == (trained / 'tokenizer.json').read_bytes()
     export.import_llama(tmp_path / 'llama', tmp_path / 'back')
     shutil.rmtree(tmp_path / 'llama')

@@ -1,0 +1,107 @@
+"""A run of this repository as a Hugging Face model.
+
+`python -m common.export RUN --to_hf=FOLDER` copies this file, the model's file and attn_kernels.py beside the weights.
+The folder then needs only torch and transformers:
+
+    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+
+Texts of a batch may be padded on either side. `generate` decodes with the model's own cache.
+"""
+import torch
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from model_standard import Config, Model  # the copy imports the run's own model
+
+
+class RunConfig(PretrainedConfig):
+    """model_config: the fields of the model's `Config`."""
+
+    model_type = 'language-model-architectures'
+
+    def __init__(self, model_config: dict | None = None, **kwargs):
+        self.model_config = model_config or {}
+        super().__init__(**kwargs)
+
+
+class RunForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = RunConfig
+
+    def __init__(self, config: RunConfig):
+        super().__init__(config)
+        with torch.device('cpu'):  # transformers builds models on the meta device, which would lose the rotary tables
+            self.model = Model(Config(**config.model_config))
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        own = dict(self.model.named_parameters())
+        self.tied = {name: next(o for o in own if own[o] is self.model.get_parameter(name))
+                     for name in names if name not in own}
+        self._keys_to_ignore_on_load_missing = [f'model.{name}' for name in self.tied]
+        self.decoding = None  # during `generate`: (cache, the tokens it holds, their padding, its size)
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Keep what the model's own constructor has done."""
+
+    def tie_weights(self, *args, **kwargs):
+        for name, original in self.tied.items():
+            module, _, parameter = name.rpartition('.')
+            setattr(self.model.get_submodule(module), parameter, self.model.get_parameter(original))
+
+    def forward(self, input_ids, attention_mask=None, labels=None, decode=False, **kwargs):
+        """input_ids, attention_mask, labels: (B, T) -> logits (B, T, V), and the loss if there are labels.
+
+        labels as in Hugging Face: equal to input_ids, -100 where a token does not count. With decode, which `generate`
+        sets, the logits are those of the last tokens, (B, 1, V).
+        """
+        B, T = input_ids.shape
+        n_pads = input_ids.new_zeros(B)
+        if attention_mask is not None:
+            n_pads = (attention_mask.cumsum(1) == 0).sum(1)  # on the left; padding on the right changes no other logits
+        shift = torch.arange(T, device=input_ids.device) + n_pads[:, None]
+        tokens = input_ids.gather(1, shift.clamp(max=T - 1))  # every text starts at position 0
+        if decode:
+            return CausalLMOutput(logits=self._next_logits(input_ids, tokens, n_pads)[:, None])
+        logits = self.model.logits(tokens)[..., :self.config.vocab_size]
+        back = (shift - 2 * n_pads[:, None]).clamp(min=0)[..., None]
+        logits = logits.gather(1, back.expand_as(logits))
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        targets = torch.cat([labels[:, 1:], labels.new_full((B, 1), -100)], 1)
+        targets = targets.gather(1, shift.clamp(max=T - 1)).masked_fill(shift >= T, -1)
+        loss = self.model(tokens, targets.masked_fill(targets < 0, -1))['loss']
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    # ---- generate ----
+
+    def generate(self, *args, **kwargs):
+        """Generate as any Hugging Face model does. The cache lasts for one call."""
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self.decoding = None
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, use_cache=True, **kwargs):
+        return {'input_ids': input_ids, 'attention_mask': attention_mask, 'decode': use_cache}
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False
+
+    def _next_logits(self, input_ids, tokens, n_pads):
+        """Return the logits after the last tokens, (B, V). Only tokens that the cache lacks are read.
+
+        input_ids (B, T): padded on the left by n_pads (B,); tokens: the same texts from position 0 on. If the cache has
+        other texts, as after a step of beam search, it is filled anew.
+        """
+        B, T = input_ids.shape
+        cache, held, held_pads, size = self.decoding or (None, input_ids[:, :0], n_pads, 0)
+        n = held.shape[1]
+        is_same = len(held) == B and n < T <= size and held.equal(input_ids[:, :n]) and held_pads.equal(n_pads)
+        if is_same:
+            logits = self.model.extend(input_ids[:, n:], cache)
+        else:
+            size = 2 * T + 64
+            cache = self.model.new_cache(B, size)
+            logits = self.model.extend(tokens, cache, T - n_pads)
+        self.decoding = cache, input_ids, n_pads, size
+        return logits[..., :self.config.vocab_size]

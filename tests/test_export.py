@@ -1,0 +1,146 @@
+"""`common.export --to_hf`: every architecture and every kind of tokenizer, loaded by transformers and by lm-eval."""
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import assert_sentence, run, succeeded
+
+from common import checkpoint, export, runs
+from common.lm_eval_adapter import RunLM
+from common.scoring import Scorer
+from data.tokenizers import load_tokenizer, padded_vocab, train_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]
+transformers = pytest.importorskip('transformers')
+
+TEXTS = ['a text of some words', "Hello  world, don't\r\n\t 12345", ' a naïve 日本 ☃\n\nx', '']
+MODELS = ['standard', 'sps', 'context_ready', 'nextlat', 'gpn', 'gdn', 'mtp', 'jtp', 'bst']
+
+
+@pytest.fixture(autouse=True, scope='module')
+def code_folder(tmp_path_factory):
+    """Where transformers puts the code of folders, by their names."""
+    from transformers import dynamic_module_utils
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, 'HF_MODULES_CACHE', str(tmp_path_factory.mktemp('modules')))
+        yield
+
+
+def make_run(folder, model='standard', tokenizer='byte', bos=False, **settings):
+    """A run folder with random weights. Returns its model and its tokenizer."""
+    own = load_tokenizer(tokenizer, bos)
+    module, sizes = runs.model_file(model), {'n_layer': 2, 'n_embd': 32, 'n_head': 2}
+    c = runs.make_config(model, {'vocab_size': padded_vocab(own.n_ids), 'n_ids': own.n_ids, 'eos_id': None,
+                                 **sizes, **settings})
+    torch.manual_seed(0)
+    weights = {name: p + 0.05 * torch.randn_like(p) for name, p in module.Model(c).named_parameters()}
+    checkpoint.save_checkpoint(folder, 0, weights, {'step': 0})
+    runs.save_run(folder, {
+        'model': model, 'settings': {'block_size': 64, 'eval_seed': None, 'data': ''},
+        'model_config': dataclasses.asdict(c), 'versions': {},
+        'data': {'folder': '', 'tokenizer': str(tokenizer), 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
+                 'sha256': ''}})
+    return runs.load_run(folder)[0], own
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_every_architecture_runs_in_transformers(tmp_path, name):
+    """Logits, padding on both sides, generation with the model's cache, beam search, and the loss."""
+    model, _ = make_run(tmp_path / 'run', name, eos_id=256 if name == 'sps' else None)
+    export.export_run(tmp_path / 'run', tmp_path / name, as_llama=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=name != 'standard')
+    idx, mask = torch.randint(0, 256, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
+    mask[1, :5], mask[2, 17:] = 0, 0
+    with torch.no_grad():
+        logits = theirs(idx, attention_mask=mask).logits
+        assert logits.shape[-1] == 257
+        for row, real in zip(range(3), (slice(0, 20), slice(5, 20), slice(0, 17))):
+            want = model.logits(idx[row:row + 1, real])[0, :, :257]
+            assert (logits[row, real] - want).abs().max() < 1e-5
+    mask[2] = 1
+    for options in (dict(attention_mask=mask), dict(attention_mask=mask, num_beams=2)):
+        cached, whole = (theirs.generate(idx, max_new_tokens=40, do_sample=False, pad_token_id=256, use_cache=use_cache,
+                                         **options) for use_cache in (True, False))
+        assert torch.equal(cached, whole)
+    if name != 'standard':  # a Llama lacks the rows that pad our vocabulary
+        targets = torch.cat([idx[:, 1:], torch.full((3, 1), -1)], 1)
+        torch.manual_seed(1)
+        loss = theirs.eval()(idx, labels=idx).loss
+        torch.manual_seed(1)
+        assert torch.isclose(loss, model(idx, targets)['loss'], atol=1e-5)
+
+
+@pytest.fixture(scope='module')
+def tokenizers(tmp_path_factory):
+    import sentencepiece
+    folder = tmp_path_factory.mktemp('tokenizers')
+    (folder / 'own.json').write_text(train_tokenizer(TEXTS * 40, 280))
+    for kind, options in (('bpe', dict(vocab_size=300, byte_fallback=True)), ('unigram', dict(vocab_size=60))):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 40), model_prefix=str(folder / kind), model_type=kind, minloglevel=2,
+            hard_vocab_limit=False, user_defined_symbols=['<sep>'], **options)
+    return folder
+
+
+@pytest.mark.parametrize('name, bos', [('byte', False), ('own.json', False), ('bpe.model', False),
+                                       ('bpe.model', True), ('unigram.model', True)])
+def test_every_tokenizer_comes_along(tokenizers, tmp_path, name, bos):
+    """transformers has its ids and its ends; lm-eval's own model scores and generates as ours."""
+    pytest.importorskip('google.protobuf')
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    model, own = make_run(tmp_path / 'run', 'sps', name if name == 'byte' else tokenizers / name, bos)
+    export.export_run(tmp_path / 'run', tmp_path / 'hf', as_llama=False)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    for text in TEXTS:
+        ids = [*own.start, *own.encode(text)]
+        assert theirs(text).input_ids == ids
+        if name != 'unigram.model':  # it has no piece for some characters
+            assert theirs.decode(ids, skip_special_tokens=True).strip() == own.decode(ids).decode().strip()
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (own.eos_id, own.bos_id if bos else None)
+    lm = HFLM(pretrained=str(tmp_path / 'hf'), trust_remote_code=True, device='cpu', dtype='float32', batch_size=2,
+              add_bos_token=bos)
+    ours = RunLM(Scorer(model, 64), own)
+
+    def ask(kind, *pairs):
+        return [Instance(kind, {}, pair, i) for i, pair in enumerate(pairs)]
+    pairs = ask('loglikelihood', ('a text', ' of words'), ('', 'Hello  world'), ('some words a', ' text'))
+    for (a, is_a), (b, is_b) in zip(lm.loglikelihood(pairs), ours.loglikelihood(pairs)):
+        assert abs(a - b) < 1e-3 and is_a == is_b
+    options = {'until': ['\n'], 'max_gen_toks': 12, 'do_sample': False}
+    asked = ask('generate_until', ('a text', options), ('some words of a', options))
+    assert lm.generate_until(asked) == ours.generate_until(asked)
+
+
+def test_gpt2_and_symbols_have_the_same_ids(tmp_path, monkeypatch):
+    """GPT-2's merges are recovered from tiktoken's ranks."""
+    from common.hf_tokenizer import byte_level, save_tokenizer
+    ranks = {bytes([i]): i for i in range(256)} | {b'ab': 256, b'cd': 257, b'abcd': 258, b' abcd': 259}
+    import tiktoken
+    bpe = tiktoken.Encoding('own', pat_str=r"'s| ?\w+|\s+", mergeable_ranks=ranks, special_tokens={})
+    for text in ('abcd abcd', 'cdab xabcdd  ab', 'bcda'):
+        assert byte_level(ranks).encode(text).ids == bpe.encode(text)
+    name = 'path_star:degree=2,length=3,nodes=8,train_rows=20,val_rows=4'
+    save_tokenizer(tmp_path, name, False, 32)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs('1,2|3,4/1,2=').input_ids == load_tokenizer(name).encode('1,2|3,4/1,2=')
+
+
+def test_a_chat_template_comes_back(tmp_path):
+    from test_llama import make_folder
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    (tmp_path / 'own.json').write_text(train_tokenizer(TEXTS * 40, 257))
+    (tmp_path / 'folder/tokenizer.json').write_bytes((tmp_path / 'own.json').read_bytes())
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'chat_template': '{{ messages }}'}
+    (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(config))
+    export.import_llama(tmp_path / 'folder', tmp_path / 'run')
+    succeeded(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/back'))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'back').chat_template == '{{ messages }}'
+
+
+def test_an_edited_model_is_a_sentence(tmp_path):
+    make_run(tmp_path / 'run', 'gpn', n_embd=64)
+    record = json.loads((tmp_path / 'run/config.json').read_text())
+    (tmp_path / 'run/config.json').write_text(json.dumps(record | {'model': 'gpn.NoDecay'}))
+    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/hf'), 'is an edit of a model')

@@ -40,7 +40,6 @@ from attn_kernels import constexpr, jit, outside_graphs, tl, triton
 
 PIN = '9a8d5aa80e70ac24'
 KEY_EPS = 1e-6  # of `l2_normalize` in model_gpn.py
-USE_GRAPHS = True  # on a GPU, a segment is one CUDA graph: its kernels are too small to be launched one by one
 
 
 def implements(model_file):
@@ -98,17 +97,15 @@ class Sizes(NamedTuple):
     def saved_widths(self):
         """Widths of the products that the backward needs: the ground gate's; of each layer the product in and, with a
         memory, what was read."""
-        widths = [self.n_embd]
-        for layer in range(self.n_layer):
-            widths += [sum(self.columns(layer))] + [self.n_head * self.d_v] * (self.n_head > 0)
-        return widths
+        read = [self.n_head * self.d_v] if self.n_head else []
+        return sum(([sum(self.columns(layer)), *read] for layer in range(self.n_layer)), [self.n_embd])
 
 
 def fold(model):
     """The weights of a GPN's steps with the norms' weights folded in, as a flat list.
 
-    Weight and bias of the ground gate; weight and bias of each layer's product in, in the columns of `Sizes.columns`,
-    and the weight of its product out; the decay rates (H,); the key (H, K) that a zero state gives.
+    Weight and bias of the ground gate; of each layer, weight and bias of the product in, in the order of
+    `Sizes.columns`, and the weight of the product out; the decay rates (H,); the key (H, K) that a zero state gives.
     """
     c, write = model.config, model.write
     root = c.n_embd ** 0.5  # RMSNorm is `l2_normalize` times this and its weight
@@ -242,8 +239,7 @@ def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexp
 
 
 def glu(z, memory_read, eps, dtype):
-    """silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: the inside of the feed-forward net, eq. 5, and the gated
-    read, eq. 11.
+    """silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: the inside of the FFN, eq. 5, and the gated read, eq. 11.
 
     z (N, Y + F) is z1 (N, Y) and z2 (N, F); memory_read (N, Y - F), or None where Y = F.
     """
@@ -511,9 +507,9 @@ class KernelSteps:
     def step(self, s, direction, k, memory, memory_after, u, carry=None, active=None):
         """`Model.step`, with the key in place of the last grounded state.
 
-        s, u (B, C); direction: `l2_normalize`(s) (B, C); k (B, H, K), memory (B, H, K, D), which goes to memory_after;
-        carry (B, 1): 0 where a document starts; active (B, 1): False in rows whose memory stays as it is. Returns s,
-        direction, k and, for the backward, each layer's state and all products.
+        s, u (B, C); direction: `l2_normalize`(s); k (B, H, K); memory (B, H, K, D), which goes to memory_after; carry
+        (B, 1): 0 where a document starts; active (B, 1): False in rows whose memory stays. Returns s, direction, k and,
+        for the backward, each layer's state and all products.
         """
         H, K = self.sizes.n_head, self.sizes.d_k
         z = F.linear(direction, *self.ground)
@@ -568,12 +564,11 @@ class KernelSteps:
     def backward(self, is_cut, u, carry, s, k, memory, grad, ds, dk, dm, *saved):
         """The gradient of `steps`.
 
-        s (S, B, C): the predicted states that the steps start from; k (B, H, K), memory: before the first; grad (S, B,
-        C): of the predicted states; ds, dk, dm: of the last state, of the next key and of the memory, from what comes
-        after; is_cut: what comes after is another piece of truncated BPTT, and dk goes to the key's weights alone;
-        saved: what `steps` gave, (S, B, ...) each, without the last layer's states. Returns the gradient of u (S, B,
-        C), the new ds, dk, dm, those of the rates and of the first key, and for each weight of a product a pair: its
-        gradient is the product of the two over all steps.
+        s (S, B, C): the states that the steps start from; k (B, H, K), memory: before the first; grad (S, B, C): of the
+        predicted states; ds, dk, dm: of the last state, of the next key and of the memory, from what comes after;
+        is_cut: that is another piece of truncated BPTT, and dk goes to the key's weights alone; saved: what `steps`
+        gave, without the last layer's states. Returns the gradient of u (S, B, C), the new ds, dk, dm, those of the
+        rates and of the first key, and a pair for each weight of a product, whose gradient is the pair's product.
         """
         (S, B, C), (_, n_ffn, H, K, D, L) = grad.shape, self.sizes
         inner, z0, saved = saved[:L - 1], saved[L - 1], saved[L:]
@@ -680,9 +675,8 @@ class Graph:
 
 # ---- steps in C, on CPU ----
 #
-# A step is three products of a few rows and many small loops. PyTorch takes longer to launch these than to compute
-# them, and almost three times as long for the products (8 rows, two AVX-512 cores). Where the CPU has bf16 units,
-# products can be in bf16: their factors are rounded, everything between them is fp32.
+# A step is three products of a few rows and many small loops, which PyTorch takes longer to launch than to compute.
+# Where the CPU has bf16 units, products can be in bf16: their factors are rounded, everything between them is fp32.
 
 KEPT = Path(__file__).with_name('__pycache__')  # for compiled libraries
 
@@ -708,8 +702,7 @@ def _library(command):
     try:
         # the predefined macros tell the compiler's version and the features of this CPU
         macros = subprocess.run([*command, '-dM', '-E', '-x', 'c', os.devnull], capture_output=True, check=True).stdout
-        parts = repr([source.read_bytes(), command, macros])
-        name = f'gpn-{hashlib.sha256(parts.encode()).hexdigest()}.so'
+        name = f'gpn-{hashlib.sha256(repr([source.read_bytes(), command, macros]).encode()).hexdigest()}.so'
         with suppress(OSError):  # not there yet, or damaged
             return ctypes.CDLL(KEPT / name)
         with tempfile.TemporaryDirectory() as folder:
@@ -725,11 +718,15 @@ def _library(command):
         return None
 
 
-class CSteps:
-    """The list of `fold` with products in dtype, and the steps of a segment as calls of gpn.c.
+def pointers(x):
+    """The argument of a C function for a list of tensors or None, one of them, or a number."""
+    if isinstance(x, list):
+        return (ctypes.c_void_p * len(x))(*map(pointers, x))
+    return ctypes.c_long(x) if isinstance(x, int) else ctypes.c_void_p(None if x is None else x.data_ptr())
 
-    backward: the weights are transposed, for `backward` instead of `steps`.
-    """
+
+class CSteps:
+    """`KernelSteps` on a CPU: a segment is a call of gpn.c. backward: for `backward` alone, with transposed weights."""
 
     def __init__(self, folded, sizes, norm_eps, dtype, backward=False):
         self.library, self.sizes = _build(dtype), sizes
@@ -740,7 +737,7 @@ class CSteps:
         panels = [w if w is None else w.to(wide).contiguous() if w.dim() == 1 else self._panels(w.to(dtype))
                   for w in products]
         self.weights = [*panels, self.rate, self.first_key]  # held here: C has only their addresses
-        self.pointers = self._pointers(self.weights)
+        self.pointers = pointers(self.weights)
         self.numbers = self.library.sizes(0, 0, *sizes, 0, 0, *sizes.length_eps(norm_eps), KEY_EPS)
 
     def _panels(self, weight):
@@ -749,23 +746,12 @@ class CSteps:
         whole = F.pad(weight, (0, -weight.shape[1] % pair, 0, -len(weight) % width))
         return whole.unflatten(0, (-1, width)).unflatten(2, (-1, pair)).transpose(1, 2).contiguous()
 
-    @staticmethod
-    def _pointers(tensors):
-        return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
-
-    def _convert(self, x):
-        """An argument of a C function: a list of tensors or None, one of them, or a number."""
-        if isinstance(x, list):
-            return self._pointers(x)
-        return ctypes.c_long(x) if isinstance(x, int) else ctypes.c_void_p(None if x is None else x.data_ptr())
-
     def _call(self, function, u, *arguments):
         assert u.dtype == self.rate.dtype, f'{u.dtype} with weights of {self.rate.dtype}'
         self.numbers.S, self.numbers.B, self.numbers.threads = *u.shape[:2], torch.get_num_threads()
-        function(ctypes.byref(self.numbers), self.pointers, *map(self._convert, arguments))
+        function(ctypes.byref(self.numbers), self.pointers, *map(pointers, arguments))
 
     def steps(self, s, k, memory, u, carry=None, active=None):
-        """As `KernelSteps.steps`."""
         u, carry, active = (x if x is None else x.contiguous() for x in (u, carry, active))
         self.numbers.keep = len(s) > 1
         widths = [self.sizes.n_embd] * self.sizes.n_layer + self.sizes.saved_widths()
@@ -774,7 +760,6 @@ class CSteps:
         return s, k, memory, outputs
 
     def backward(self, is_cut, u, carry, s, k, memory, grad, ds, dk, dm, *saved):
-        """As `KernelSteps.backward`."""
         (S, B, _), c = u.shape, self.sizes
         du, ds, dk, dm = torch.empty_like(u), ds.clone(), dk.clone(), dm.clone()
         inner, products = saved[:c.n_layer - 1], saved[c.n_layer - 1:]
@@ -817,7 +802,8 @@ def segments(T, segment_len, bptt_len):
 
 
 def uses_graphs(device):
-    return USE_GRAPHS and device.type == 'cuda'
+    """On a GPU, a segment is one CUDA graph: its kernels are too small to be launched one by one."""
+    return device.type == 'cuda'
 
 
 def run_segment(w, function, inputs, is_usual):
@@ -836,8 +822,7 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
                  record: bool) -> list[torch.Tensor]:
     """u (T, B, C), carry (T, B, 1) or None -> predicted states (T, B, C), and with record what the backward needs.
 
-    That is the memory at the start of each of `segments` (R, B, H, K, D), the states between layers (T, B, C) and the
-    products (T, B, width), in dtype; from C in u's.
+    That is the memory at the start of each of `segments`, the states between layers, and the products in dtype.
     """
     T, sizes = len(u), Sizes(*sizes)
     L = sizes.n_layer
@@ -872,11 +857,7 @@ def _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record):
 def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch.Tensor],
                   outputs: list[torch.Tensor], sizes: list[int], norm_eps: float, dtype: torch.dtype, segment_len: int,
                   bptt_len: int) -> list[torch.Tensor]:
-    """Gradients of u and of the folded weights from grad (T, B, C), that of the predicted states.
-
-    Only the gradients of state, key and memory go through the steps; those of the weights are one large product each
-    per segment.
-    """
+    """Gradients of u and of the folded weights from grad (T, B, C), that of the predicted states."""
     (T, B, C), sizes, (out, memories, *saved) = u.shape, Sizes(*sizes), outputs
     L, H, K = sizes.n_layer, sizes.n_head, sizes.d_k
 
@@ -956,10 +937,7 @@ def c_dtype(dtype):
 
 
 def scan_window(model, u, carry_mask=None):
-    """`Model.loop` of a GPN: u (B, T, C) in fp32 or wider, carry_mask (B, T) or None -> states (B, T, C).
-
-    Products are in the dtype of the weights or of autocast; state and memory are in u's.
-    """
+    """`Model.loop` of a GPN: u (B, T, C) in fp32 or wider, carry_mask (B, T) or None -> states (B, T, C)."""
     c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind)

@@ -243,12 +243,11 @@ def test_graphs_of_segments_give_what_the_steps_do(values, kernels_device, monke
         loss = model.states(idx).square().sum()
         return [loss, *torch.autograd.grad(loss, recurrent_weights(model))]
 
-    monkeypatch.setattr(scan, 'USE_GRAPHS', False)
+    monkeypatch.setattr(scan, 'uses_graphs', lambda device: False)
     want = [results(model) for model in models]
-    monkeypatch.setattr(scan, 'USE_GRAPHS', True)
+    monkeypatch.setattr(scan, 'uses_graphs', lambda device: True)
     if kernels_device == 'cpu':
         monkeypatch.setattr(scan, 'Graph', Rerun)
-        monkeypatch.setattr(scan, 'uses_graphs', lambda device: True)
     scan._kernels_of.cache_clear()
     with torch.inference_mode():
         models[0].states(idx)

@@ -16,7 +16,7 @@ from common.files import UserError
 # draft_len 'auto' stops where the product of the draft's own confidences falls below this value: the rule of EAGLE-2,
 # and of Hugging Face for one token at a time. A confidence is the probability of the likeliest token, not of the one
 # that was drawn: at temperature 1, the latter says little about acceptance.
-AUTO_CONFIDENCE = 0.05
+AUTO_CONFIDENCE = 0.02
 LONGEST_AUTO = 16  # most tokens of a draft with draft_len 'auto'
 LONGEST = 1000  # most tokens of any draft
 

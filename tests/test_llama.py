@@ -190,7 +190,7 @@ def test_a_folder_in_the_place_of_a_run_says_how_to_make_it_one(tmp_path):
 
 
 @pytest.mark.parametrize('name, model, parts', [
-    ('Llama 2', ['--model=context_ready'], ["set block = 'llama'"]),
+    ('Llama 2', ['--model=context_ready'], ['does not fit this model']),
     ('Mistral', ['--model=nextlat', '--horizon=2'], ['cannot become this model', 'window'])])
 def test_what_another_architecture_cannot_take_is_a_sentence(name, model, parts, tiny_data, tmp_path):
     make_folder(tmp_path / 'folder', name)

@@ -444,14 +444,12 @@ class Model(nn.Module):
         in_parallel = c.K == 1 or n > cache.max_run and c.prefill == 'parallel'
         for run in cache.runs(tokens, lengths, piece_len=None if in_parallel else 1):
             e, starts = self.embed(run.tokens), run.positions == run.doc_start
-            if c.K == 1:
-                z = self.step(e, None, starts, run.rope, run.mask(), cache)
-            elif in_parallel:
+            if in_parallel and c.K > 1:
                 is_token = torch.arange(e.shape[1], device=e.device) < run.n_new[:, None]
                 unrolls = self.unrolls(e, z, starts, run.rope, run.mask(), cache)
                 z, cache.n_unrolls = self._fixed_point(unrolls, is_token)
             else:
-                z = self.step(e, z, starts, run.rope, run.mask(), cache)
+                z = self.step(e, z if c.K > 1 else None, starts, run.rope, run.mask(), cache)
             zs.append(z)
             z = z[:, -1:]
         z = torch.cat(zs, 1)
@@ -467,8 +465,11 @@ class Model(nn.Module):
 
         The source is a K = 1 run, or with block = 'llama' a model_standard run. The network's last layer is 0, so the
         model computes what its source does. Weights that include a correction, or are for a model without one, are
-        returned as they are. Raises ValueError for a variant without a last layer of its own.
+        returned as they are. Raises ValueError for a variant without a last layer of its own, and for weights of
+        model_standard's blocks where block is 'gpt'.
         """
+        if self.config.block == 'gpt' and 'blocks.0.gate_up.weight' in tensors:
+            raise ValueError("these are weights of model_standard's blocks: set block = 'llama'")
         own = {name: p.detach() for name, p in self.named_parameters() if name.startswith('correction.')}
         if not own or any(name in tensors for name in own):
             return tensors

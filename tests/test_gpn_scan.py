@@ -138,17 +138,6 @@ def test_autocast_does_not_reach_the_steps_of_decoding(monkeypatch):
 
 
 @needs_c
-def test_both_forms_add_the_same_to_the_length_of_a_key():
-    """Which only very short keys show."""
-    model, idx = make(n_layer=2, eos_id=59)
-    for p in (*model.write.key.parameters(), *model.layers[1].query.parameters()):
-        p.data *= 1e-6
-    want = loss_and_gradients(model, plain_states(model, idx), idx)
-    assert_near(loss_and_gradients(model, model.states(idx), idx), want, 1e-8)
-    assert G.l2_normalize.__defaults__ == (scan.KEY_EPS,)
-
-
-@needs_c
 def test_memory_is_not_held_at_every_step():
     """What the scan holds for the backward, in bytes, is the formula in scans/gpn.py."""
     T, B, c = 64, 2, G.Config(**SMALL | dict(segment_len=8))

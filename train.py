@@ -251,8 +251,7 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
         idx, _ = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)
         runs.start_from(model, s.init_from, weights, idx.to(machine.device))
         print(f'weights of step {source_step} of {s.init_from}')
-    big_enough = runs.count_parameters(model) >= BF16_PARAMETERS
-    machine.dtype = pick_dtype(s.dtype, machine.device.type, big_enough)
+    machine.dtype = pick_dtype(s.dtype, machine.device.type, runs.count_parameters(model) >= BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, products in '
           f'{str(machine.dtype)[6:]}'

@@ -37,12 +37,10 @@ class Example:
 
 
 @pytest.mark.parametrize('arg, name, value', [
-    ('--count=20e9', 'count', 20_000_000_000), ('--rate=2', 'rate', 2.0), ('--text=a=b', 'text', 'a=b'),
-    ('--text=1', 'text', '1'),
-    ('--limit=None', 'limit', None), ('--limit=7', 'limit', 7), ('--flag', 'flag', True),
-    ('--flag=false', 'flag', False),
-    ('--name=x', 'name', 'x'), ('--name=None', 'name', None), ('--rate=1e-4', 'rate', 1e-4),
-    ('--shape=square', 'shape', 'square'), ('--shape=None', 'shape', None)])
+    ('--count=20e9', 'count', 20_000_000_000), ('--rate=2', 'rate', 2.0), ('--rate=1e-4', 'rate', 1e-4),
+    ('--text=a=b', 'text', 'a=b'), ('--text=1', 'text', '1'), ('--limit=None', 'limit', None),
+    ('--limit=7', 'limit', 7), ('--flag', 'flag', True), ('--flag=false', 'flag', False), ('--name=x', 'name', 'x'),
+    ('--name=None', 'name', None), ('--shape=square', 'shape', 'square'), ('--shape=None', 'shape', None)])
 def test_values_take_the_type_of_their_setting(arg, name, value):
     settings, _, given = load_settings(Example, [arg])
     assert getattr(settings, name) == value and given == {name: value}
@@ -50,18 +48,16 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
 
 
 @pytest.mark.parametrize('arg, sentence', [
-    ('--count=2.5', "count is 2.5 on the command line: expected int"),
+    ('--count=2.5', 'count is 2.5 on the command line: expected int'),
     ('--count=x', "count is 'x' on the command line: expected int"),
     ('--count', 'count is True on the command line: expected int; write --count=VALUE'),
-    ('--flag=1', "flag is 1 on the command line: expected bool"),
-    ('--limit=a', "expected int or None"),
+    ('--flag=1', 'flag is 1 on the command line: expected bool'),
+    ('--limit=a', 'expected int or None'),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
     ('--name=', "name is '' on the command line: expected text, or None"),
     ('--count=' + '[' * 5000, "count is '[[["),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
-    ('--shape=3', "shape is '3' on the command line: expected 'round', 'square' or None"),
-    ('--rate=-1', 'rate is -1 on the command line: expected at least 0'),
     ('--count=\0', 'expected int'), ('--rate=1e400', 'rate is inf on the command line'),
     ('--count=1e18', 'at most 9e+15')])
 def test_bad_values_are_sentences(arg, sentence):
@@ -194,25 +190,20 @@ def test_values_that_end_in_a_crash_are_out_of_range(option):
 
 # ---- config.json ----
 
-
-
-@pytest.mark.parametrize('place', [('model',), ('settings',), ('model_config',), ('data',), ('settings', 'block_size'),
-                                   ('data', 'tokenizer'), ('data', 'n_ids'), ('data', 'eos_id'), ('data', 'sha256')])
+@pytest.mark.parametrize('place', ['model', 'settings', 'model_config', 'data', 'settings.block_size',
+                                   'data.tokenizer', 'data.n_ids', 'data.eos_id', 'data.sha256'])
 def test_what_config_json_must_have_is_named_where_it_is_missing(tmp_path, place):
     record = {'model': 'standard', 'settings': {'block_size': 32, 'eval_seed': None}, 'model_config': {},
               'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': ''}, 'versions': {}}
     (tmp_path / 'config.json').write_text(json.dumps(record))
     assert runs.read_run(tmp_path) == record
-    owner = record if len(place) == 1 else record[place[0]]
-    for value in ([], None):
-        owner[place[-1]] = value
-        (tmp_path / 'config.json').write_text(json.dumps(record))
-        with pytest.raises(UserError, match=place[-1]):
+    part, _, key = place.rpartition('.')
+    owner = record[part] if part else record
+    values = [owner | {key: []}, owner | {key: None}, {name: owner[name] for name in owner if name != key}]
+    for damaged in values:
+        (tmp_path / 'config.json').write_text(json.dumps(record | {part: damaged} if part else damaged))
+        with pytest.raises(UserError, match=key):
             runs.read_run(tmp_path)
-    del owner[place[-1]]
-    (tmp_path / 'config.json').write_text(json.dumps(record))
-    with pytest.raises(UserError, match=place[-1]):
-        runs.read_run(tmp_path)
 
 
 @pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])

@@ -39,7 +39,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'scans': {'attn_kernels', 'scans'},
     'attn_kernels': set(),
 }
-LOADED_BY_QUICKSTART = 5000  # lines, at most
+LOADED_BY_QUICKSTART = 4400  # lines, at most
 
 # Documented settings of PyTorch, made once.
 ALLOWED_WRITES = {('common/machine.py', name) for name in (
@@ -100,45 +100,32 @@ def test_no_circular_imports():
 
 
 def writes_to_imported(source):
-    """The attributes of imported modules, classes and functions that a source assigns, deletes or patches."""
-    tree = ast.parse(source)
+    """What a source assigns, deletes or patches of imported modules, classes and functions, and any `.forward`."""
+    tree, found = ast.parse(source), []
     imported = {(alias.asname or alias.name).partition('.')[0] for node in ast.walk(tree)
                 if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
-    found = []
     for node in ast.walk(tree):
-        targets = []
-        if isinstance(node, (ast.Assign, ast.Delete)):
-            targets = [part for target in node.targets
-                       for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition('.')[2] in (
-                'setattr', 'object', 'patch'):
-            targets = [ast.Attribute(node.args[0], '...')]
-        for target in targets:
-            owner = target
-            while isinstance(owner, ast.Attribute):
-                owner = owner.value
-            if isinstance(target, ast.Attribute) and isinstance(owner, ast.Name) and owner.id in imported:
-                found.append(ast.unparse(target))
-        # operators that replace PyTorch's own, and modules whose forward is replaced
-        if isinstance(node, ast.Call) and re.search(r"Library\('aten'", ast.unparse(node)):
-            found.append(ast.unparse(node))
-        found += [ast.unparse(target) for target in targets if ast.unparse(target).endswith('.forward')]
+        text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Call)) else ''
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            if text.partition('.')[0] in imported or text.endswith('.forward'):
+                found.append(text)
+        patched = re.match(r"(?:setattr|[\w.]*patch(?:\.object)?)\((\w+)|\S*Library\('(aten)'", text)
+        if isinstance(node, ast.Call) and patched and (patched[2] or patched[1] in imported):
+            found.append(text)
     return found
 
 
-def test_writes_to_imported_modules_are_found():
-    for source, expected in (
-            ('import torch.nn.functional as F\nF.dropout = f', 'F.dropout'),
-            ('import attn_kernels as K\nK.REFERENCE = True', 'K.REFERENCE'),
-            ('from tqdm import tqdm\ntqdm.__init__ = f', 'tqdm.__init__'),
-            ('import torch\ntorch.a.b, x = 1, 2', 'torch.a.b'),
-            ('from unittest import mock\nimport data\nmock.patch.object(data, "x", 1)', 'data....'),
-            ('def f(module):\n    module.forward = g', 'module.forward'),
-            ("import torch\ntorch.library.Library('aten', 'IMPL')", "torch.library.Library('aten', 'IMPL')")):
-        assert writes_to_imported(source) == [expected], source
-    assert writes_to_imported('import os\nx.y = 1\nself.forward_pass = 2\nos.environ["a"] = "b"') == []
+@pytest.mark.parametrize('source, expected', [
+    ('import torch.nn.functional as F\nF.dropout = f', 'F.dropout'),
+    ('from tqdm import tqdm\ntqdm.__init__ = f', 'tqdm.__init__'),
+    ('import torch\ntorch.a.b, x = 1, 2', 'torch.a.b'),
+    ("from unittest import mock\nimport data\nmock.patch.object(data, 'x', 1)", "mock.patch.object(data, 'x', 1)"),
+    ("import data\nsetattr(data, 'x', 1)", "setattr(data, 'x', 1)"),
+    ('def f(module):\n    module.forward = g', 'module.forward'),
+    ("import torch\ntorch.library.Library('aten', 'IMPL')", "torch.library.Library('aten', 'IMPL')"),
+    ("import os\nx.y = 1\nself.forward_pass = 2\nos.environ['a'] = 'b'", None)])
+def test_writes_to_imported_modules_are_found(source, expected):
+    assert writes_to_imported(source) == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize('folder', ['.', 'common', 'data', 'scans', 'analysis', 'bench'])
@@ -176,9 +163,3 @@ def test_config_holds_settings_files_only():
     for path in (ROOT / 'config').rglob('*.py'):
         statements = {type(node) for node in ast.parse(path.read_text()).body}
         assert statements <= {ast.Assign, ast.ImportFrom}, path
-
-
-def test_no_line_is_longer_than_120_characters():
-    for path in (p for p in ROOT.rglob('*.py') if '.venv' not in p.parts):
-        long = [i for i, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
-        assert not long, (path, long)

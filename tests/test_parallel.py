@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart
+from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart, succeeded
 
 import train
 from common import checkpoint, run_settings, runs
@@ -81,13 +81,25 @@ def arguments(data, out, model, *args):
             *map(str, args)]
 
 
+def on_processes(n, folder, code, *args):
+    """A script on n processes: its result."""
+    (folder / 'script.py').write_text(code)
+    return run_apart('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', folder / 'script.py',
+                     *args, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+
+
 def train_several(folder, processes, trainings):
     """Trainings one after the other, each an argv of train.py, on so many processes: the result of the processes."""
-    (folder / 'several.py').write_text(SEVERAL)
     (folder / 'trainings.json').write_text(json.dumps(trainings))
-    start = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
-    return run_apart(*start, folder / 'several.py', folder / 'trainings.json',
-                     env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    return succeeded(on_processes(processes, folder, SEVERAL, folder / 'trainings.json'))
+
+
+def resumed(out, processes, step, *args):
+    """The run in a folder is continued from the checkpoint of a step: the result of the processes."""
+    argv = [f'--out_dir={out}', '--resume', *args]
+    result = train_several(out.parent, processes, [argv]) if processes > 1 else succeeded(run('train.py', *argv))
+    assert f'from step {step};' in result.stdout, result.stderr
+    return result
 
 
 def losses(out):
@@ -114,7 +126,6 @@ def trained(tiny_data, tmp_path_factory):
     result = train_several(folder, 2, [
         arguments(tiny_data, folder / f'{model}_{kind}', model, f'--parallel={kind}', '--sample_tokens=8')
         for model in QUICK for kind in ('ddp', 'fsdp')])
-    assert result.returncode == 0, result.stderr
     assert 'weights sharded over 2 processes' in result.stdout
     return folder
 
@@ -128,10 +139,7 @@ def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
 
 
 def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):
-    (tmp_path / 'compiled.py').write_text(COMPILED_IN_PARTS)
-    done = run_apart('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=1', tmp_path / 'compiled.py',
-                     env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    assert done.returncode == 0, done.stderr
+    done = succeeded(on_processes(1, tmp_path, COMPILED_IN_PARTS))
     is_whole, difference = done.stdout.split()
     assert is_whole == 'True' and float(difference) < 1e-6
 
@@ -166,8 +174,7 @@ def test_all_processes_have_as_many_micro_batches(tiny_data):
 @pytest.mark.slow
 def test_one_process_goes_on_from_what_two_have_saved_in_parts(trained, tmp_path):
     out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 20)
-    result = run('train.py', f'--out_dir={out}', '--resume')
-    assert result.returncode == 0 and 'from step 20;' in result.stdout, result.stderr
+    resumed(out, 1, 20)
     assert is_close(losses(out), losses(trained / 'standard_fsdp'))
 
 
@@ -180,11 +187,10 @@ def test_a_checkpoint_in_parts_is_read_as_one_file_is(trained, tmp_path):
     shutil.rmtree(whole / 'ckpt')
     checkpoint.save_checkpoint(whole, STEPS, tensors, state)
     assert (whole / f'ckpt/step_{STEPS:08d}/model.safetensors').exists()
-    of_parts, of_whole = (run('sample.py', out, 'ab', '--max_new_tokens=8') for out in (parts, whole))
-    assert of_parts.returncode == 0 and of_parts.stdout == of_whole.stdout, of_parts.stderr
-    of_parts, of_whole = (run('eval.py', out, '--val') for out in (parts, whole))
-    assert of_parts.returncode == 0 and 'nats_per_token' in of_parts.stdout, of_parts.stderr
-    assert of_parts.stdout.splitlines()[1:] == of_whole.stdout.splitlines()[1:]  # the first names the run
+    of_parts, of_whole = (succeeded(run('sample.py', out, 'ab', '--max_new_tokens=8')) for out in (parts, whole))
+    assert of_parts.stdout == of_whole.stdout
+    of_parts, of_whole = (succeeded(run('eval.py', out, '--val')).stdout.splitlines() for out in (parts, whole))
+    assert of_parts[1:] == of_whole[1:] and 'nats_per_token' in ''.join(of_parts)  # the first line names the run
 
 
 @pytest.mark.slow
@@ -227,12 +233,11 @@ def test_every_model_trains_in_parts_as_with_ddp(tiny_data, tmp_path, processes)
     kinds = {'ddp': ['--parallel=ddp'], 'fsdp': ['--parallel=fsdp']}
     if processes == 4:
         kinds['hsdp'] = ['--parallel=fsdp', '--shard=2']
-    result = train_several(tmp_path, processes, [
+    train_several(tmp_path, processes, [
         arguments(tiny_data, tmp_path / f'{model}_{kind}', model, *args)
         for model in MODELS for kind, args in kinds.items()])
-    assert result.returncode == 0, result.stderr
     for model in MODELS:
-        assert run('train.py', *arguments(tiny_data, tmp_path / model, model)).returncode == 0
+        succeeded(run('train.py', *arguments(tiny_data, tmp_path / model, model)))
         for kind in kinds:
             assert is_close(losses(tmp_path / f'{model}_{kind}'), losses(tmp_path / model)), (model, kind)
 
@@ -241,17 +246,15 @@ def test_every_model_trains_in_parts_as_with_ddp(tiny_data, tmp_path, processes)
 def test_a_run_on_two_then_one_then_four_processes_is_the_uninterrupted_run(trained, tmp_path):
     out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 20)
     shutil.rmtree(out / 'ckpt/step_00000010')
-    assert run('train.py', f'--out_dir={out}', '--resume').returncode == 0
+    resumed(out, 1, 20)
     out = goes_on_from(out, tmp_path / 'further', 30)
     assert (out / 'ckpt/step_00000030/optimizer.safetensors').exists()
-    result = train_several(tmp_path, 4, [[f'--out_dir={out}', '--resume']])
-    assert result.returncode == 0 and 'from step 30;' in result.stdout, result.stderr
+    resumed(out, 4, 30)
     assert len(list((out / 'ckpt/step_00000050').glob('shard-*'))) == 8
     assert is_close(losses(out), losses(trained / 'standard_fsdp'))
     for kind in ('ddp', 'fsdp'):  # and from parts to other parts, or to whole weights
         again = goes_on_from(out, tmp_path / kind, 40)
-        result = train_several(tmp_path, 2, [[f'--out_dir={again}', '--resume', f'--parallel={kind}']])
-        assert result.returncode == 0 and 'from step 40;' in result.stdout, result.stderr
+        resumed(again, 2, 40, f'--parallel={kind}')
         assert is_close(losses(again), losses(trained / 'standard_fsdp'))
 
 
@@ -259,9 +262,7 @@ def test_a_run_on_two_then_one_then_four_processes_is_the_uninterrupted_run(trai
 def test_all_processes_take_the_checkpoint_before_a_damaged_one(trained, tmp_path):
     out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 30)
     flip_a_bit(out / 'ckpt/step_00000030/shard-00002-model-00002-of-00002.safetensors', random.Random(0))
-    result = train_several(tmp_path, 2, [[f'--out_dir={out}', '--resume']])
-    assert result.returncode == 0 and 'from step 20;' in result.stdout, result.stderr
-    assert result.stderr.count('step_00000030 is damaged') == 1
+    assert resumed(out, 2, 20).stderr.count('step_00000030 is damaged') == 1
     assert is_close(losses(out), losses(trained / 'standard_fsdp'))
 
 
@@ -270,10 +271,10 @@ KILLED = '''
 import os, sys
 from common import checkpoint
 import train
-def kill_at_20(folder, step, publish=checkpoint.publish):
-    if step == 20:
+def kill_at_20(temporary, final, publish=checkpoint.publish):
+    if final.name == 'step_00000020':
         os.kill(os.getpid(), 9)
-    publish(folder, step)
+    publish(temporary, final)
 checkpoint.publish = kill_at_20
 train.main(sys.argv[1:])
 '''
@@ -281,13 +282,9 @@ train.main(sys.argv[1:])
 
 @pytest.mark.long
 def test_a_kill_while_parts_are_written_leaves_the_checkpoint_before(tiny_data, trained, tmp_path):
-    (tmp_path / 'killed.py').write_text(KILLED)
     args = arguments(tiny_data, tmp_path / 'run', 'standard', '--parallel=fsdp')
-    result = run_apart('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', tmp_path / 'killed.py',
-                       *args, env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    assert result.returncode != 0
+    assert on_processes(2, tmp_path, KILLED, *args).returncode != 0
     assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000010']
-    result = train_several(tmp_path, 2, [[*args, '--resume']])
-    assert result.returncode == 0 and 'from step 10;' in result.stdout, result.stderr
+    resumed(tmp_path / 'run', 2, 10)
     assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))
     assert is_close(losses(tmp_path / 'run'), losses(trained / 'standard_ddp'))

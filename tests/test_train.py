@@ -368,6 +368,17 @@ def test_the_estimated_memory_is_what_the_tensors_of_a_step_take(name, values):
     assert fixed + per_row * rows == pytest.approx(live.peak, rel=0.1)
 
 
+def test_live_bytes_are_those_of_each_storage_while_it_lives():
+    with LiveBytes() as live:
+        x = torch.zeros(1000)
+        view, (values, order) = x.view(10, 100), x.sort()  # 4,000 bytes, none, 4,000 and 8,000
+        assert live.live == live.peak == 16_000
+        del x, values
+        assert live.live == 12_000 and live.peak == 16_000  # the view keeps x's storage
+        del view, order
+    assert live.live == 0
+
+
 @pytest.mark.slow
 def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits(tmp_path):
     args = [*TINY, f'--data={tmp_path / "gone"}', f'--out_dir={tmp_path / "out"}', '--max_tokens=1e6', '--dry_run']

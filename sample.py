@@ -55,8 +55,6 @@ class Settings:
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
     """Return the prompts from the command line and the file, else from standard input; UserError if there is none."""
     if s.file:
-        if not Path(s.file).is_file():
-            raise UserError(f'there is no prompt file {s.file}')
         lines = Path(s.file).read_text(encoding='utf-8', errors='replace').splitlines()
         texts = texts + [line for line in lines if line.strip()]
     elif not texts:

@@ -201,7 +201,7 @@ def test_command_line(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('args, part', [
     ([], 'which run?'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
-    (['RUN'], 'there is no prompt'), (['RUN', 'a', '--file=none.txt'], 'there is no prompt file none.txt'),
+    (['RUN'], 'there is no prompt'), (['RUN', 'a', '--file=none.txt'], "No such file or directory: 'none.txt'"),
     (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
 def test_bad_input_is_a_sentence(trained, args, part):
     assert_sentence(run('sample.py', *[trained if arg == 'RUN' else arg for arg in args]), part)

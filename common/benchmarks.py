@@ -6,9 +6,10 @@ from common.files import UserError
 
 
 def local_records(folder, task: str) -> list[dict]:
-    """Return a task's documents from TASK.jsonl in a folder, with the fields that lm-eval's task reads.
+    """Return a task's documents from a folder, with the fields that lm-eval's task reads.
 
-    TASK_labels.lst beside it may have the labels, one a line.
+    They are in TASK.jsonl, or in TASK_valid.jsonl, _val, _dev or _test. NAME_labels.lst beside NAME.jsonl may have the
+    labels, one a line.
 
     arc_easy, arc_challenge                          question {stem, choices} and answerKey, or query, choices, gold
     piqa, social_iqa, hellaswag, winogrande, sciq    as published
@@ -16,10 +17,11 @@ def local_records(folder, task: str) -> list[dict]:
     wikitext, c4, books3, govreport                  page or text, one document a line
     any other task of lm-eval                        the fields of its dataset on the hub
     """
-    path, labels = Path(folder) / f'{task}.jsonl', Path(folder) / f'{task}_labels.lst'
-    if not path.is_file():
+    paths = [Path(folder) / f'{task}{part}.jsonl' for part in ('', '_valid', '_val', '_dev', '_test')]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
         raise UserError(f'{folder} has no file for {task}: expected {task}.jsonl')
-    records = []
+    records, labels = [], path.with_name(f'{path.stem}_labels.lst')
     try:
         lines = [line for line in path.read_text(encoding='utf-8').split('\n') if line.strip()]
         added = [{}] * len(lines)

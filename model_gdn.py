@@ -294,12 +294,13 @@ class Cache:
         self.window['is_eos'] = torch.zeros(B, window, device=device, dtype=torch.bool)
         self.run_len = torch.zeros(B, device=device, dtype=torch.int64)
         self.lengths = torch.zeros(B, device=device, dtype=torch.int64)  # tokens held by each row
+        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # of the run
         self.rows = torch.arange(B, device=device).unsqueeze(1)
 
     @property
     def nbytes(self):
         """Bytes of all tensors that outlive a call."""
-        kept = self.memory, self.run_len, self.lengths, self.rows
+        kept = self.memory, self.run_len, self.lengths, self.hidden, self.rows
         return sum(x.nbytes for x in (*kept, *self.window.values(), *sum(self.run, [])))
 
     def begin(self, n, lengths):
@@ -341,6 +342,7 @@ class Cache:
         """Finish a call with final vectors h (B, n, C). Returns the last token's of each row (B, C)."""
         self.run_len.copy_(self.n_new - self.run_start[:, 0])
         self.lengths += self.n_new
+        self.keep(self.hidden, h)
         return h[self.rows[:, 0], self.n_new - 1]
 
     def rollback(self, n):

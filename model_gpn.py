@@ -305,7 +305,7 @@ class Model(nn.Module):
         """
         device = device or self.fuse.weight.device
         decoder = gpn.Decoder(self, device) if self.fast and gpn.runs_on(torch.device(device)) else self
-        return Cache(decoder, self.config.eos_id, batch_size, max_tokens, max_run, device)
+        return Cache(decoder, self.config.eos_id, batch_size, max_tokens, max_run, self.config.d_emb, device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -315,12 +315,15 @@ class Model(nn.Module):
         decoding and the verification of a draft are this one call. Shapes are static for a given n, and nothing waits
         for the device.
         """
-        n, active = tokens.shape[1], None
+        n, active, shift = tokens.shape[1], None, torch.zeros_like(tokens[:, :1])
+        position = torch.arange(n, device=tokens.device)
         if lengths is not None:  # align the rows on the right, so that all end at the same step
-            position, shift = torch.arange(n, device=tokens.device), (n - lengths).unsqueeze(1)
+            shift = (n - lengths).unsqueeze(1)
             tokens, active = tokens.gather(1, (position - shift).clamp(min=0)), position >= shift
         h = self.head_input(cache.append(tokens, self.ground_input(tokens), active))
         cache.lengths += n if lengths is None else lengths
+        tail = shift.clamp(min=n - cache.max_run) + position[:cache.max_run]  # of a row's last max_run tokens
+        cache.hidden[:, :tail.shape[1]] = h.take_along_dim(tail.clamp(max=n - 1).unsqueeze(-1), 1)
         if not all_positions:
             h = h[:, -1]
         elif lengths is not None:  # back to the left
@@ -362,16 +365,17 @@ def choose_rows(mask, a, b):
 class Cache:
     """State and memory of each row, now and before each of its last max_run tokens, which `rollback` returns to."""
 
-    def __init__(self, decoder, eos_id, batch_size, max_tokens, max_run, device):
+    def __init__(self, decoder, eos_id, batch_size, max_tokens, max_run, width, device):
         self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, eos_id, max_tokens, max_run
         ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)  # the row's last token ended a document
         state = *decoder.first_state(batch_size, device), ended
         self.history = [torch.stack([x] * (max_run + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # tokens held by each row
+        self.hidden = torch.zeros(batch_size, max_run, width, device=device)  # of the last call's last tokens
 
     @property
     def nbytes(self):
-        return sum(x.nbytes for x in (*self.history, self.lengths))
+        return sum(x.nbytes for x in (*self.history, self.lengths, self.hidden))
 
     def append(self, tokens, u, active):
         """Take n steps: tokens (B, n), their u (B, n, C), active (B, n) or None -> predicted states (B, n, C)."""

@@ -143,7 +143,7 @@ def decode_in_pieces(model, idx, max_run, seed=0, tolerance=1e-4):
             assert (got - expected[-len(got):]).abs().max() < tolerance
             done[b] += n
             kept = min(run[b], max_run) - wrong[b]
-            if hasattr(cache, 'hidden') and kept > 0:
+            if kept > 0:
                 assert (cache.hidden[b, :kept] - hidden[b, done[b] - kept:done[b]]).abs().max() < tolerance
         # right tokens can be forgotten, too
         back = [rng.choice([0, 0, min(n, max_run - w)]) for n, w in zip(right, wrong)]

@@ -239,7 +239,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 # ---- the training run ----
 
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
-    """Return the model on its device, with seeded or s.init_from's weights, sharded if s says so. Sets machine.dtype."""
+    """Return the model on its device, with seeded or s.init_from's weights, sharded if asked. Sets machine.dtype."""
     source_step, weights = run_settings.initial_weights(s, record)
     torch.manual_seed(s.seed)
     model = runs.model_file(s.model).Model(config).to(machine.device)

@@ -239,10 +239,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 # ---- the training run ----
 
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
-    """Return the model on its device, with seeded random weights or those of s.init_from, sharded if s says so.
-
-    record: config.json of the run that is continued, None for a new one. Sets machine.dtype.
-    """
+    """Return the model on its device, with seeded or s.init_from's weights, sharded if asked. Sets machine.dtype."""
     source_step, weights = run_settings.initial_weights(s, record)
     torch.manual_seed(s.seed)
     model = runs.model_file(s.model).Model(config).to(machine.device)
@@ -293,12 +290,6 @@ class Records:
         checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
                                  run_settings.last_before_decay(self.s))
 
-    def close(self) -> None:
-        if self.log:
-            self.log.close()
-        if self.wandb:
-            self.wandb.finish()
-
 
 class Meter:
     """Measures training time and speed since the last line of the log. Evaluation and saving do not count."""
@@ -324,7 +315,7 @@ class Meter:
 
 
 def train(s, config, data, record, machine, argv):
-    """Train a model. argv: for the command that resumes. Other arguments: see `make_model`."""
+    """Train a model. record: config.json of the run that is continued, or None. argv: for the command that resumes."""
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     optimizer = make_optimizer(model, s)
@@ -337,7 +328,7 @@ def train(s, config, data, record, machine, argv):
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
 
-    with contextlib.closing(records), caught_signals() as stop:
+    with caught_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # this step is the last
@@ -365,6 +356,8 @@ def train(s, config, data, record, machine, argv):
             if save_due:
                 records.save(model, optimizer, step, meter.seconds)
             meter.restart(step)
+    if records.wandb:
+        records.wandb.finish()
     if stopping:
         command = run_settings.resume_command(argv, machine.world, s.out_dir)
         say(f'stopped after step {step}. Continue with: {command}')

@@ -981,8 +981,9 @@ def _call_backward(ctx, grad, _):
     return *grads, None, None, None, None
 
 
-_forward_op = torch.library.custom_op('attn_kernels::triton_attention', _forward, mutates_args=())
-_backward_op = torch.library.custom_op('attn_kernels::triton_attention_backward', _backward, mutates_args=())
+_NAMESPACE = __name__.replace('.', '_')  # a copy of this file, in an exported folder say, has operators of its own
+_forward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention', _forward, mutates_args=())
+_backward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention_backward', _backward, mutates_args=())
 _forward_op.register_fake(_empty_outputs)
 _backward_op.register_fake(_empty_gradients)
 _forward_op.register_autograd(_call_backward, setup_context=_save_for_backward)

@@ -371,7 +371,7 @@ class Cache:
         state = *decoder.first_state(batch_size, device), ended
         self.history = [torch.stack([x] * (max_run + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # tokens held by each row
-        self.hidden = torch.zeros(batch_size, max_run, width, device=device)  # of the last call's last tokens
+        self.hidden = state[0].new_zeros(batch_size, max_run, width)  # of the last call's last tokens
 
     @property
     def nbytes(self):

@@ -151,7 +151,8 @@ def make_settings(Settings: type, values: dict, where: str):
     """
     types_of = typing.get_type_hints(Settings)
     if unknown := sorted(values.keys() - types_of.keys()):
-        raise UserError(f'unknown settings {where}: {Settings.__module__}.py has no {", ".join(unknown)}')
+        file = f'{Settings.__module__.replace(".", "/")}.py'
+        raise UserError(f'unknown settings {where}: {file} has no {", ".join(unknown)}')
     values = {name: typed(name, value, types_of[name], where) for name, value in values.items()}
     try:
         return Settings(**values)

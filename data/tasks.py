@@ -16,7 +16,6 @@ and optionally
     symbol_options              names of the options that the symbols depend on, by default all but numbers of rows:
                                 a run can be evaluated on any data in which these are the same
 """
-import functools
 import hashlib
 import importlib
 import math
@@ -31,9 +30,7 @@ from common.settings import Text, make_settings
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
-# The rows of a fixed training set are made once and kept in memory if they take at most 1 GiB: so many ids. Python's
-# objects take as much per row as ROW_OVERHEAD ids.
-KEPT_IDS, ROW_OVERHEAD = 2 ** 28, 100
+KEPT_IDS = 2 ** 28  # a fixed training set of at most so many ids, 1 GiB, is made once and kept in memory
 
 # ---- tasks by name ----
 
@@ -74,9 +71,10 @@ class Generated:
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
-        n_kept = (self.task.train_rows or 0) + self.task.val_rows
-        is_kept = self.task.train_rows and n_kept * (self.task.row_tokens + ROW_OVERHEAD) <= KEPT_IDS
-        self._row = functools.lru_cache(n_kept if is_kept else 0)(self._row)
+        n_kept = self.task.train_rows or 0
+        if n_kept * self.task.row_tokens > KEPT_IDS:
+            n_kept = 0
+        self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
 
     @property
     def sha256(self) -> str:
@@ -90,11 +88,18 @@ class Generated:
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
         """Return the rows of a split with these numbers, int64 (len(numbers), T + 1)."""
         is_fresh = split == 'train' and self.task.train_rows is None
-        return np.stack([self._row(split, seed if is_fresh else 0, int(i)) for i in numbers]).astype(np.int64)
+        make_row = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
 
-    def _row(self, split: str, seed: int, i: int) -> np.ndarray:
-        make = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
-        return make(np.random.default_rng([split == 'val', seed, i])).astype(np.int32)
+        def make(numbers):
+            return [make_row(np.random.default_rng([split == 'val', seed if is_fresh else 0, i]))
+                    for i in numbers.tolist()]
+        numbers = np.asarray(numbers)
+        if split == 'val' or numbers.max() >= len(self.kept):
+            return np.stack(make(numbers)).astype(np.int64)
+        new = np.unique(numbers[~self.is_kept[numbers]])
+        if len(new):
+            self.kept[new], self.is_kept[new] = make(new), True
+        return self.kept[numbers].astype(np.int64)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """Return count ids from position start of a split's rows in order (of seed 0)."""

@@ -109,7 +109,7 @@ class Output:
         return is_stopped
 
     def show(self, end: int, final: bool = False) -> None:
-        """Print the first text up to `end`, in bytes."""
+        """Print the part of the first text that was not printed yet, up to byte `end`."""
         print(self.utf8.decode(self.texts[0][self.n_shown:max(end, self.n_shown)], final), end='', flush=True)
         self.n_shown = max(end, self.n_shown)
 

@@ -23,6 +23,7 @@ import torch
 
 from analysis import figures
 from common.files import UserError, friendly_errors
+from common.settings import check_ranges
 from common.validation import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -36,6 +37,9 @@ class Settings:
     batch_size: int = 16  # windows at a time
     data: str | None = None  # data folder; None: the run's own
     device: str = 'auto'  # auto, cuda, cpu or mps
+
+    def __post_init__(self):
+        check_ranges(self, tokens=(1, 10 ** 12))
 
 
 @torch.no_grad()

@@ -51,7 +51,8 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, detours=(0, 1), n_prefixes=(1, 10 ** 7), n_walks=(1, 10 ** 7))
+        check_ranges(self, detours=(0, 1), n_prefixes=(1, 10 ** 7), n_walks=(1, 10 ** 7),
+                     max_degree=(1, 1000))
 
 
 # ---- ways with detours ----

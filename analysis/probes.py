@@ -34,7 +34,7 @@ class Settings:
     device: str = 'auto'  # auto, cuda, cpu or mps
 
     def __post_init__(self):
-        check_ranges(self, offsets=(1, inf))
+        check_ranges(self, offsets=(1, inf), steps=(1, inf), eval_tokens=(1, inf))
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:

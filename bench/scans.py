@@ -64,7 +64,7 @@ def peak_mb(*case) -> float:
 
 
 def least_seconds(batch_size: int, T: int, bandwidth: float) -> float:
-    """The time of the bytes that a step of the paper's GPN moves at least, with weights in bf16 and M in fp32."""
+    """Lower bound from memory traffic on the seconds of a step of the paper's GPN: weights in bf16, M in fp32."""
     C, F, H, K, D, L = gpn.Sizes.of(runs.model_file('gpn').Config())
     columns = [sum(gpn.Sizes(C, F, H, K, D, L).columns(i)) for i in range(L)]
     weights = 2 * (C * C + sum(C * width + (F + H * D) * C for width in columns))

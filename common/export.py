@@ -153,8 +153,8 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     print(f'{folder} is a Hugging Face folder: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
           f'{", trust_remote_code=True" if reason else ""})')
     if not reason and c.eos_id is not None:
-        print('A Llama does not mask attention between documents, as this run does: where an end of text stands in the '
-              'middle of a text, the logits after it differ')
+        print('Unlike this run, a Llama does not mask attention between documents: after an end-of-text token inside a '
+              'text, its logits differ')
 
 
 def save_with_code(record: dict, c, tensors: dict, n_rows: int, folder: Path) -> None:

@@ -81,7 +81,7 @@ class Task:
         return places
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """Return a row of random pairs in random places: ids (T + 1,)."""
+        """Return a row with random key-value pairs at random positions: ids (T + 1,)."""
         places = None
         while places is None:
             places = self.draw_places(rng)

@@ -239,7 +239,7 @@ def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexp
 
 
 def glu(z, memory_read, eps, dtype):
-    """silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: the inside of the FFN, eq. 5, and the gated read, eq. 11.
+    """Return silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: the FFN's hidden layer, eq. 5, and eq. 11's gate.
 
     z (N, Y + F) is z1 (N, Y) and z2 (N, F); memory_read (N, Y - F), or None where Y = F.
     """

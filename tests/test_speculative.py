@@ -69,7 +69,7 @@ def test_drafts_by_the_same_weights_are_accepted(name):
 # ---- the distribution, by enumeration ----
 
 class Choices:
-    """Makes the random decisions of one run by a script, then takes first options; counts options and probability."""
+    """Replays scripted random decisions, then takes first options. Records the options and the probability."""
 
     def __init__(self, script, row):
         self.script, self.row, self.options, self.probability = script, row, [], 1.0

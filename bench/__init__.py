@@ -5,8 +5,8 @@
     python -m bench.generate        decoding compared with Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory relative to Standard
     python -m bench.attention       attention on a CPU or GPU compared with PyTorch's own calls
-    python -m bench.scans           GPN and Gated DeltaNet: the fast forms compared with the loop over the equations
-    python -m bench.context_ready   backpropagation through time, and few wide layers, compared with the plain forms
+    python -m bench.scans           GPN, Gated DeltaNet, Context-Ready: fast forms compared with loops over equations
+    python -m bench.context_ready   generation by few wide layers with a correction compared with a Roformer
     python bench/gpu.py             everything that needs a GPU, tests included, in order of need
 
 Each prints its figures as they come and writes them, with device, date, versions and commit, to bench/results/. With
@@ -20,16 +20,18 @@ import platform
 import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from common import runs
+from common.files import UserError, friendly_errors
+from common.settings import load_settings
 
 RESULTS = Path(__file__).parent / 'results'
 FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaults)
@@ -57,29 +59,16 @@ def over_standard(seconds: dict[str, float]) -> dict[str, float]:
 
 def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
     """Return {name: median seconds} of {name: function}, the sides taking turns."""
-    return {name: statistics.median(times) for name, times in alternate_times(sides, rounds, warmup).items()}
-
-
-def alternate_times(sides: dict, rounds: int, warmup: int = 2) -> dict[object, list[float]]:
-    """Return {name: seconds in every round} of {name: function}, the sides taking turns."""
     times = {name: [] for name in sides}
     for i in range(warmup + rounds):
         for name, function in sides.items():
-            progress(f'round {i + 1} of {warmup + rounds}: {name}')
             start = time.perf_counter()
             function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
-    progress('')
-    return times
-
-
-def progress(text: str) -> None:
-    """Show what is being measured, on one line of a terminal."""
-    if sys.stderr.isatty():
-        print(f'\r\x1b[K{text}', end='', file=sys.stderr, flush=True)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def resident() -> dict[str, int]:
@@ -96,7 +85,6 @@ def apart(function: Callable, *args, **environment: str):
 
     Its peak memory is that of this call alone. The rows of a generator function come as a list.
     """
-    progress(f'{function.__name__}{args}, in a process of its own')
     spawn = multiprocessing.get_context('spawn')
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
         return pool.submit(_call, function, *args).result()
@@ -144,37 +132,34 @@ def markdown_table(rows: list[dict]) -> str:
     return '\n'.join(lines[1:])
 
 
-def show(row: dict) -> dict:
-    """Print a row of figures and return it."""
-    progress('')
-    print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
-    return row
+@dataclass
+class Settings:
+    """The command line of the benchmarks without settings of their own."""
+
+    toy: bool = False  # a few seconds, at sizes that tell nothing; writes nothing
 
 
-def options(argv: list[str] | None, *known: str) -> set[str]:
-    """Return the given arguments: argv, or those of the command line. Exit with a message for unknown ones.
-
-    Words without -- choose what is measured, one at a time.
-    """
-    given = set(sys.argv[1:] if argv is None else argv)
-    words = [arg for arg in known if not arg.startswith('--')]
-    for arg in given - set(known):
-        sys.exit(f'unknown argument {arg!r}: expected {", ".join(known)} or nothing')
-    if len(given & set(words)) > 1:
-        sys.exit(f'too many measurements: {", ".join(sorted(given))}: expected one of {", ".join(words)}')
-    return given
+def measure(argv: list[str] | None, **measurements: Callable[[bool], Iterable[dict]]) -> None:
+    """Run the measurement {name: function of toy that yields rows} that argv names, or the first; see `Settings`."""
+    with friendly_errors():
+        s, names, _ = load_settings(Settings, argv)
+        name, *others = names or measurements
+        if name not in measurements or (names and others):
+            raise UserError(f'what is {" ".join(names)!r}? Expected one of {", ".join(measurements)}')
+        write_results(name, measurements[name](s.toy), toy=s.toy)
 
 
-def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: bool = False) -> None:
+def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
     """Print rows (dicts) as they come and write them to bench/results/<name>_<cpu or gpu>.json, with where and when.
 
-    Until the last row they are in <name>_<cpu or gpu>.partial.json, which remains if the benchmark is stopped.
-    markdown: also write a table, to the same name with .md. toy: only print.
+    Until the last row they are in <name>_<cpu or gpu>.partial.json, which remains if the benchmark is stopped. Then
+    they are also written as a table, to the same name with .md. toy: only print.
     """
     path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
     partial, about, found = path.with_suffix('.partial.json'), None, []
     for row in rows:
-        found.append(show(row))
+        found.append(row)
+        print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
         if not toy:
             about = about or where_and_when()
             RESULTS.mkdir(exist_ok=True)
@@ -182,6 +167,5 @@ def write_results(name: str, rows: Iterable[dict], markdown: bool = False, toy: 
     if toy or not found:
         return
     partial.replace(path)
-    if markdown:
-        path.with_suffix('.md').write_text(f'{one_line(about)}\n\n{markdown_table(found)}\n')
+    path.with_suffix('.md').write_text(f'{one_line(about)}\n\n{markdown_table(found)}\n')
     print(f'written to {path}')

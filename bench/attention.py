@@ -14,7 +14,7 @@ import torch
 import model_sps
 import model_standard
 from attn_kernels import Mask, Tokens, attention, make_mask
-from bench import alternate, options, write_results
+from bench import alternate, measure
 from common import machine
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -89,10 +89,9 @@ def figures(toy: bool) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    toy = '--toy' in options(argv, '--toy')
     if torch.cuda.is_available():
         machine.set_compiler_options()
-    write_results('attention', figures(toy), markdown=True, toy=toy)
+    measure(argv, attention=figures)
 
 
 if __name__ == '__main__':

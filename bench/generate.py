@@ -4,16 +4,14 @@
 
 8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens, 32 new ones, greedy. 'float32': both in fp32. 'best': ours
 in the dtype that sample.py uses (fp32 on a CPU, bf16 on a GPU), Hugging Face in the faster of fp32 and bf16. All take
-turns in one process. A ratio is the median over the rounds, because the machine may slow down for a while. Then the
-time of each two-stream method, which runs a pair of positions per token, over Standard's.
+turns in one process. `python -m bench.inference` measures the two-stream methods.
 """
-import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 
 import model_standard
-from bench import FAMILY, alternate, alternate_times, make_model, options, over_standard, write_results
+from bench import alternate, measure
 from common.decoding import generate
 from common.export import to_llama
 from common.machine import decoding_dtype
@@ -49,39 +47,23 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Cal
     return {'ours': ours, 'hf': hf}
 
 
-def beside_hugging_face(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[dict]:
-    sides = {(side, str(dtype)[6:]): function for dtype in (torch.float32, torch.bfloat16)
-             for side, function in make_sides(shape, dtype, batch_size, n_new).items()
-             if side == 'hf' or dtype in (torch.float32, OUR_DTYPE)}
-    times = alternate_times(sides, rounds, warmup=1)
-    fastest = min(('float32', 'bfloat16'), key=lambda dtype: statistics.median(times['hf', dtype]))
-    for terms, ours, hf in ('float32', 'float32', 'float32'), ('best', str(OUR_DTYPE)[6:], fastest):
-        pair = times['ours', ours], times['hf', hf]
-        our_speed, hf_speed = (batch_size * n_new / statistics.median(seconds) for seconds in pair)
-        yield {'terms': terms, 'batch': batch_size, 'ours_tokens_per_s': round(our_speed),
-               'hf_tokens_per_s': round(hf_speed), 'ours_dtype': ours, 'hf_dtype': hf,
-               'ratio': round(statistics.median(b / a for a, b in zip(*pair)), 3)}
-
-
-def methods(shape: dict, batch_size: int, n_new: int, rounds: int) -> Iterator[dict]:
-    """The time of each method of the SPS family over Standard's."""
-    prompts = torch.randint(0, 50256, (batch_size, PROMPT)).tolist()
-    models = {name: make_model(name, **shape).eval().to(OUR_DTYPE) for name in FAMILY}
-    sides = {name: lambda model=model: generate(model, prompts, n_new, temperature=0) for name, model in models.items()}
-    ratios = over_standard(alternate(sides, rounds, warmup=1))
-    yield {'terms': 'time over standard', 'batch': batch_size, 'dtype': str(OUR_DTYPE)[6:]} | ratios
-
-
-def figures(shape: dict, batch_sizes: tuple, n_new: int, rounds: int) -> Iterator[dict]:
-    for measure in beside_hugging_face, methods:
-        for batch_size in batch_sizes:
-            yield from measure(shape, batch_size, n_new, rounds)
+def figures(toy: bool) -> Iterator[dict]:
+    shape, batch_sizes, n_new, rounds = (TOY_SHAPE, (2,), 4, 1) if toy else (SHAPE, (1, 16), NEW, 7)
+    for batch_size in batch_sizes:
+        sides = {(side, str(dtype)[6:]): function for dtype in (torch.float32, torch.bfloat16)
+                 for side, function in make_sides(shape, dtype, batch_size, n_new).items()
+                 if side == 'hf' or dtype in (torch.float32, OUR_DTYPE)}
+        seconds = alternate(sides, rounds, warmup=1)
+        fastest = min(('float32', 'bfloat16'), key=lambda dtype: seconds['hf', dtype])
+        for terms, ours, hf in ('float32', 'float32', 'float32'), ('best', str(OUR_DTYPE)[6:], fastest):
+            our_time, hf_time = seconds['ours', ours], seconds['hf', hf]
+            yield {'terms': terms, 'batch': batch_size, 'ours_tokens_per_s': round(batch_size * n_new / our_time),
+                   'hf_tokens_per_s': round(batch_size * n_new / hf_time), 'ours_dtype': ours, 'hf_dtype': hf,
+                   'ratio': round(hf_time / our_time, 3)}
 
 
 def main(argv: list[str] | None = None) -> None:
-    toy = '--toy' in options(argv, '--toy')
-    shape, batch_sizes, n_new, rounds = (TOY_SHAPE, (2,), 4, 1) if toy else (SHAPE, (1, 16), NEW, 7)
-    write_results('generate', figures(shape, batch_sizes, n_new, rounds), toy=toy)
+    measure(argv, generate=figures)
 
 
 if __name__ == '__main__':

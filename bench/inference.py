@@ -12,7 +12,6 @@ any moment. Both through decoding.generate.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ import torch
 from bench import FAMILY, alternate, apart, make_model, over_standard, resident, write_results
 from common.decoding import generate, roomy_cache
 from common.files import ROOT, UserError, friendly_errors
-from common.settings import check_ranges, load_settings, read_config_file
+from common.settings import load_settings, read_config_file
 
 GPU = torch.cuda.is_available()
 TOY = dict(n_layer=1, n_head=2, n_embd=32)
@@ -37,10 +36,6 @@ class Settings:
     new: int = 3072 if GPU else 128  # tokens of each that are decoded
     rounds: int = 2  # timed, after one to warm up
     toy: bool = False  # a few seconds, at sizes that tell nothing; writes nothing
-
-    def __post_init__(self):
-        at_least_1 = (1, inf)
-        check_ranges(self, batch=at_least_1, prompt=at_least_1, new=at_least_1, rounds=at_least_1)
 
 
 def shape_of(scale: str) -> dict[str, int]:

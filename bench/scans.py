@@ -1,4 +1,4 @@
-"""Training steps of GPN and Gated DeltaNet: the fast form in scans/ compared with the loop over the equations.
+"""Training steps of GPN, Gated DeltaNet and Context-Ready (bptt): the fast forms in scans/ compared with the loops.
 
     python -m bench.scans [--toy]
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import train
-from bench import alternate, apart, options, resident, write_results
+from bench import alternate, apart, measure, resident
 from common import machine, runs
 from scans import gpn
 
@@ -22,13 +22,16 @@ DEVICE = 'cuda' if GPU else 'cpu'
 BANDWIDTH = {'H100': 3.35e12, 'H200': 4.8e12}  # bytes/s, the vendor's data sheets
 BYTES = dict(vocab_size=320, n_ids=257, eos_id=None)
 SMALL = BYTES | dict(n_layer=1, n_embd=256, n_head=4, d_k=32, d_v=64)
+CHASE = dict(n_layer=1, n_head=4, window=38, vocab_size=128, n_ids=100, bptt=True)  # appendix B of its paper
 CASES = [  # model, batch, T, values of its Config
     ('gpn', 8, 256, SMALL | dict(d_emb=128, n_ffn=683)),
     ('gpn', 8, 256, SMALL | dict(d_emb=128, n_ffn=683, n_layer=2)),
-    ('gdn', 8, 256, SMALL | dict(n_ffn=683, n_layer=2))]
-GPU_CASES = [('gpn', 4, 256, {}), ('gdn', 4, 256, {}), ('gpn', 128, 2048, {}), ('gdn', 32, 2048, {})]
+    ('gdn', 8, 256, SMALL | dict(n_ffn=683, n_layer=2)),
+    *(('context_ready', 64, T, CHASE | dict(n_embd=C)) for C, T in ((256, 338), (128, 338), (64, 114)))]
+GPU_CASES = [('gpn', 4, 256, {}), ('gdn', 4, 256, {}), ('gpn', 128, 2048, {}), ('gdn', 32, 2048, {}), CASES[-3]]
 TOY = BYTES | dict(n_layer=1, n_embd=32, n_head=2, d_k=8, d_v=12, n_ffn=40)
-TOY_CASES = [('gpn', 2, 16, TOY | dict(d_emb=16)), ('gdn', 2, 16, TOY)]
+TOY_CASES = [('gpn', 2, 16, TOY | dict(d_emb=16)), ('gdn', 2, 16, TOY),
+             ('context_ready', 2, 13, CHASE | dict(n_embd=16, window=5))]
 
 
 def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Callable[[], float]:
@@ -74,14 +77,14 @@ def least_seconds(batch_size: int, T: int, bandwidth: float) -> float:
 
 def compare(name: str, batch_size: int, T: int, values: dict, toy: bool) -> dict:
     """One row: milliseconds and peak memory of each form, and the loop's time over the fast form's."""
-    forms = ['fast'] if T > 256 else ['fast', 'loop']  # a loop over 2048 tokens takes minutes
+    forms = ['fast'] if T > 1000 else ['fast', 'loop']  # a loop over 2048 tokens takes minutes
     if not GPU and name == 'gpn' and gpn.c_dtype(torch.bfloat16) == torch.bfloat16:
         forms.append('fast bf16')
     steps = {form: make_step(name, form, batch_size, T, values) for form in forms}
     losses = {form: step() for form, step in steps.items()}
     assert max(losses.values()) - min(losses.values()) < 0.02, losses
     seconds = alternate(steps, rounds=1 if toy else 5, warmup=0 if toy else 1)
-    row = {'model': name, 'n_layer': values.get('n_layer'), 'batch': batch_size, 'T': T,
+    row = {'model': name, 'n_layer': values.get('n_layer'), 'C': values.get('n_embd'), 'batch': batch_size, 'T': T,
            'tokens_per_s': round(batch_size * T / seconds['fast'])}
     row |= {f'{form}_ms': round(1e3 * s, 1) for form, s in seconds.items()}
     row |= {f'loop_over_{form}': round(seconds['loop'] / s, 2) for form, s in seconds.items()
@@ -102,8 +105,7 @@ def figures(toy: bool) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    toy = '--toy' in options(argv, '--toy')
-    write_results('scans', figures(toy), toy=toy)
+    measure(argv, scans=figures)
 
 
 if __name__ == '__main__':

@@ -27,7 +27,7 @@ import torch
 
 import model_standard
 import train
-from bench import FAMILY, alternate, apart, make_model, nanogpt, options, over_standard, resident, write_results
+from bench import FAMILY, alternate, apart, make_model, measure, nanogpt, over_standard, resident
 from common import export, machine, runs
 from common.start import SPIN_COUNT
 
@@ -68,14 +68,11 @@ def make_step(side: str, shape: dict, dtype, fused: bool = True, compile: bool =
     tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
     if side == 'ours':
         return our_step(model, tokens, dtype, compile)
-    model = export.to_llama(model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
-    if fused:
-        optimizer = train.make_optimizer(model, train.Settings())
-
-    def forward(x, y):
-        return model(input_ids=x, labels=x, shift_labels=y).loss
-    return optimizer_step(model, forward, optimizer, tokens, dtype)
+    llama = export.to_llama(model).train()
+    optimizer = (train.make_optimizer(llama, train.Settings()) if fused
+                 else torch.optim.AdamW(llama.parameters(), lr=6e-4))
+    return optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss, optimizer, tokens,
+                          dtype)
 
 
 # ---- beside Hugging Face ----
@@ -143,16 +140,18 @@ def user_step(side: str) -> float:
     return alternate({'step': step}, rounds=6)['step']
 
 
+def with_documents(block_size: int, batch_size: int, length: int) -> torch.Tensor:
+    """Random tokens (2, B, T), inputs and targets, in documents of `length` tokens on average."""
+    tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
+    return tokens.masked_fill(torch.rand(tokens.shape, device=DEVICE) < 1 / length, 50256)
+
+
 def two_streams(toy: bool = False) -> Iterator[dict]:
     """The time of each method's step over Standard's."""
     machine.start_processes(train.Settings())
-    shape = dict(n_layer=6, n_head=6, n_embd=384)
-    sizes = [(4096, 8)] if DEVICE.type == 'cuda' else [(1024, 2), (256, 8)]
-    if toy:
-        shape, sizes = TOY_SHAPE, [(16, 2)]
+    shape, sizes = (TOY_SHAPE, [(16, 2)]) if toy else (dict(n_layer=6, n_head=6, n_embd=384), [(1024, 2), (256, 8)])
     for block_size, batch_size in sizes:
-        tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
-        tokens[torch.rand(tokens.shape, device=DEVICE) < 1 / 200] = 50256
+        tokens = with_documents(block_size, batch_size, 200)
         for dtype in DTYPES:
             steps = {name: our_step(make_model(name, **shape), tokens, dtype, compile=DEVICE.type == 'cuda')
                      for name in FAMILY}
@@ -172,19 +171,15 @@ def scales(toy: bool = False) -> Iterator[dict]:
     if toy:
         block_size, sizes = 16, [('s', 2, TOY_SHAPE)]
     for name, batch_size, shape in sizes:
-        tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
-        tokens[torch.rand(tokens.shape, device=DEVICE) < 1 / 1000] = 50256
-        steps, flops = {}, {}
-        for method in ('standard', 'sps') if name == 's' else ('standard',):
-            model = make_model(method, **shape)
-            steps[method] = our_step(model, tokens, torch.bfloat16, compile=not toy)
-            flops[method] = model.flops_per_token(block_size) * tokens[0].numel()
+        tokens = with_documents(block_size, batch_size, 1000)
+        models = {method: make_model(method, **shape) for method in ('standard', *['sps'] * (name == 's'))}
+        steps = {method: our_step(model, tokens, torch.bfloat16, compile=not toy) for method, model in models.items()}
         seconds = alternate(steps, rounds=1 if toy else 10, warmup=3)
         for method, s in seconds.items():
+            tokens_per_s = tokens[0].numel() / s
             yield {'scale': name, 'method': method, 'T': block_size, 'batch': batch_size,
-                   'tokens_per_s': round(tokens[0].numel() / s),
-                   'time_over_standard': round(s / seconds['standard'], 3),
-                   'mfu': peak and round(flops[method] / s / peak, 3)}
+                   'tokens_per_s': round(tokens_per_s), 'time_over_standard': round(s / seconds['standard'], 3),
+                   'mfu': peak and round(models[method].flops_per_token(block_size) * tokens_per_s / peak, 3)}
 
 
 def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, toy: bool = False) -> tuple:
@@ -248,14 +243,8 @@ def figures(toy: bool) -> Iterator[dict]:
     yield from apart(two_streams, **TRAINING)
 
 
-MEASUREMENTS = {'train_step': figures, 'nanogpt': beside_nanogpt, 'objectives': objectives, 'scales': scales}
-
-
 def main(argv: list[str] | None = None) -> None:
-    given = options(argv, '--toy', 'nanogpt', 'objectives', 'scales')
-    toy = '--toy' in given
-    name, = given - {'--toy'} or {'train_step'}
-    write_results(name, MEASUREMENTS[name](toy), markdown=name == 'objectives', toy=toy)
+    measure(argv, train_step=figures, nanogpt=beside_nanogpt, objectives=objectives, scales=scales)
 
 
 if __name__ == '__main__':

@@ -10,10 +10,9 @@ words trained on.
 from dataclasses import dataclass
 
 from analysis import figures
-from common.files import UserError, friendly_errors
+from common.files import UserError
 from common.machine import pick_device
 from common.runs import load_run, read_run
-from common.settings import check_ranges
 from data import open_data
 from data.a5 import Task
 from data.tasks import make_task, task_class
@@ -28,9 +27,6 @@ class Settings:
     words: int = 10_000  # that are judged, the same for all runs (paper: about 100,000)
     batch_size: int = 1000  # words at a time
     device: str = 'auto'  # auto, cuda, cpu or mps
-
-    def __post_init__(self):
-        check_ranges(self, length=(2, 10_000), words=(1, 10 ** 7))
 
 
 def trained_length(run) -> int:
@@ -63,8 +59,7 @@ def plot(rows: list[dict]):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('a5 RUN RUN ... --length=36 --out=NAME', Settings, argv)
+    with figures.runs_to_read('a5 RUN RUN ... --length=36 --out=NAME', Settings, argv) as (s, runs):
         measured = figures.curves_of(runs, lambda folders: measure(folders, s))
         rows = [{'label': label + row['who']} | row for label, own in measured.items() for row in own]
         for label, line in figures.by_label(rows).items():

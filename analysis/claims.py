@@ -41,6 +41,8 @@ from data import open_data
 
 HERE = Path(__file__).parent
 ALPHA = 0.05  # level of the tests
+DEFINING = 'statistic', 'ours', 'direction', 'other', 'test', 'margin'  # a claim that differs in one is another claim
+COSTS = 'our_tokens', 'our_command', 'other_tokens', 'other_command', 'where'  # columns of claims.csv
 SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
           'nextlat': 'Next-Latent Prediction Transformers Learn Compact World Models',
@@ -66,7 +68,6 @@ class Run:
     rate: float  # learning rate to start at
     times: float = 1  # its training tokens, over max_tokens
     tokens: int = 0  # its training tokens whatever max_tokens is, all at `rate`; 0: as `times` says
-
 
     def n_tokens(self, max_tokens: int) -> int:
         return self.tokens or round(self.times * max_tokens)
@@ -204,20 +205,9 @@ STATISTICS = {  # name: function of a run folder that returns {name: number}, po
 
 # ---- verdicts ----
 
-def below(a: list[float], b: list[float]) -> float:
-    """Return p of the one-sided test against the alternative that a has the lower mean; one number alone is fixed."""
-    from scipy.stats import ttest_1samp
-    if len(b) == 1:
-        return ttest_1samp(a, b[0], alternative='less').pvalue
-    if len(a) == 1:
-        return ttest_1samp(b, a[0], alternative='greater').pvalue
-    return lower_test(a, b)['p']
-
-
 def t_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
     """Return (p, verdict) of Welch's or the one-sample test, of TOST for `equal`."""
-    is_lower = below([x - margin for x in ours], other)
-    is_higher = below([x - margin for x in other], ours)
+    is_lower, is_higher = lower_test(ours, other, margin)['p'], lower_test(other, ours, margin)['p']
     p = {'lower': is_lower, 'higher': is_higher, 'equal': max(is_lower, is_higher)}[direction]
     # 1 - p belongs to the test in the other direction; of `equal`, to two, as the difference may exceed either margin
     other_level = ALPHA / 2 if direction == 'equal' else ALPHA
@@ -236,10 +226,10 @@ def sign_test(ours: list[float], other: list[float], direction: str, margin: flo
 
 def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
     """Return {'difference', 'low', 'high', 'p', 'verdict'} from one number per seed on each side, or a fixed one."""
-    p, verdict = {'t': t_test, 'sign': sign_test}[test](ours, other, direction, margin)
+    p, verdict = (t_test if test == 't' else sign_test)(ours, other, direction, margin)
     gap, low, high = statistics.mean(ours) - statistics.mean(other), None, None
     if len(other) == 1:
-        low, high = (bound - other[0] for bound in interval(ours))
+        low, high = interval([x - other[0] for x in ours])
     elif test == 't':
         _, low, high = difference(ours, other)
     return {'difference': gap, 'low': low, 'high': high, 'p': p, 'verdict': verdict}
@@ -249,8 +239,7 @@ def judge(ours: list[float], other: list[float], direction: str, test: str, marg
 
 def row_of(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
     """Return a row of claims.csv: the claim, its verdict from the numbers of each seed, and `costs`."""
-    return {'name': c.name, 'paper': c.paper, 'statistic': c.statistic, 'ours': c.ours, 'direction': c.direction,
-            'other': c.other, 'test': c.test, 'margin': c.margin, 'seeds': len(ours),
+    return {**{key: getattr(c, key) for key in ('name', 'paper', *DEFINING)}, 'seeds': len(ours),
             'our_mean': statistics.mean(ours), 'other_mean': statistics.mean(other),
             **judge(ours, other, c.direction, c.test, c.margin),
             'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)), **costs}
@@ -262,9 +251,8 @@ def kept_rows(path: Path) -> dict[str, dict]:
     for old in read_csv(path) if path.exists() else []:
         if old['name'] in claim_of:
             numbers = [[float(x) for x in old[side].split()] for side in ('our_numbers', 'other_numbers')]
-            costs = {key: old[key] for key in ('our_tokens', 'other_tokens', 'our_command', 'other_command', 'where')}
-            row = row_of(claim_of[old['name']], *numbers, costs)
-            if all(str(row[key]) == old[key] for key in ('ours', 'other', 'statistic', 'direction', 'test', 'margin')):
+            row = row_of(claim_of[old['name']], *numbers, {key: old[key] for key in COSTS})
+            if all(str(row[key]) == old[key] for key in DEFINING):
                 rows[old['name']] = row
     return rows
 
@@ -272,12 +260,13 @@ def kept_rows(path: Path) -> dict[str, dict]:
 def markdown(rows: dict[str, dict]) -> str:
     """Return claims.md: a table for each paper."""
     verdicts = [row['verdict'] for row in rows.values()]
+    counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SEEN, NOT_SEEN, CONTRADICTED))
     lines = ['# Claims of the papers, in miniature', '',
-             f'{len(rows)} claims: ' + ', '.join(f'{verdicts.count(v)} {v}' for v in (SEEN, NOT_SEEN, CONTRADICTED))
-             + f'. Level {ALPHA}, each claim by itself: of two equal things one claim in twenty is called seen and one '
-             'contradicted, with sign tests at three seeds one in eight each. These models are about a thousand times '
-             "smaller than the papers': what is not seen here may hold there. claims.csv has the numbers of each seed, "
-             'the commands and the machine; python -m analysis.claims explains the tests.']
+             f'{len(rows)} claims: {counts}. Level {ALPHA}, each claim by itself: of two equal things one claim in '
+             'twenty is called seen and one contradicted, with sign tests at three seeds one in eight each. These '
+             "models are about a thousand times smaller than the papers': what is not seen here may hold there. "
+             'claims.csv has the numbers of each seed, the commands and the machine; python -m analysis.claims '
+             'explains the tests.']
     for paper, title in PAPERS.items():
         shown = [in_markdown(c, rows[c.name]) for c in CLAIMS if c.paper == paper and c.name in rows]
         if shown:
@@ -311,11 +300,10 @@ def measured_rows(s: Settings, claims: list[Claim], runs: dict[str, list[Path]])
     """Return {name: row of claims.csv} of trained runs."""
     statistics_of, rows, where = cache(lambda measure, run: measure(run)), {}, one_line(where_and_when())
     for c in claims:
-        numbers, costs = [], {}
+        numbers, costs = [], dict.fromkeys(COSTS, '')
         for who, side in (('our', c.ours), ('other', c.other)):
-            if side not in runs:  # a fixed number
+            if isinstance(side, float):
                 numbers.append([side])
-                costs |= {f'{who}_tokens': '', f'{who}_command': ''}
                 continue
             numbers.append([statistics_of(STATISTICS[c.statistic], run)[c.statistic] for run in runs[side]])
             settings = settings_of(runs[side][0])

@@ -30,7 +30,7 @@ from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
 from common.run_settings import read_settings
 from common.runs import blank_run, model_file, read_log, read_run
-from common.settings import check_ranges, load_settings
+from common.settings import load_settings
 from common.validation import perplexity
 from data import open_data
 from train import Settings as TrainSettings
@@ -47,9 +47,6 @@ class Settings:
     max_tokens: int | None = None  # training tokens of all models; None: as each says
     seeds: int = 3  # runs of each, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
-
-    def __post_init__(self):
-        check_ranges(self, max_tokens=(1, inf), seeds=(1, inf), jobs=(1, inf))
 
 
 def loss_of(folder: Path) -> float | None:
@@ -158,12 +155,6 @@ def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[ob
 def speed(run: Path) -> float:
     """Return the median training tokens/s of a run's log."""
     return figures.median(read_log(run), 'tokens_per_s')
-
-
-def core_hours(folder: Path) -> float:
-    """Return the training hours (of a core or a GPU) of all runs in a folder, other learning rates included."""
-    logs = [read_log(config.parent) for config in folder.glob('*/config.json')]
-    return sum(log[-1]['seconds'] for log in logs if log) / 3600
 
 
 def cache_bytes(run: Path, n_tokens: int) -> int | None:

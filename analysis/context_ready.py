@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from analysis import figures
-from common.files import UserError, friendly_errors
-from common.settings import check_ranges
+from common.files import UserError
 from common.validation import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -37,9 +36,6 @@ class Settings:
     batch_size: int = 16  # windows at a time
     data: str | None = None  # data folder; None: the run's own
     device: str = 'auto'  # auto, cuda, cpu or mps
-
-    def __post_init__(self):
-        check_ranges(self, tokens=(1, 10 ** 12))
 
 
 @torch.no_grad()
@@ -132,8 +128,7 @@ def plot(rows):
 
 
 def main(argv=None):
-    with friendly_errors():
-        s, runs = figures.runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         rows = [analyse(run, s) for run in runs]
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))

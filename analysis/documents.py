@@ -1,14 +1,9 @@
 """Long documents of a run's validation data, for figures over the positions of a document."""
-import itertools
-from collections.abc import Iterator
-
 import numpy as np
 
 from common.files import UserError
 from common.runs import read_run
 from data.shards import Data
-
-PIECE = 2 ** 20  # tokens that are read at a time
 
 
 def fitting_block(runs: list[str], block_size: int) -> int:
@@ -26,20 +21,12 @@ def long_documents(data, least: int, most: int, n: int) -> list[np.ndarray]:
     """
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows are no documents: give --data=FOLDER with documents')
-    long_enough = (document[:most] for document in documents(data) if len(document) >= least)
-    found = list(itertools.islice(long_enough, n))
+    ids = data.tokens('val', 0, data.splits['val']['tokens'])
+    *documents, _ = np.split(ids, np.flatnonzero(ids == data.eos_id) + 1)  # each with its eos
+    found = [document[:most] for document in documents if len(document) >= least][:n]
     if not found:
         raise UserError(f'{data.folder} has no validation document of {least:,} tokens or more: give shorter lengths, '
                         'or --data=FOLDER with longer documents')
     if len(found) < n:
         print(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
     return found
-
-
-def documents(data: Data) -> Iterator[np.ndarray]:
-    """Yield the documents of the validation split in order, each with its eos."""
-    total, rest = data.splits['val']['tokens'], np.zeros(0, np.int64)
-    for start in range(0, total, PIECE):
-        ids = np.concatenate([rest, data.tokens('val', start, min(PIECE, total - start))])
-        *whole, rest = np.split(ids, np.flatnonzero(ids == data.eos_id) + 1)
-        yield from whole

@@ -5,13 +5,14 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 
 import torch
 
-from common.files import UserError
+from common.files import UserError, friendly_errors
 from common.machine import pick_device, pick_dtype
 from common.run_settings import MAY_CHANGE
 from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
@@ -26,15 +27,17 @@ SAME_SIZE = 1.1  # largest ratio of the parameters of models of one size
 
 # ---- one run ----
 
-def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> tuple:
-    """Return (settings, run folders) of a command line; UserError if it names no runs.
+@contextmanager
+def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> Iterator[tuple]:
+    """Context manager of a script: yields (settings, run folders) of its command line, prints errors as sentences.
 
-    usage: the module's name and its arguments, for the error message.
+    usage: the module's name and its arguments, for a command line without runs.
     """
-    s, runs, _ = load_settings(Settings, argv)
-    if not runs:
-        raise UserError(f'which runs? python -m analysis.{usage}')
-    return s, runs
+    with friendly_errors():
+        s, runs, _ = load_settings(Settings, argv)
+        if not runs:
+            raise UserError(f'which runs? python -m analysis.{usage}')
+        yield s, runs
 
 
 def load_model_and_data(run: str, s) -> tuple:
@@ -83,12 +86,6 @@ def flops_per_token(run: str) -> float | None:
         return blank_run(run).flops_per_token(record['settings']['block_size'])
     except Exception:  # a model file that was edited since, or that has no flops_per_token
         return None
-
-
-def n_gpus(run: str) -> int:
-    """Return the number of GPUs that a run started with; 0 on a CPU."""
-    versions = read_run(run)['versions']
-    return versions.get('processes', 1) if str(versions.get('device')).startswith('cuda') else 0
 
 
 def evaluations(path: Path) -> dict[str, float]:
@@ -300,8 +297,8 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> l
     on GPUs, flops (of one run) is None if unknown.
     """
     logs = [{record['tokens']: record for record in read_log(run) if is_number(record.get(key))} for run in runs]
-    gpus, flops = [n_gpus(run) for run in runs], flops_per_token(runs[0])
-    points = []
+    versions, flops, points = [read_run(run)['versions'] for run in runs], flops_per_token(runs[0]), []
+    gpus = [v.get('processes', 1) if str(v.get('device')).startswith('cuda') else 0 for v in versions]
     for tokens in sorted(set.intersection(*map(set, logs))):
         values = [log[tokens][key] for log in logs]
         seconds = [log[tokens]['seconds'] for log in logs]
@@ -343,20 +340,26 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | N
     return gap, bounds.low, bounds.high
 
 
-def lower_test(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
-    """Welch's one-sided test against the alternative that a has the lower mean: {'gap', 't', 'degrees', 'p'}."""
+def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:
+    """One-sided test against the alternative that mean(a) < mean(b) + lead: {'gap', 't', 'degrees', 'p'}.
+
+    Welch's test; the one-sample test if one side is a single number, which is then fixed.
+    """
     from scipy import stats
-    found = stats.ttest_ind(a, b, equal_var=False, alternative='less')
-    return {'gap': statistics.mean(a) - statistics.mean(b), 't': found.statistic, 'degrees': found.df,
-            'p': found.pvalue}
+    gap, shifted = statistics.mean(a) - statistics.mean(b), [x - lead for x in a]
+    if len(b) == 1:
+        found = stats.ttest_1samp(shifted, b[0], alternative='less')
+    elif len(a) == 1:
+        found = stats.ttest_1samp(b, shifted[0], alternative='greater')
+    else:
+        found = stats.ttest_ind(shifted, b, equal_var=False, alternative='less')
+    return {'gap': gap, 't': found.statistic, 'degrees': found.df, 'p': found.pvalue}
 
 
 def equivalence_test(a: Sequence[float], b: Sequence[float], margin: float) -> dict[str, float]:
-    """TOST of whether the means differ by less than the margin, as `lower_test`: the side with the larger p."""
-    from statsmodels.stats.weightstats import ttost_ind
-    _, *sides = ttost_ind(a, b, -margin, margin, usevar='unequal')
-    t, p, degrees = max(sides, key=lambda side: side[1])
-    return {'gap': statistics.mean(a) - statistics.mean(b), 't': t, 'degrees': degrees, 'p': p}
+    """TOST of whether the means differ by less than the margin: the `lower_test` of the two sides with the larger p."""
+    worse = max(lower_test(a, b, margin), lower_test(b, a, margin), key=lambda side: side['p'])
+    return worse | {'gap': statistics.mean(a) - statistics.mean(b)}
 
 
 def between(low: float | None, high: float | None, sign: str = '') -> str:

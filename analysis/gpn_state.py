@@ -9,7 +9,7 @@ with the slow or the fast memory heads emptied. For a run on data/recall.py it a
 with each of these removed, which shows over how many tokens a pool of heads is needed.
 
 A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's half-life). The heads are
-split at the largest gap between their lifetimes. For a run with --documents=True all lags are within a document.
+split at the largest gap between their lifetimes. The paper carries states over the ends of documents: so must the run.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,11 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from attn_kernels import document_starts
-from common.files import UserError, friendly_errors
-from common.settings import check_ranges
+from common.files import UserError
 from data.tokenizers import load_tokenizer
-from model_gpn import choose_rows
 
 STATES = 16_384  # the 16k of the paper's section 7.1, as 8 batches of 2,048
 
@@ -37,9 +34,6 @@ class Settings:
     block_size: int | None = None  # tokens of a window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
-
-    def __post_init__(self):
-        check_ranges(self, batches=(1, inf), block_size=(2, inf), unigram_tokens=(1, inf))
 
 
 def empty_heads(model, heads):
@@ -57,18 +51,16 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
     without (C,): a direction to remove from the decoded states, with `carried` also from the carried ones; heads_off:
     memory heads to keep empty.
     """
-    c, (B, T) = model.config, idx.shape
+    B, T = idx.shape
     u, states, decays = model.ground_input(idx), [], []
-    state = first = model.first_state(B, u.device)
+    state = model.first_state(B, u.device)
     with empty_heads(model, list(heads_off)):
         for t in range(T):
-            if t and c.eos_id is not None:
-                state = choose_rows(idx[:, t - 1] != c.eos_id, state, first)
             s, g, memory = model.step(u[:, t], *state)
             predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without
             state = predicted if carried else s, g, memory
             states.append(predicted)
-            if c.n_head:
+            if model.config.n_head:
                 decays.append(model.write.log_decay(g))
     return torch.stack(states, 1), torch.stack(decays, 1) if decays else u.new_zeros(B, T, 0)
 
@@ -109,39 +101,16 @@ def geometry(x):
     return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share, correlation
 
 
-def tokens_before(idx, eos_id):
-    """Return the number of earlier tokens of the same document in the window. idx (B, T) -> (B, T) int64."""
-    position = torch.arange(idx.shape[1], device=idx.device).expand_as(idx)
-    return position if eos_id is None else position - document_starts(idx, eos_id)
+def cosines(states, lags):
+    """Return mean cosines of states (B, T, C) with those k later, (lags,): raw, and minus the mean of the window."""
+    return [torch.stack([F.cosine_similarity(x[:, :-k], x[:, k:], dim=-1).mean() for k in lags])
+            for x in (states, states - states.mean(1, keepdim=True))]
 
 
-def running_means(states, before):
-    """Return the mean of a document's states (B, T, C) up to each position; before (B, T) from `tokens_before`."""
-    total = states.cumsum(1)
-    start = torch.arange(states.shape[1], device=states.device) - before
-    at_start = (total - states).gather(1, start.unsqueeze(-1).expand_as(states))
-    return (total - at_start) / (before + 1).unsqueeze(-1)
-
-
-def document_means(states, before):
-    """Return the mean state of the document that each position is in, (B, T, C)."""
-    number, is_last = (before == 0).flatten().cumsum(0) - 1, before.roll(-1, 1) == 0
-    return running_means(states, before)[is_last][number].view_as(states)
-
-
-def cosines(states, before, lags):
-    """Return mean cosines of states (B, T, C) with those k later: (lags,) raw, and (lags,) minus their document's mean.
-
-    Pairs across documents are left out: each document starts with an empty state.
-    """
-    return [torch.stack([F.cosine_similarity(x[:, :-k], x[:, k:], dim=-1)[before[:, k:] >= k].mean() for k in lags])
-            for x in (states, states - document_means(states, before))]
-
-
-def retention(log_decay, before, lags):
-    """Return the share of a write left k steps later in its document, the mean product of decays: (H, lags)."""
+def retention(log_decay, lags):
+    """Return the share of a write left k steps later, the mean product of decays (B, T, H): (H, lags)."""
     total = log_decay.double().cumsum(1)
-    return torch.stack([(total[:, k:] - total[:, :-k]).exp()[before[:, k:] >= k].mean(0) for k in lags], 1)
+    return torch.stack([(total[:, k:] - total[:, :-k]).exp().mean((0, 1)) for k in lags], 1)
 
 
 def lifetime(curve, lags):
@@ -167,23 +136,16 @@ def pools(lives):
 
 @torch.no_grad()
 def judge(model, batches, **edits):
-    """Return the nats of each target that counts in training (N,), whether it is the likeliest token (N,), and the
-    mean length of a state, over batches [(idx, targets)]. edits: arguments of `walk`."""
+    """Return the nats of each target (N,), whether it is the likeliest token (N,), and the mean length of a state, over
+    batches [(idx, targets)]; targets of -1 are left out. edits: arguments of `walk`."""
     nats, is_right, lengths = [], [], []
     for idx, targets in batches:
         states = walk(model, idx, **edits)[0]
-        counts = counted_targets(model, idx, targets)
-        logits, wanted = model._logits(model.head_input(states[counts])), targets[counts]
+        logits, wanted = model._logits(model.head_input(states[targets >= 0])), targets[targets >= 0]
         nats.append(F.cross_entropy(logits, wanted, reduction='none').double())
         is_right.append(logits[:, :model.config.n_ids].argmax(-1) == wanted)
         lengths.append(states.norm(dim=-1).mean())
     return torch.cat(nats), torch.cat(is_right).double(), float(torch.stack(lengths).mean())
-
-
-def counted_targets(model, idx, targets):
-    """Return where targets count in training: idx, targets (B, T) -> (B, T) bool."""
-    eos_id = model.config.eos_id
-    return targets >= 0 if eos_id is None else (targets >= 0) & (idx != eos_id)
 
 
 def geometry_rows(states):
@@ -236,20 +198,20 @@ def measure(model, batches, unigram, show, asked_distance=None):
     mean = states.mean((0, 1))
     rows = geometry_rows(states)
     rows += direction_rows(model, torch.stack([s.mean((0, 1)) for s, _ in walked]), unigram, show)
-    before = torch.cat([tokens_before(idx, model.config.eos_id) for idx, _ in batches])
-    T = int(before.max()) + 1  # tokens of the longest document, which is the window where eos ends none
-    near = F.cosine_similarity(running_means(states, before), mean, dim=-1)
-    rows += [('running mean', 'cosine with the mean', t, float(near[before == t - 1].mean()))
+    T = states.shape[1]
+    running = states.cumsum(1) / torch.arange(1, T + 1, device=states.device).unsqueeze(-1)
+    near = F.cosine_similarity(running, mean, dim=-1).mean(0)
+    rows += [('running mean', 'cosine with the mean', t, float(near[t - 1]))
              for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
     lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if 0 < k < T})
-    for name, values in zip(('raw', 'centred'), cosines(states, before, lags)):
+    for name, values in zip(('raw', 'centred'), cosines(states, lags)):
         rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
 
     direction = F.normalize(mean, dim=0)
     tests = {'as it is': {}, 'mean direction out of the decoded state': dict(without=direction),
              'mean direction out of the carried state': dict(without=direction, carried=True)}
     if log_decay.shape[-1]:
-        curves = retention(log_decay, before, lags)
+        curves = retention(log_decay, lags)
         lives = [lifetime(curve, lags) for curve in curves]
         rows += [('retention', f'head {h}', k, float(v)) for h, curve in enumerate(curves) for k, v in zip(lags, curve)]
         rows += [('lifetime', f'head {h}', '', life) for h, life in enumerate(lives)]
@@ -264,7 +226,7 @@ def ablation_rows(model, batches, tests, asked_distance):
     """Return rows of perplexity and the states' length for each of tests {name: edits of `walk`}, and by distance."""
     rows = []
     if asked_distance is not None:
-        distances = torch.cat([asked_distance(idx)[counted_targets(model, idx, targets)] for idx, targets in batches])
+        distances = torch.cat([asked_distance(idx)[targets >= 0] for idx, targets in batches])
     for name, edits in tests.items():
         nats, is_right, length = judge(model, batches, **edits)
         rows += [('perplexity', name, '', float(nats.mean().exp())), ('magnitude', name, '', length)]
@@ -319,13 +281,14 @@ def print_summary(rows):
 
 
 def main(argv=None):
-    with friendly_errors():
-        s, (run, *others) = figures.runs_to_read('gpn_state RUN --out=NAME', Settings, argv)
+    with figures.runs_to_read('gpn_state RUN --out=NAME', Settings, argv) as (s, (run, *others)):
         if others:
             raise UserError(f'one run is expected, got {1 + len(others)}')
         model, record, data = figures.load_model_and_data(run, s)
         if record['model'].partition('.')[0] != 'gpn':  # or an edit of it, such as gpn.NoDecay
             raise UserError(f'{run} is a run of model_{record["model"]}: expected one of model_gpn')
+        if model.config.eos_id is not None:
+            raise UserError(f'{run} starts each document with an empty state: expected a run with --documents=False')
         device = model.fuse.weight.device
         T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # of a task its rows
         n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))

@@ -27,9 +27,8 @@ import torch.nn.functional as F
 
 from analysis import figures
 from analysis.documents import fitting_block, long_documents
-from common.files import UserError, friendly_errors
+from common.files import UserError
 from common.machine import make_progress
-from common.settings import check_ranges
 
 STREAMS = 'x', 'rho'
 TREND = 21  # offsets that the smoothed line is fitted over (the paper's script)
@@ -47,9 +46,6 @@ class Settings:
     batch_size: int = 8  # losses of one backward
     dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
     device: str = 'auto'  # auto, cuda, cpu or mps
-
-    def __post_init__(self):
-        check_ranges(self, n_documents=(1, inf), positions=(1, inf), block_size=(2, inf), max_k=(1, inf))
 
     @property
     def first_position(self) -> int:
@@ -262,8 +258,7 @@ def plot(rows: list[dict]):
 
 
 def main(argv=None):
-    with friendly_errors():
-        s, runs = figures.runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         s = fitted(s, runs)
         measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import figures
-from common.files import friendly_errors
 
 AXES = {'tokens': 'tokens', 'gpu_hours': 'GPU-hours', 'minutes': 'minutes', 'flops': 'FLOPs'}
 
@@ -72,8 +71,7 @@ def set_axes(axes, curves: list[list[dict]], xlabel: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('loss_curves RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('loss_curves RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         curves = figures.curves_of(runs, figures.curve)
         first = next(iter(curves.values()))
         for label, points in curves.items():

@@ -30,8 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from analysis import figures
 from common.decoding import decodable, generate
-from common.files import UserError, friendly_errors
-from common.settings import check_ranges
+from common.files import UserError
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
            'NW': (-1, 1)}
@@ -49,10 +48,6 @@ class Settings:
     distance: float = 4.0  # length of an invented street, in streets; the paper: half a mile
     batch_size: int = 256  # rows at a time
     device: str = 'auto'  # auto, cuda, cpu or mps
-
-    def __post_init__(self):
-        check_ranges(self, detours=(0, 1), n_prefixes=(1, 10 ** 7), n_walks=(1, 10 ** 7),
-                     max_degree=(1, 1000))
 
 
 # ---- ways with detours ----
@@ -311,8 +306,7 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('manhattan RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('manhattan RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         rows, maps = [], {}
         for run in runs:
             row, maps[run] = measure(run, s)

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from common.files import UserError, friendly_errors
+from common.files import UserError
 from common.machine import make_progress
-from common.settings import check_ranges
 from data.shards import Data
 from train import make_optimizer
 
@@ -32,9 +31,6 @@ class Settings:
     eval_tokens: int = 1_000_000  # validation tokens that they are judged on, or all if there are fewer
     dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
     device: str = 'auto'  # auto, cuda, cpu or mps
-
-    def __post_init__(self):
-        check_ranges(self, offsets=(1, inf), steps=(1, inf), eval_tokens=(1, inf))
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:
@@ -135,8 +131,7 @@ def plot(rows: list[dict]):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv)
+    with figures.runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv) as (s, runs):
         measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
         rows = table(measured)
         for row in rows:

@@ -13,17 +13,15 @@ lose nothing and are left out. Writes NAME.png (raw and smoothed) and NAME.csv; 
 ratio of the first run's loss to each other run's.
 """
 from dataclasses import asdict, dataclass, replace
-from math import inf
 
 import numpy as np
 import torch
 
 from analysis import figures
 from analysis.documents import fitting_block, long_documents
-from common.files import UserError, friendly_errors
+from common.files import UserError
 from common.machine import make_progress
 from common.scoring import judge
-from common.settings import check_ranges
 
 TREND = 201  # positions that the smoothed line is fitted over (the paper's script)
 
@@ -38,9 +36,6 @@ class Settings:
     batch_size: int = 4  # documents at a time
     dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
     device: str = 'auto'  # auto, cuda, cpu or mps
-
-    def __post_init__(self):
-        check_ranges(self, n_documents=(1, inf), block_size=(2, inf))
 
 
 def restricted(model, omega: int, run='the model'):
@@ -119,8 +114,7 @@ def plot(rows: list[dict]):
 
 
 def main(argv=None):
-    with friendly_errors():
-        s, runs = figures.runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         s = fitted(s, runs)
         measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis import figures
-from common.files import friendly_errors
 from eval import PAPERS
 
 
@@ -69,8 +68,7 @@ def plot(rows: list[dict], baseline: str):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('scaling RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('scaling RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         sizes = figures.beside(s.baseline, runs, outcome)
         rows = [{'size': size} | row for size, (outcomes, baseline) in sizes.items()
                 for row in gains(outcomes, baseline)]

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from analysis import figures
-from common.files import UserError, friendly_errors
+from common.files import UserError
 from common.runs import read_log, read_run
 from data.pointer_chasing import SOLVED
 
@@ -47,7 +47,7 @@ def plot(curves: dict[str, dict[str, list[dict]]]):
     several = len(names) > 1
     panels = {label: {label: scores} for label, scores in curves.items()} if several else {names[0]: curves}
     figure, all_axes = figures.panels(len(panels), 4, (5, 4), sharex=True, sharey=True)
-    styles, lines = score_colours(names) if several else dict(zip(curves, figures.line_styles(len(curves)))), {}
+    styles, lines = {key: style for key, _, style in figures.styled(dict.fromkeys(names if several else curves))}, {}
     for axes, (title, shown) in zip(all_axes, panels.items()):
         for label, scores in shown.items():
             for name, points in scores.items():
@@ -80,13 +80,6 @@ def plot_bars(rows: list[dict]):
     return figure
 
 
-def score_colours(names: list[str]) -> dict[str, dict]:
-    """Return {score: its style}, from dark to light in the order of the names."""
-    import matplotlib
-    shades = matplotlib.colormaps['viridis']
-    return {name: {'color': shades(0.9 * i / max(1, len(names) - 1))} for i, name in enumerate(names)}
-
-
 def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
     """Print where each score ends and when it is solved. data: the data of the runs, '' if the label has it."""
     for label, scores in curves.items():
@@ -101,8 +94,7 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('scores RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('scores RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         parts, rows = {}, []
         for run in runs:
             parts.setdefault(read_run(run)['settings']['data'] if s.bars else '', []).append(run)

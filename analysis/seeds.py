@@ -13,11 +13,9 @@ Both are Welch's tests, which do not assume equal variances.
 import statistics
 import sys
 from dataclasses import dataclass
-from math import inf
 
 from analysis import figures
-from common.files import UserError, friendly_errors
-from common.settings import check_ranges
+from common.files import UserError
 
 
 @dataclass
@@ -28,7 +26,6 @@ class Settings:
     margin: float = 0.01  # nats per token within which the two count as equal
 
     def __post_init__(self):
-        check_ranges(self, margin=(1e-9, inf))
         if len(self.alike.split(';')) != 2:
             raise UserError(f"alike is {self.alike!r}: expected two labels with ; between, as 'delayed_state;sps'")
 
@@ -71,8 +68,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('seeds RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('seeds RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         losses = figures.curves_of(runs, figures.final_losses)
         rows = tests(losses, s)
         groups = []

@@ -16,7 +16,6 @@ at their highest speed over the seeds.
 Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding
 time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir.
 """
-import statistics
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
@@ -26,15 +25,14 @@ from pathlib import Path
 import torch
 
 from analysis import compare, figures, report
-from analysis.compare import core_hours, one_dtype, set_best_rates, speed, train_seeds
+from analysis.compare import one_dtype, set_best_rates, speed, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
-from common.decoding import Decoder, decodable, generate, roomy_cache
+from common.decoding import Decoder, decodable, roomy_cache
 from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
-from common.runs import blank_model, blank_run, count_parameters, load_run
-from common.settings import check_ranges, load_settings
-from common.speculative import speculative_generate
+from common.runs import blank_model, count_parameters, load_run
+from common.settings import load_settings
 from data import open_data
 from train import Settings as TrainSettings
 
@@ -61,9 +59,6 @@ class Settings:
     seeds: int = 3  # runs of each model and budget, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
     decode_tokens: int = 64  # that are decoded in each of the rounds
-
-    def __post_init__(self):
-        check_ranges(self, budget=(1, inf), n_layer=(2, 1000), seeds=(1, inf))
 
 
 @dataclass
@@ -121,11 +116,6 @@ def sized(method: Method, data, target: int) -> dict:
         raise UserError(f'{method.label} has {found:,} parameters at {changed}, expected {target:,} within 1%: choose '
                         'another n_embd or n_layer')
     return values
-
-
-def n_at_inference(run) -> int:
-    """Return the parameters of a run's model without p_psi of NextLat, which only training and drafting need."""
-    return sum(p.numel() for name, p in blank_run(run).named_parameters() if not name.startswith('dynamics.'))
 
 
 def whole_steps(s: Settings, tokens: float) -> int:
@@ -187,35 +177,11 @@ def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]
     return {name: s.decode_tokens / seconds for name, seconds in alternate(sides, ROUNDS, warmup=1).items()}
 
 
-def speculation(model, data, s: Settings) -> dict:
-    """Return {'speed_up', 'accepted'}: the speed of drafting over plain decoding, and drafted tokens accepted a round.
-
-    Greedy, on the second halves of 4 validation windows, one at a time. Both are None for a model that cannot draft.
-    """
-    if getattr(model, 'longest_draft', 0) < 1:
-        return {'speed_up': None, 'accepted': None}
-    half = s.block_size // 2
-    prompts = data.val_batch(range(min(4, data.n_windows('val', half))), half)[0].tolist()
-    accepted = []
-
-    def plain():
-        for prompt in prompts:
-            generate(model, [prompt], half, temperature=0)
-
-    def drafted():
-        for prompt in prompts:
-            _, drafts = speculative_generate(model, [prompt], half, temperature=0)
-            accepted.append(drafts.accepted_per_step)
-    seconds = alternate({'plain': plain, 'drafted': drafted}, rounds=3, warmup=1)
-    return {'speed_up': seconds['plain'] / seconds['drafted'], 'accepted': statistics.mean(accepted)}
-
-
-def measure_decoding(runs: dict[str, Path], data, s: Settings) -> dict[str, dict]:
+def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
     """Return {name: figures of decoding} of a run of each model, on one thread or on the GPU."""
     device = pick_device('auto')
     dtype = decoding_dtype('auto', device)
-    models = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}
-    found = {name: speculation(model, data, s) for name, model in models.items()}
+    models, found = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}, {name: {} for name in runs}
     for model in models.values():
         model.config.eos_id = None  # one text without end: a document that ends would empty the context
     for length in CONTEXTS:
@@ -234,8 +200,7 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
     rows = []
     for budget in BUDGETS:
         compared = compare.table({labels[name]: runs[name, budget] for name in labels})
-        rows += [{'name': name, 'equal': budget} | row | {'at_inference': n_at_inference(runs[name, budget][0])}
-                 | decoded[name] for name, row in zip(labels, compared)]
+        rows += [{'name': name, 'equal': budget} | row | decoded[name] for name, row in zip(labels, compared)]
     return rows
 
 
@@ -243,21 +208,16 @@ def decoding_table(rows: list[dict]) -> str:
     """Return the speed and state of each model after CONTEXTS tokens as a Markdown table."""
     columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
         ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in CONTEXTS}
-    return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()},
-                            'parameters at inference': f'{r["at_inference"]:,}',
-                            'drafting': '' if r['speed_up'] is None else f'{r["speed_up"]:.2f}',
-                            'accepted': '' if r['accepted'] is None else f'{r["accepted"]:.2f}'}
+    return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()}}
                            for r in rows if r['equal'] == 'tokens'])
 
 
-def markdown(rows: list[dict], s: Settings, hours: float) -> str:
+def markdown(rows: list[dict], s: Settings) -> str:
     """Return the text of RESULTS.md."""
     standard = rows[0]
     lines = ['# Every architecture side by side', '',
-             f'{one_line(where_and_when())}. Data {s.data}, windows of {s.block_size} tokens, {s.batch_size} a step, '
-             f'{s.jobs} runs at a time. Validation loss in nats per token, with 95% intervals over {s.seeds} seeds. '
-             f'Training took {hours:.2f} core-hours (GPU-hours on a GPU), the runs of other learning rates among '
-             'them; evaluation is not counted.', '',
+             f'{one_line(where_and_when())}. Data {s.data}, windows of {s.block_size} tokens, {s.batch_size} a '
+             f'step, {s.jobs} runs at a time. Losses in nats per token, 95% intervals over {s.seeds} seeds.', '',
              f'Standard is {s.n_layer} layers of {s.n_embd}; the budget is what it takes for {standard["tokens"]:,} '
              f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
              'three budgets.']
@@ -266,10 +226,8 @@ def markdown(rows: list[dict], s: Settings, hours: float) -> str:
     lines += ['', '## Decoding', '',
               'One text at a time, after so many random tokens of context. The models were trained on windows of '
               f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
-              'the cache that decoding allocates for so many tokens, in the dtype of the weights. Drafting: times as '
-              'fast as plain greedy decoding of validation text, and drafted tokens accepted a round.', '',
-              decoding_table(rows),
-              '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
+              'the cache that decoding allocates for so many tokens, in the dtype of the weights.', '',
+              decoding_table(rows), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
     return '\n'.join(lines)
 
 
@@ -323,11 +281,11 @@ def main(argv: list[str] | None = None) -> None:
         labels = {name: method.label for name, method in methods(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)
-        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, data, s)
+        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, s)
         rows = table(labels, runs, decoded)
         figures.write_csv(out / 'shootout.csv', rows)
         plot(rows, out / 'shootout.png')
-        text = markdown(rows, s, core_hours(out))
+        text = markdown(rows, s)
         write_file(out / 'RESULTS.md', text.encode())
         print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')
         report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), f'--out={out}/report.html'])

@@ -25,7 +25,7 @@ from pathlib import Path
 from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
 from bench import markdown_table
 from common.decoding import check_sampling, generate
-from common.files import UserError, friendly_errors, write_file
+from common.files import UserError, write_file
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, run_data
 from common.settings import check_ranges
@@ -48,7 +48,7 @@ class Settings:
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        check_ranges(self, n_prompts=(1, inf), prompt_tokens=(1, inf), new_tokens=(2, inf), batch_size=(1, inf))
+        check_ranges(self, new_tokens=(2, inf))
         check_sampling(self.temperature)
 
 
@@ -157,8 +157,7 @@ def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = runs_to_read('speculative RUN RUN ...', Settings, argv)
+    with runs_to_read('speculative RUN RUN ...', Settings, argv) as (s, runs):
         device, tables = pick_device(s.device), {}
         for run in runs:
             model, record = load_run(run, device, decoding_dtype(s.dtype, device))

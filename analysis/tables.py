@@ -19,7 +19,7 @@ from pathlib import Path
 
 from analysis import figures
 from bench import FAMILY, RESULTS, markdown_table
-from common.files import ROOT, UserError, friendly_errors, read_json, write_file
+from common.files import ROOT, UserError, read_json, write_file
 from common.runs import make_config, read_log, read_run, saved_config
 from common.settings import read_config_file
 from common.validation import perplexity
@@ -60,36 +60,31 @@ def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
     return None
 
 
-def read_inference(path: str) -> dict[tuple, float]:
-    """Return {(what, n_layer, n_head, n_embd, method of FAMILY): ratio to Standard's} of a file of bench.inference.
+def read_inference(path: str) -> list[dict]:
+    """Return the rows of a file of bench.inference, none if the default file is missing."""
+    if path == Settings.inference and not Path(path).exists():
+        return []
+    return read_json(path, 'make it with python -m bench.inference')['rows']
 
-    Empty if the default file is missing.
-    """
-    if not Path(path).exists():
-        if path != Settings.inference:
-            raise UserError(f'there is no file {path}: python -m bench.inference makes one')
-        return {}
+
+def inference_of(run: str, measured: list[dict]) -> dict[str, float]:
+    """Return {column: ratio to Standard's} of INFERENCE from rows of bench.inference of the run's size and method."""
+    record = read_run(run)
+    own = dataclasses.asdict(saved_config(record, run))
     found = {}
-    for row in read_json(path, 'make it again with python -m bench.inference')['rows']:
-        shape = read_config_file(str(ROOT / f'config/standard_{row["scale"]}.py'))
-        ratios = {name: row[name] for name in FAMILY if name in row} | {'standard': 1.0}
-        found |= {(row['what'], shape['n_layer'], shape['n_head'], shape['n_embd'], name): ratio
-                  for name, ratio in ratios.items()}
+    for name, (model, values) in FAMILY.items():
+        config = dataclasses.asdict(make_config(model, values))
+        if record['model'] != model or any(own[key] != config[key] for key in DECODING & own.keys()):
+            continue
+        for row in measured:
+            shape = read_config_file(str(ROOT / f'config/standard_{row["scale"]}.py'))
+            if all(own[key] == shape[key] for key in ('n_layer', 'n_head', 'n_embd')):
+                ratio = {'standard': 1.0, **row}.get(name)
+                found |= {column: ratio for column, what in INFERENCE.items() if what == row['what']}
     return found
 
 
-def bench_name(run: str) -> tuple | None:
-    """Return (n_layer, n_head, n_embd, method of FAMILY) of a run, None if bench.inference measures no such model."""
-    record = read_run(run)
-    own = dataclasses.asdict(saved_config(record, run))
-    for name, (model, values) in FAMILY.items():
-        as_measured = dataclasses.asdict(make_config(model, values))
-        if record['model'] == model and all(own[key] == as_measured[key] for key in DECODING & own.keys()):
-            return own['n_layer'], own['n_head'], own['n_embd'], name
-    return None
-
-
-def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, float]:
+def own_row(runs: list[str], columns: list[str], measured: list[dict]) -> dict[str, float]:
     """Return {column: mean over the finished of runs that differ only in the seed}, without what they do not have.
 
     columns: the paper's. measured: of `read_inference`.
@@ -113,8 +108,7 @@ def own_row(runs: list[str], columns: list[str], measured: dict) -> dict[str, fl
             row[column] = value if key == column else 100 * value
     for column, ending in MEANS.items():
         row[column] = mean_of(row.get(name) for name in columns if name.endswith(ending) and name not in MEANS)
-    if name := bench_name(runs[0]):
-        row |= {column: measured.get((what, *name)) for column, what in INFERENCE.items()}
+    row |= inference_of(runs[0], measured)
     return {column: value for column, value in row.items() if value is not None}
 
 
@@ -154,8 +148,7 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('tables RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('tables RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         paper, measured = figures.read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
         columns = [column for column in paper[0] if ' ' in column]
         groups = figures.curves_of(runs, lambda folders: (own_row(folders, columns, measured),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from analysis import figures
 from analysis.loss_curves import set_axes
-from common.files import UserError, friendly_errors
+from common.files import UserError
 from common.run_settings import last_before_decay
 
 LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # what comes after the constant rate
@@ -92,8 +92,7 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         sizes = figures.beside(s.baseline, runs, constant_rate, LENGTH)
         rows = [{'size': size} | match(target, by, curves) for size, (curves, baseline) in sizes.items()
                 for other in curves if other != baseline for target, by in ((other, baseline), (baseline, other))]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import inf
 
 from analysis import figures
-from common.files import friendly_errors
 from common.runs import read_run, saved_config
 
 
@@ -49,8 +48,7 @@ def plot(lines: dict[str, list[dict]]):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
-        s, runs = figures.runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv)
+    with figures.runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         lines = figures.curves_of(runs, sweep, besides={'window'})
         for label, points in lines.items():
             print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from conftest import ROOT, assert_sentence, run, succeeded
-from scipy.integrate import quad
+from scipy.stats import t as student
 from test_analysis import write_run
 
 import train
@@ -74,41 +74,23 @@ def test_a_name_means_one_label():
 
 # ---- seeds ----
 
-def t_below(t, degrees):
-    """The share of Student's distribution below t, by integrating its density."""
-    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
-    inner, _ = quad(lambda x: scale * (1 + x * x / degrees) ** (-(degrees + 1) / 2), 0, t, epsabs=1e-13, epsrel=1e-13)
-    return 0.5 + inner
-
-
 def welch(a, b, shift=0.0):
     """(t, degrees of freedom) of mean(a) - mean(b) - shift, by the formulas of Welch and Satterthwaite."""
-    def mean(x):
-        return sum(x) / len(x)
-
-    def squared_error(x):
-        return sum((value - mean(x)) ** 2 for value in x) / (len(x) - 1) / len(x)
-    u, v = squared_error(a), squared_error(b)
+    u, v = (statistics.variance(x) / len(x) for x in (a, b))
     degrees = (u + v) ** 2 / (u ** 2 / (len(a) - 1) + v ** 2 / (len(b) - 1))
-    return (mean(a) - mean(b) - shift) / math.sqrt(u + v), degrees
+    return (sum(a) / len(a) - sum(b) / len(b) - shift) / math.sqrt(u + v), degrees
 
 
 @pytest.mark.parametrize('a, b', [('sps', 'standard'), ('delayed_state', 'two_x_memory'), ('standard', 'sps')])
 def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     a, b = LOSSES[a], (*LOSSES[b], 3.09)  # of another length
-    found, (t, degrees) = figures.lower_test(a, b), welch(a, b)
-    assert abs(found['t'] - t) < 1e-9 and abs(found['degrees'] - degrees) < 1e-9
-    assert abs(found['p'] - t_below(t, degrees)) < 1e-9 and abs(found['gap'] - (sum(a) / 3 - sum(b) / 4)) < 1e-12
-    found = figures.equivalence_test(a, b, 0.01)
-    above, below = (welch(a, b, shift)[0] for shift in (-0.01, 0.01))  # above -0.01, below 0.01
-    p = {above: 1 - t_below(above, degrees), below: t_below(below, degrees)}
-    worse = max(p, key=p.get)
-    assert abs(found['p'] - p[worse]) < 1e-9 and abs(found['t'] - worse) < 1e-9
-    assert abs(found['degrees'] - degrees) < 1e-9
-    low, high = figures.interval(a)
-    standard_error = math.sqrt(sum((x - sum(a) / 3) ** 2 for x in a) / 2 / 3)
-    assert abs(t_below((high - low) / 2 / standard_error, 2) - 0.975) < 1e-9
-    assert abs((low + high) / 2 - sum(a) / 3) < 1e-9
+    gap, (t, degrees) = sum(a) / 3 - sum(b) / 4, welch(a, b)
+    assert figures.lower_test(a, b) == pytest.approx(dict(gap=gap, t=t, degrees=degrees, p=student.cdf(t, degrees)))
+    worse = max(welch(a, b, 0.01)[0], welch(b, a, 0.01)[0])
+    assert figures.equivalence_test(a, b, 0.01) == pytest.approx(
+        dict(gap=gap, t=worse, degrees=degrees, p=student.cdf(worse, degrees)))
+    half = student.ppf(0.975, 2) * statistics.stdev(a) / math.sqrt(3)
+    assert figures.interval(a) == pytest.approx((sum(a) / 3 - half, sum(a) / 3 + half))
     assert figures.interval([2.0, 2.0]) == (None, None)
 
 
@@ -289,14 +271,14 @@ def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
     rows = figures.read_csv(tables.PAPERS / 'sps.csv')
     assert tables.row_of_paper(whole, rows)['name'] == 'SPS S'
     assert [tables.row_of_paper(folder, rows) for folder in other] == [None] * 3
-    assert [tables.bench_name(folder) for folder in other] == [(12, 12, 768, 'sps'), None,
-                                                               (12, 12, 768, 'sps_window_0')]
     write_results(whole, {'wikitext': {'nats_per_word': 3.25}, 'c4': {'nats_per_word': 4.25}}, data_dir='files')
     write_results(whole, {name: {'nats_per_word': 4.5} for name in ('books3', 'govreport')})
     write_results(whole, {'sciq': {'acc_norm': 0.5}, 'piqa': {'acc_norm': 0.25}}, limit=7)
     write_results(whole, {'piqa': {'acc_norm': 0.625}})
     rates = [{'scale': 's', 'what': what, 'sps': ratio, 'sps_window_0': 9.0}
              for what, ratio in (('throughput, end to end', 0.94), ('memory, held', 1.01), ('memory, peak', 5.0))]
+    assert [tables.inference_of(folder, rates) for folder in other] == [
+        {'end-to-end throughput': 0.94, 'peak memory': 1.01}, {}, dict.fromkeys(tables.INFERENCE, 9.0)]
     (tmp_path / 'inference.json').write_text(json.dumps({'rows': rates}))
     (ours, paper), _ = drawn(tmp_path, 'tables', whole, f'--inference={tmp_path}/inference.json')
     assert paper['run'] == 'paper: SPS S' and paper['corpus NLL'] == '3.913' and ours['validation loss'] == '2.75'
@@ -323,5 +305,5 @@ def test_a_table_takes_runs_of_any_model(tmp_path):
     assert 'end-to-end throughput' not in by_run['gpn']  # nobody has it
     (row, *_), _ = drawn(tmp_path, 'tables', *runs, '--paper=gpn')
     assert float(row['validation perplexity']) == pytest.approx(math.exp(3))
-    assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/no.json'), 'there is no file')
+    assert_sentence(run('-m', 'analysis.tables', *runs, f'--inference={tmp_path}/no.json'), 'No such file')
     assert_sentence(run('-m', 'analysis.tables', *runs, '--paper=bst'), "paper is 'bst': expected")

@@ -35,13 +35,10 @@ def two_runs(tmp_path):
 
 def test_the_page_has_what_the_runs_have_and_loads_nothing(two_runs, tmp_path):
     _, page, whole = report_of(tmp_path, *two_runs)
-    row = re.findall(r'<tr>(.*?)</tr>', page, re.S)[1]
-    shown = re.sub(r'<[^>]*>', ' ', row).split()
-    for text in ('a', 'standard', '300', '3.0', '2.1250', '20', '25.0%', '1.50'):
+    shown = re.sub(r'<[^>]*>', ' ', page).split()
+    for text in ('standard', '300', '3.0', '2.1250', '20', '25.0%', '1.50', '0.625', 'accuracy', '0.75'):
         assert text in shown, (text, shown)
-    for text in ('href="a/"', 'piqa acc limit=7', '0.625', 'accuracy', '0.75'):
-        assert text in page, text
-    assert 'speedup' not in page and 'val_kl' not in page  # speculative.csv has it; a part of the loss is no score
+    assert 'piqa acc limit=7' in page and 'speedup' not in page  # speculative.csv has it
     assert 'b&lt;!--&lt;script&gt;' in page and 'b<!--' not in page
     # it loads nothing
     assert "default-src 'none'" in whole and 'plotly.js v' in whole and len(whole) < 8_000_000
@@ -50,20 +47,16 @@ def test_the_page_has_what_the_runs_have_and_loads_nothing(two_runs, tmp_path):
 
 def test_curves_are_drawn_over_tokens_flops_time_and_steps(two_runs):
     found = {folder: report.read(folder) for folder in two_runs}
-    figure = report.curves(found, dict(zip(two_runs, ('standard', 'sps'))))
-    first, second = [trace for trace in figure.data if trace.visible]
-    assert (first.x, first.y, second.y) == ((300,), (2.125,), (4.0, 3.5)) and first.line.color != second.line.color
-    value, axis, _ = figure.layout.updatemenus
-    assert [button.label for button in value.buttons][:2] == ['validation loss, nats per token',
-                                                              'training loss, nats per token']
-    assert [list(button.args[0]['x'][0]) for button in axis.buttons] == [
-        [300], [300 * flops_per_token(two_runs[0])], [3], [3]]
-
-
-def test_long_logs_stay_small():
+    rows = report.points(found, dict(zip(two_runs, ('standard', 'sps'))))
+    val = [row for row in rows if row['what'] == 'validation loss']
+    assert [[row[axis] for axis in (*report.AXES, 'value')] for row in val[:1]] == [
+        [300, 300 * flops_per_token(two_runs[0]), 3, 3, 2.125]]
+    figure = report.curves(rows, 'steps')
+    drawn = {(trace.name, tuple(trace.x), tuple(trace.y)): trace.line.color for trace in figure.data}
+    first, second = drawn['standard', (3,), (2.125,)], drawn['sps', (0, 1), (4.0, 3.5)]
+    assert first != second and 'validation loss' in [title.text for title in figure.layout.annotations]
     log = [{'step': i, 'tokens': 10 * i, 'seconds': 60.0 * i, 'val': 5.0 - i / 1000} for i in range(402)]
-    tokens, _, _, steps, values = report.points(log, 'val', None)
-    assert len(values) == 134 and steps[:2] == [1, 4] and values[0] == pytest.approx(4.999) and tokens[1] == 40
+    assert len(report.points({'a': {'log': log, 'flops': None}}, {'a': 'a'})) == 81
 
 
 def test_runs_that_cannot_be_read_are_left_out_and_named(tmp_path):
@@ -72,6 +65,6 @@ def test_runs_that_cannot_be_read_are_left_out_and_named(tmp_path):
     result, page, _ = report_of(tmp_path, *runs, tmp_path / 'file.txt', tmp_path / 'nowhere')
     for name in ('empty', 'file.txt', 'nowhere'):
         assert name in result.stderr and name not in page
-    assert 'There is one run.' in page and '3.0000' in page
+    assert '3.0000' in page
     assert_sentence(run('-m', 'analysis.report', tmp_path / 'file.txt'), 'is not a run folder')
     assert_sentence(run('-m', 'analysis.report'), 'which runs?')

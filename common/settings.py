@@ -25,7 +25,8 @@ from common.files import ROOT, UserError, first_line
 LARGEST = 2 ** 53  # largest number in a setting: up to here, integers are exact as floats and in JSON
 SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size',  # at least 1; then those of analysis
          'seeds', 'jobs', 'steps', 'batches', 'n_documents', 'positions', 'max_k', 'offsets', 'words', 'n_prompts',
-         'prompt_tokens', 'n_walks', 'n_prefixes', 'unigram_tokens', 'batch', 'prompt', 'new', 'rounds'}
+         'prompt_tokens', 'n_walks', 'n_prefixes', 'max_degree', 'tokens', 'unigram_tokens', 'batch',
+         'prompt', 'new', 'rounds'}
 OTHER_NAMES = {  # names of settings in nanoGPT and other repositories
     'lr': 'learning_rate', 'wd': 'weight_decay', 'max_iters': 'max_tokens', 'warmup_iters': 'warmup_tokens',
     'eval_iters': 'eval_tokens', 'dataset': 'data', 'd_model': 'n_embd', 'dim': 'n_embd', 'hidden_size': 'n_embd',

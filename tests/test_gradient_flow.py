@@ -169,11 +169,9 @@ def test_extra_nll_is_that_of_a_mask_built_pair_by_pair(method):
 
 
 def test_a_standard_transformer_is_restricted_by_its_window():
-    model = make(model_standard, eos_id=None)
-    narrow = make(model_standard, eos_id=None, window=2)
-    want = restricted_state.nll_by_position(narrow, IDS[None], restricted_state.Settings())
-    model = restricted_state.restricted(model, 2)
-    assert torch.equal(restricted_state.nll_by_position(model, IDS[None], restricted_state.Settings()), want)
+    narrow, cut = make(model_standard, eos_id=None, window=2), restricted_state.restricted(make(model_standard), 2)
+    cut, narrow = (restricted_state.nll_by_position(m, IDS[None], restricted_state.Settings()) for m in (cut, narrow))
+    assert torch.equal(cut, narrow)
 
 
 def test_long_documents_are_whole_validation_documents(tmp_path, capsys):
@@ -220,7 +218,6 @@ def test_figure_5a_of_tiny_runs(tiny_runs, tmp_path):
     s = gradient_flow.Settings(n_documents=3, positions=2, block_size=32, max_k=16, device='cpu')
     means, _ = gradient_flow.measure(tiny_runs[1], s)
     assert [float(row['ratio']) for row in rows[16:48]] == pytest.approx(means[:, 1:].flatten().tolist())
-    assert (tmp_path / 'a.png').read_bytes()[:4] == b'\x89PNG'
     assert_sentence(run('-m', 'analysis.gradient_flow', tiny_runs[0], '--max_k=30'), 'block_size is 32', 'Lower max_k')
 
 
@@ -232,7 +229,6 @@ def test_figure_5b_of_tiny_runs(tiny_runs, tmp_path):
     assert [row['position'] for row in rows] == [str(i) for i in range(8, 33)] * 3  # from 1; 1 to 7 lose nothing
     for row in rows:
         assert float(row['extra_nll']) == pytest.approx(float(row['restricted_nll']) - float(row['nll']))
-    assert {row['documents'] for row in rows} == {'5'} and (tmp_path / 'b.png').read_bytes()[:4] == b'\x89PNG'
     standard, sps = (np.mean([float(row['extra_nll']) for row in rows if row['label'] == label])
                      for label in ('standard', 'sps'))
     assert f'standard loses {standard / sps:.2f} times as much as sps' in result.stdout

@@ -1,7 +1,5 @@
 """Comparisons that train their own runs: learning rates bracketed, nothing trained twice, the table by hand."""
-import csv
 import math
-import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -13,9 +11,9 @@ from test_analysis import write_run
 
 from analysis import compare
 from analysis.compare import Method, Settings, read_methods
-from analysis.figures import difference, interval
+from analysis.figures import difference, interval, read_csv
 from common.files import UserError
-from common.runs import blank_model, make_config
+from common.runs import blank_run
 
 SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
@@ -101,7 +99,7 @@ def test_best_rates_have_a_worse_one_on_both_sides(tmp_path, trained):
         compare.set_best_rates(methods, 1)
         assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
     assert len(trained) == 3 + 6 and all('--seed=1' in command for command in trained)
-    rows = list(csv.DictReader(open(tmp_path / 'rates.csv')))
+    rows = read_csv(tmp_path / 'rates.csv')
     assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
         [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
     assert float(rows[1]['loss']) == 2.1 and rows[1]['model'] == 'a'
@@ -145,13 +143,12 @@ def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp
     for _ in range(2):  # the second time nothing is trained
         result = succeeded(run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
                                '--max_tokens=100'))
-    settings = [given(command) for command in trained]
-    runs = [(own['model'], own['learning_rate'], own['seed']) for own in settings]
+    runs = [(own['model'], own['learning_rate'], own['seed']) for own in map(given, trained)]
     assert len(runs) == len(set(runs))
     for model in ('standard', 'gpn'):
         rate, = {rate for name, rate, seed in runs if name == model and seed == '3'}
         assert float(rate) == pytest.approx(1e-3, rel=0.25)
-        assert [(model, rate, seed) in runs for seed in '123'] == [True] * 3
+        assert {seed for name, own, seed in runs if (name, own) == (model, rate)} == {*'123'}
     assert '| minus a |' in result.stdout and '| 1,234 |' in result.stdout and 'commit' in result.stdout
     assert {'rates.csv', 'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
 
@@ -168,13 +165,10 @@ def test_the_table_is_that_of_its_runs(tmp_path):
     assert (b['paired_low'], b['paired_high']) == pytest.approx(interval((0.2, 0.3, 0.15)))
     assert b['paired_low'] > b['its_low']  # the seeds vary together
     assert a['minus_first'] is None and a['paired_low'] is None
-    half = 4.302653 * statistics.stdev(losses['a']) / math.sqrt(3)
-    assert a['high'] - a['loss'] == pytest.approx(half, rel=1e-6)
+    assert (a['low'], a['high']) == interval(losses['a'])
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = blank_model('gpn', make_config('gpn', dict(n_layer=1, n_head=2, n_embd=16, d_emb=8, d_k=4, d_v=6,
-                                                       vocab_size=320, n_ids=257, eos_id=256, scan='loop')))
+    model = blank_run(runs['c'][0])
     assert c['state_bytes'] == model.new_cache(1, 8).nbytes
     assert c['parameters'] == sum(p.numel() for p in model.parameters())
     assert c['flops'] == 1000 * model.flops_per_token(8)
-    text = compare.loss_table([a, b, c])
-    assert '+0.2167' in text and '| minus a |' in text
+    assert '| +0.2167 |' in compare.loss_table([a, b, c])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run, succeeded
-from test_compare import finished_run
+from test_compare import finished_run, given
 
 from analysis import compare, shootout
 from analysis.figures import difference, interval, read_csv
@@ -48,9 +48,8 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     runs = shootout.train_cells(s, DATA, tmp_path)
     assert len(runs) == 6 and len(trained) == 2 * (1 + 3)  # Standard's three budgets are one
 
-    def setting(key, name):
-        return next(arg.partition('=')[2] for arg in trained[runs[key][0]] if arg.startswith(f'--{name}='))
-    tokens = {key: int(setting(key, 'max_tokens')) for key in runs}
+    settings = {key: given(trained[folders[0]]) for key, folders in runs.items()}
+    tokens = {key: int(own['max_tokens']) for key, own in settings.items()}
     flops = {name: shootout.blank(name, method.values, DATA).flops_per_token(64)
              for name, method in shootout.methods(s).items()}
     step = s.batch_size * s.block_size
@@ -58,7 +57,7 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     assert tokens['standard', 'tokens'] * flops['standard'] == pytest.approx(1e10, abs=flops['standard'] * step)
     assert tokens['sps', 'training FLOPs'] * flops['sps'] == pytest.approx(1e10, abs=flops['sps'] * step)
     assert tokens['sps', 'wall time'] == pytest.approx(tokens['standard', 'tokens'] / 4, abs=step)
-    assert setting(('sps', 'wall time'), 'learning_rate') == '0.0018'
+    assert settings['sps', 'wall time']['learning_rate'] == '0.0018'
     assert trained[runs['sps', 'wall time'][1]][-1] == '--seed=2'
 
 

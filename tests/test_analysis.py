@@ -54,7 +54,6 @@ def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path, capsys):
     assert figures.tell_apart([{'model': 'standard', 'lr': 'lr=1'}, {'model': 'sps', 'w': 'w=1', 'lr': 'lr=2'},
                                    {'model': 'sps', 'w': 'w=2', 'lr': 'lr=3'}]) == ['standard', 'sps, w=1', 'sps, w=2']
     assert figures.short('K', True) == 'K' and figures.short('lr', 1 / 5623) == 'lr=0.0001778'
-    assert figures.short('max_tokens', 2 * 10 ** 10) == 'tokens=20B'
 
 
 def line(*losses, cost=1):
@@ -101,7 +100,6 @@ def test_crossing_is_where_a_line_goes_below_for_good():
     # beyond the first line's end nothing is compared
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
     assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # of one evaluation each
-    assert loss_curves.crossing(line(6), line(5), 'tokens') is None
     assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis on its own
         'from 1 tokens on', 'by time from no point on', 'by compute from no point on']
 
@@ -114,9 +112,8 @@ def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
     on_gpus, on_cpu = figures.curve(runs[:2]), figures.curve(runs[2:])
     assert loss_curves.axes_of([on_gpus]) == ['tokens', 'gpu_hours', 'flops']
     assert loss_curves.axes_of([on_gpus, on_cpu]) == ['tokens', 'minutes', 'flops']
-    record = json.loads((tmp_path / 'cpu/config.json').read_text())
-    (tmp_path / 'cpu/config.json').write_text(json.dumps(record | {'model_config': {'gone': 1}}))
-    assert loss_curves.axes_of([figures.curve(runs[2:])]) == ['tokens', 'minutes']
+    without_flops = [point | {'flops': None} for point in on_cpu]
+    assert loss_curves.axes_of([without_flops]) == ['tokens', 'minutes']
 
 
 def test_values_that_are_no_finite_numbers_are_left_out(tmp_path):
@@ -127,8 +124,8 @@ def test_values_that_are_no_finite_numbers_are_left_out(tmp_path):
         figures.curve([run, other])
 
 
-@pytest.mark.parametrize('script', ['loss_curves', 'scores', 'context_ready', 'gpn_state', 'seeds', 'window_sweep',
-                                    'tokens_to_match', 'scaling', 'tables'])
+@pytest.mark.parametrize('script', ['loss_curves', 'report', 'scores', 'context_ready', 'gpn_state', 'seeds', 'scaling',
+                                    'window_sweep', 'tokens_to_match', 'tables'])
 def test_a_run_that_a_figure_cannot_use_is_a_sentence(tmp_path, script):
     run_folder = write_run(tmp_path / 'a', [])
     assert_sentence(run('-m', f'analysis.{script}'), 'which run')

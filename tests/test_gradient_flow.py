@@ -25,21 +25,19 @@ from data.tokenizers import load_tokenizer
 IDS = torch.randint(0, 59, (15,), generator=torch.Generator().manual_seed(3))  # one document
 T = len(IDS) - 1
 GROUPED = dict(n_kv_head=1, head_size=6, qkv_bias=True, qk_norm=True)
-BEYOND = dict(predict_layers=2, predict_input='token')
 MODELS = {
     'standard': (model_standard, {}),
     'standard, biases, norms of heads, window': (model_standard, GROUPED | dict(window=4)),
     'nextlat': (model_nextlat, {}),
     'sps': (model_sps, dict(window=3)),
     'sps, grouped queries': (model_sps, GROUPED | dict(window=2)),
-    'sps, beyond the paper': (model_sps, BEYOND | dict(window=3)),
+    'sps, beyond the paper': (model_sps, dict(window=3, predict_layers=2, predict_input='token')),
     'sps, fork': (model_sps, dict(window=3, predict_input='state', predict_layers=2)),
     'delayed_state, fork': (model_sps, dict(method='delayed_state', window=3, predict_input='state', predict_layers=1)),
     'sps, top layer': (model_sps, dict(window=0, predict_layers=1)),
     'two_x_memory': (model_sps, dict(method='two_x_memory', window=None)),
     'delayed_state': (model_sps, dict(method='delayed_state', window=3)),
     'reverse_sps': (model_sps, dict(method='reverse_sps', window=3)),
-    'reverse_sps, beyond the paper': (model_sps, BEYOND | dict(method='reverse_sps', window=3)),
     'roformer, hffn': (model_context_ready, dict(K=1, variant='extra_ffn')),
     'context_ready': (model_context_ready, dict(K=3)),  # several unrolls use the weights of a position
     'context_ready, tied': (model_context_ready, dict(K=3, variant='tied')),

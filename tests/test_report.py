@@ -3,20 +3,13 @@ import json
 import re
 
 import pytest
-from conftest import assert_sentence, run, succeeded
+from conftest import run, succeeded
 from test_analysis import write_run
 
 from analysis import report
 from analysis.figures import flops_per_token
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=32)
-
-
-def report_of(folder, *runs):
-    """(what `python -m analysis.report` printed, the page without scripts, its whole text)."""
-    result = succeeded(run('-m', 'analysis.report', *runs, f'--out={folder}/page.html'))
-    whole = (folder / 'page.html').read_text()
-    return result, re.sub(r'<script.*?</script>', '', whole, flags=re.S), whole
 
 
 @pytest.fixture
@@ -34,7 +27,9 @@ def two_runs(tmp_path):
 
 
 def test_the_page_has_what_the_runs_have_and_loads_nothing(two_runs, tmp_path):
-    _, page, whole = report_of(tmp_path, *two_runs)
+    succeeded(run('-m', 'analysis.report', *two_runs, f'--out={tmp_path}/page.html'))
+    whole = (tmp_path / 'page.html').read_text()
+    page = re.sub(r'<script.*?</script>', '', whole, flags=re.S)
     shown = re.sub(r'<[^>]*>', ' ', page).split()
     for text in ('standard', '300', '3.0', '2.1250', '20', '25.0%', '1.50', '0.625', 'accuracy', '0.75'):
         assert text in shown, (text, shown)
@@ -57,14 +52,3 @@ def test_curves_are_drawn_over_tokens_flops_time_and_steps(two_runs):
     assert first != second and 'validation loss' in [title.text for title in figure.layout.annotations]
     log = [{'step': i, 'tokens': 10 * i, 'seconds': 60.0 * i, 'val': 5.0 - i / 1000} for i in range(402)]
     assert len(report.points({'a': {'log': log, 'flops': None}}, {'a': 'a'})) == 81
-
-
-def test_runs_that_cannot_be_read_are_left_out_and_named(tmp_path):
-    runs = [write_run(tmp_path / name, losses, **SMALL) for name, losses in (('whole', [4.0, 3.0]), ('empty', []))]
-    (tmp_path / 'file.txt').write_text('no run')
-    result, page, _ = report_of(tmp_path, *runs, tmp_path / 'file.txt', tmp_path / 'nowhere')
-    for name in ('empty', 'file.txt', 'nowhere'):
-        assert name in result.stderr and name not in page
-    assert '3.0000' in page
-    assert_sentence(run('-m', 'analysis.report', tmp_path / 'file.txt'), 'is not a run folder')
-    assert_sentence(run('-m', 'analysis.report'), 'which runs?')

@@ -22,7 +22,7 @@
     python -m analysis.claims                              claims of all papers in miniature: trains its own runs
 
 They write beside the runs, here to out/, or to --out. figures.py has what they share: reading runs, statistics over
-seeds, plots. documents.py reads the long documents of a run's data, edits.py has edited models to compare with.
+seeds, plots. edits.py has edited models to compare with.
 """
 import sys
 

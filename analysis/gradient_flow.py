@@ -26,7 +26,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.documents import fitting_block, long_documents
 from common.files import UserError
 from common.machine import make_progress
 
@@ -54,50 +53,42 @@ class Settings:
 
 # ---- the gradient of a position's own parameters ----
 
-def linear_square(layer, uses):
-    """Return ||gradient||^2 (...) of a linear layer's weight and bias.
-
-    uses: [(input (..., n_in), output gradient (..., n_out))]. The gradient is the sum of g a^T over a position's uses
-    of the weight; unrolls use it several times.
-    """
-    a, g = (torch.stack(each, -2) for each in zip(*uses))  # (..., uses, n)
-    return ((a @ a.mT + (layer.bias is not None)) * (g @ g.mT)).sum((-2, -1))
+def linear_square(layer, a, g):
+    """Return ||gradient||^2 (...) of a linear layer's weight and bias: inputs a (..., n_in), output gradients g."""
+    return (a.square().sum(-1) + (layer.bias is not None)) * g.square().sum(-1)
 
 
-def norm_square(norm, uses):
-    """Return the same for an RMSNorm or a LayerNorm: inputs and output gradients (B, S, P, ..., C) -> (B, S, P).
+def norm_square(norm, a, g):
+    """Return the same for an RMSNorm: inputs and output gradients (B, S, P, ..., C) -> (B, S, P).
 
     The axes between are heads, which share a position's copy of the weights.
     """
-    normalize = F.rms_norm if isinstance(norm, nn.RMSNorm) else F.layer_norm
-    gradients = [sum(g * normalize(a, norm.normalized_shape, eps=norm.eps) for a, g in uses)]
-    if getattr(norm, 'bias', None) is not None:
-        gradients.append(sum(g for _, g in uses))
-    return sum(each.unsqueeze(-2).flatten(3, -2).sum(3).square().sum(-1) for each in gradients)
+    g = g * F.rms_norm(a, norm.normalized_shape, eps=norm.eps)
+    return g.unsqueeze(-2).flatten(3, -2).sum(3).square().sum(-1)
 
 
-SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square, nn.LayerNorm: norm_square}
+SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square}
 
 
 def layers_of(model, run) -> dict:
-    """Return {layer: its function of SQUARES} for all layers with parameters except embedding, final norm and head.
+    """Return {layer: its function of SQUARES} for the layers of the blocks.
 
-    Raises UserError for a model without blocks, that goes token by token, or with a layer of another kind.
+    Raises UserError for a model without blocks, with a layer of another kind, or that runs its blocks several times.
     """
-    layers = {layer: SQUARES.get(type(layer)) for name, layer in model.named_modules()
-              if name not in ('embed', 'norm', 'head') and [*layer.parameters(recurse=False)]}
-    if None in layers.values() or not hasattr(model, 'blocks') or getattr(model.config, 'bptt', False):
-        raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps, nextlat or '
-                        'context_ready without bptt, with linear layers, RMSNorm and LayerNorm only')
+    layers = {layer: SQUARES.get(type(layer)) for layer in getattr(model, 'blocks', nn.ModuleList()).modules()
+              if [*layer.parameters(recurse=False)]}
+    if not layers or None in layers.values() or getattr(model.config, 'K', 1) > 1:
+        raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps or nextlat, with linear '
+                        'layers and RMSNorm only')
     return layers
 
 
 @contextmanager
 def recorded_uses(model, layers, T, positions):
-    """Context manager: yields {layer: [(input, output gradient)]}, filled by a forward of T positions and its backward.
+    """Context manager: yields {layer: (input, output gradient)}, filled by a forward of T positions and its backward.
 
-    Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The uses of the token embedding
-    are under 'x', those of <predict> under 'rho'; they have no input.
+    Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The token embedding is under
+    'x', that of <predict> under 'rho'; they have no input.
     """
     uses = {}
 
@@ -106,15 +97,12 @@ def recorded_uses(model, layers, T, positions):
         return x.index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
 
     def watch(y, key, a=None):
-        if y.requires_grad:  # not so in unrolls without gradient
-            y.register_hook(lambda g: uses.setdefault(key, []).append((a, at_positions(g))))
-
-    def after_layer(layer, args, y):
-        watch(y, layer, at_positions(args[0]))
+        y.register_hook(lambda g: uses.update({key: (a, at_positions(g))}))
 
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(after_layer))
+            hooks.enter_context(layer.register_forward_hook(
+                lambda layer, args, y: watch(y, layer, at_positions(args[0]))))
         hooks.enter_context(model.embed.register_forward_hook(lambda _, args, y: watch(y.requires_grad_(), 'x')))
         if hasattr(model, 'n_x_layers'):  # model_sps
             first = model.blocks[model.n_x_layers]
@@ -127,13 +115,11 @@ def squared_norms(model, layers, uses):
 
     A token's embedding belongs to x, even where rho reads it; <predict> belongs to rho.
     """
-    total = uses['x'][0][1].square().sum(-1)
+    total = uses['x'][1].square().sum(-1)
     if 'rho' in uses:
-        total = torch.cat([total, uses['rho'][0][1][:, 1:].square().sum(-1)], 1)
+        total = torch.cat([total, uses['rho'][1][:, 1:].square().sum(-1)], 1)
     for layer, square in layers.items():
-        if layer not in uses:  # such as the networks of NextLat's other losses
-            continue
-        part = square(layer, uses[layer])
+        part = square(layer, *uses[layer])
         # One stream of two: x below rho's first layer, and in the last layer the output stream.
         ends_in_rho = total.shape[1] == 2 and model.output == (1,)
         first = total.shape[1] - part.shape[1] if ends_in_rho and layer in {*model.blocks[-1].modules()} else 0
@@ -151,9 +137,7 @@ def gradient_norms(model, ids, positions, steps, run='the model'):
     weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
     idx = ids[:steps[-1] + 1].expand(len(steps), -1)
     with recorded_uses(model, layers, idx.shape[1], positions) as uses:
-        # final_hidden of context_ready goes without gradient
-        h = model.head_input(model.states(idx)) if hasattr(model, 'head_input') else model.final_hidden(idx)
-        logits = h[torch.arange(len(steps), device=ids.device), steps] @ weight.T
+        logits = model.final_hidden(idx)[torch.arange(len(steps), device=ids.device), steps] @ weight.T
         F.cross_entropy(logits.to(weight.dtype), ids[steps + 1], reduction='sum').backward()
     return squared_norms(model, layers, uses).sqrt()
 
@@ -180,7 +164,7 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
     """Return the settings with their lengths filled in, shorter for runs of short windows."""
-    block = fitting_block(runs, s.block_size)
+    block = figures.fitting_block(runs, s.block_size)
     filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
     print(f'k goes to {filled.max_k}, positions from {filled.first_position}')
     if block < shortest_document(filled) - 1:
@@ -215,7 +199,7 @@ def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the 
 def measure(run: str, s: Settings):
     """Return (mean r(p, k) (S, max_k + 1), number of documents) of a run."""
     model, _, data = figures.load_model_and_data(run, s)
-    documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents)
+    documents = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents)
     return mean_ratios(model, documents, s, make_progress(), run), len(documents)
 
 

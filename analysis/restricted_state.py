@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from analysis import figures
-from analysis.documents import fitting_block, long_documents
 from common.files import UserError
 from common.machine import make_progress
 from common.scoring import judge
@@ -71,7 +70,7 @@ def measure(run: str, s: Settings):
     """Return (nll of M, nll of M_omega, number of documents); nll (T,) float64 are means over documents."""
     model, _, data = figures.load_model_and_data(run, s)
     narrow = restricted(model, s.omega, run)
-    documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
+    documents = np.stack(figures.long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, whole, cut = make_progress(), 0, 0
     for start in range(0, len(documents), s.batch_size):
         windows = documents[start:start + s.batch_size]
@@ -83,7 +82,7 @@ def measure(run: str, s: Settings):
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
     """Return the settings for runs whose windows may be shorter than block_size."""
-    block = fitting_block(runs, s.block_size)
+    block = figures.fitting_block(runs, s.block_size)
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     return replace(s, block_size=block)

@@ -3,10 +3,8 @@
     python -m bench.scans [--toy]
 
 A step is a forward and backward pass. On a CPU it runs in fp32 and, where the CPU has bf16 units, also under autocast;
-on a GPU under autocast. Peak memory is measured in a process per form. On a GPU the models have the GPN paper's sizes,
-and GPN's rows also have the share of the time that its bytes take at least: all weights once per token, and the memory
-M twice in the forward and four times in the backward pass, which writes it in a replay, reads it, and reads and writes
-its gradient.
+on a GPU under autocast, at the papers' sizes. Peak memory is measured in a process per form. docs/gpn.md has the least
+time that GPN's bytes take on a GPU.
 """
 from collections.abc import Callable, Iterator
 
@@ -19,7 +17,6 @@ from scans import gpn
 
 GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if GPU else 'cpu'
-BANDWIDTH = {'H100': 3.35e12, 'H200': 4.8e12}  # bytes/s, the vendor's data sheets
 BYTES = dict(vocab_size=320, n_ids=257, eos_id=None)
 SMALL = BYTES | dict(n_layer=1, n_embd=256, n_head=4, d_k=32, d_v=64)
 CHASE = dict(n_layer=1, n_head=4, window=38, vocab_size=128, n_ids=100, bptt=True)  # appendix B of its paper
@@ -66,15 +63,6 @@ def peak_mb(*case) -> float:
     return round((resident()['peak'] - before) / 1e6, 1)
 
 
-def least_seconds(batch_size: int, T: int, bandwidth: float) -> float:
-    """Lower bound from memory traffic on the seconds of a step of the paper's GPN: weights in bf16, M in fp32."""
-    C, F, H, K, D, L = gpn.Sizes.of(runs.model_file('gpn').Config())
-    columns = [sum(gpn.Sizes(C, F, H, K, D, L).columns(i)) for i in range(L)]
-    weights = 2 * (C * C + sum(C * width + (F + H * D) * C for width in columns))
-    memory = 4 * batch_size * H * K * D
-    return T * (2 * weights + 6 * memory) / bandwidth
-
-
 def compare(name: str, batch_size: int, T: int, values: dict, toy: bool) -> dict:
     """One row: milliseconds and peak memory of each form, and the loop's time over the fast form's."""
     forms = ['fast'] if T > 1000 else ['fast', 'loop']  # a loop over 2048 tokens takes minutes
@@ -89,9 +77,6 @@ def compare(name: str, batch_size: int, T: int, values: dict, toy: bool) -> dict
     row |= {f'{form}_ms': round(1e3 * s, 1) for form, s in seconds.items()}
     row |= {f'loop_over_{form}': round(seconds['loop'] / s, 2) for form, s in seconds.items()
             if form != 'loop' and 'loop' in seconds}
-    bandwidth = next((x for gpu, x in BANDWIDTH.items() if GPU and gpu in torch.cuda.get_device_name()), None)
-    if bandwidth and name == 'gpn' and not toy:
-        row['of_bandwidth_bound'] = round(least_seconds(batch_size, T, bandwidth) / seconds['fast'], 3)
     del steps
     if not toy:
         row |= {f'{form}_peak_mb': apart(peak_mb, name, form, batch_size, T, values) for form in forms}

@@ -5,9 +5,9 @@
     python -m bench.train_step nanogpt [--toy]
     python -m bench.train_step scales [--toy]      on a GPU
 
-'same terms': one process, both sides with the same precision, optimizer, clipping and allocator. 'as a user runs it':
-processes of their own, in turns: ours with its defaults, Hugging Face in eager fp32 with torch's AdamW. Then the time
-of a step of each two-stream method over Standard's, in one process: 6 layers, 384 wide, the same tokens.
+Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': in the same precision;
+'defaults': ours in train.py's, Hugging Face in fp32. Then the time of a step of each two-stream method over Standard's:
+6 layers, 384 wide, the same tokens.
 
 `objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8, and bst with a
 tenth of its pairs): parameters, steps/s in turns with ntp's, and peak memory, each in a process of its own. 1.3B on a
@@ -18,9 +18,7 @@ a small model's time would be its head's otherwise; memory with 50304.
 
 `scales`: the paper's scales S and L, and the share of the GPU's arithmetic that they use.
 """
-import contextlib
 import copy
-import statistics
 from collections.abc import Callable, Iterator
 
 import torch
@@ -44,7 +42,7 @@ OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in (
 def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callable[[], float]:
     """A function that does one step on tokens (2, B, T), inputs and targets, and returns its loss."""
     def step():
-        with contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(DEVICE.type, dtype):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = forward(*tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -61,34 +59,33 @@ def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
 
-def make_step(side: str, shape: dict, dtype, fused: bool = True, compile: bool = False) -> Callable[[], float]:
-    """A step of side 'ours' or 'hf', on the same weights and tokens."""
+def make_steps(shape: dict, dtype) -> dict[str, Callable[[], float]]:
+    """A step of each side, on the same weights and tokens."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
-    tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
-    if side == 'ours':
-        return our_step(model, tokens, dtype, compile)
     llama = export.to_llama(model).train()
-    optimizer = (train.make_optimizer(llama, train.Settings()) if fused
-                 else torch.optim.AdamW(llama.parameters(), lr=6e-4))
-    return optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss, optimizer, tokens,
-                          dtype)
+    tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
+    return {'ours': our_step(model, tokens, dtype),
+            'hf': optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss,
+                                 train.make_optimizer(llama, train.Settings()), tokens, dtype)}
 
 
 # ---- beside Hugging Face ----
 
-def same_terms(shape: dict = SHAPE, rounds: int = 12) -> Iterator[dict]:
-    """Both sides in this process."""
-    machine.start_processes(train.Settings())  # the allocator and threads of train.py, for both sides
+def beside_hugging_face(shape: dict = SHAPE, rounds: int = 12) -> Iterator[dict]:
+    """Both sides in this process, with the allocator and threads of train.py."""
+    machine.start_processes(train.Settings())
+    times, tokens = {}, BATCH * (T if shape == SHAPE else 16)
     for dtype in DTYPES:
-        steps = {side: make_step(side, shape, dtype) for side in ('ours', 'hf')}
+        steps = make_steps(shape, dtype)
         losses = {side: step() for side, step in steps.items()}
         assert max(losses.values()) - min(losses.values()) < 0.02, losses
-        seconds = alternate(steps, rounds)
-        tokens = BATCH * (T if shape == SHAPE else 16)
-        yield {'terms': 'same', 'dtype': str(dtype)[6:],
-               **{f'{side}_tokens_per_s': round(tokens / s) for side, s in seconds.items()},
-               'ratio': round(seconds['hf'] / seconds['ours'], 3)}
+        times |= {(side, str(dtype)[6:]): seconds for side, seconds in alternate(steps, rounds).items()}
+    for terms, ours, hf in (('same', 'bfloat16', 'bfloat16'), ('same', 'float32', 'float32'),
+                            ('defaults', str(machine.pick_dtype('auto', DEVICE.type))[6:], 'float32')):
+        our_time, hf_time = times['ours', ours], times['hf', hf]
+        yield {'terms': terms, 'ours_dtype': ours, 'hf_dtype': hf, 'ours_tokens_per_s': round(tokens / our_time),
+               'hf_tokens_per_s': round(tokens / hf_time), 'ratio': round(hf_time / our_time, 3)}
 
 
 def beside_nanogpt(toy: bool = False) -> Iterator[dict]:
@@ -117,27 +114,6 @@ def beside_nanogpt(toy: bool = False) -> Iterator[dict]:
                'parameters': ' and '.join(str(sum(p.numel() for p in model.parameters())) for model in models.values()),
                **{f'{name}_{form}_tokens_per_s': round(tokens[0].numel() / s) for (name, form), s in seconds.items()},
                'ratio': round(best['nanogpt'] / best['ours'], 3)}
-
-
-def as_a_user_runs_it() -> Iterator[dict]:
-    seconds = {'ours': [], 'hf': []}
-    for _ in range(3):
-        for side, times in seconds.items():
-            times.append(apart(user_step, side, **({} if side == 'hf' else TRAINING)))
-    ours, hf = (statistics.median(times) for times in seconds.values())
-    yield {'terms': 'as a user runs it', 'dtype': 'ours default, hf float32',
-           'ours_tokens_per_s': round(BATCH * T / ours), 'hf_tokens_per_s': round(BATCH * T / hf),
-           'ratio': round(hf / ours, 3)}
-
-
-def user_step(side: str) -> float:
-    """Seconds per step of one side as its user runs it; to be called in a fresh process."""
-    if side == 'ours':
-        machine.start_processes(train.Settings())
-        step = make_step('ours', SHAPE, machine.pick_dtype('auto', DEVICE.type), compile=DEVICE.type == 'cuda')
-    else:
-        step = make_step('hf', SHAPE, torch.float32, fused=False)
-    return alternate({'step': step}, rounds=6)['step']
 
 
 def with_documents(block_size: int, batch_size: int, length: int) -> torch.Tensor:
@@ -235,11 +211,10 @@ def objectives(toy: bool = False) -> Iterator[dict]:
 
 def figures(toy: bool) -> Iterator[dict]:
     if toy:
-        yield from same_terms(TOY_SHAPE, 1)
+        yield from beside_hugging_face(TOY_SHAPE, 1)
         yield from two_streams(True)
         return
-    yield from apart(same_terms, **TRAINING)
-    yield from as_a_user_runs_it()
+    yield from apart(beside_hugging_face, **TRAINING)
     yield from apart(two_streams, **TRAINING)
 
 

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, assert_sentence, run
 
 import bench
-from bench import gpu, scans
+from bench import gpu
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +47,6 @@ def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):
         bench.write_results('x', rows())
     kept, = tmp_path.iterdir()
     assert kept.name.endswith('.partial.json') and json.loads(kept.read_text())['rows'] == [{'a': 1}]
-
-
-def test_least_time_of_gpns_step_by_hand():
-    """Weights in bf16 once, M of 128 rows twice forward; weights once and M four times backward."""
-    weights = 2 * (2496 * 2496 + 2496 * (2496 + 1920 * 2 + 3840 + 15 * 2 + 6656 * 2 + 3840) + (6656 + 3840) * 2496)
-    memory = 4 * 128 * 15 * 128 * 256
-    assert scans.least_seconds(128, 10, 3.35e12) == pytest.approx(10 * (2 * weights + 6 * memory) / 3.35e12)
 
 
 # ---- bench/gpu.py ----

@@ -16,8 +16,7 @@ import model_nextlat
 import model_sps
 import model_standard
 from analysis import gradient_flow, restricted_state
-from analysis.documents import long_documents
-from analysis.figures import read_csv, smoothed
+from analysis.figures import long_documents, read_csv, smoothed
 from common.files import UserError
 from data import open_data, write_data
 from data.tokenizers import load_tokenizer
@@ -38,10 +37,6 @@ MODELS = {
     'two_x_memory': (model_sps, dict(method='two_x_memory', window=None)),
     'delayed_state': (model_sps, dict(method='delayed_state', window=3)),
     'reverse_sps': (model_sps, dict(method='reverse_sps', window=3)),
-    'roformer, hffn': (model_context_ready, dict(K=1, variant='extra_ffn')),
-    'context_ready': (model_context_ready, dict(K=3)),  # several unrolls use the weights of a position
-    'context_ready, tied': (model_context_ready, dict(K=3, variant='tied')),
-    'context_ready, llama': (model_context_ready, dict(K=2, block='llama')),
 }
 
 
@@ -56,9 +51,7 @@ def exact(module=model_sps, **values):
 
 def losses(model, ids):
     """The loss at each position (T,)."""
-    h = (model.head_input(model.states(ids[None, :-1])) if hasattr(model, 'head_input')
-         else model.final_hidden(ids[None, :-1]))
-    return F.cross_entropy(h[0] @ model.head.weight.T, ids[1:], reduction='none')
+    return F.cross_entropy(model.final_hidden(ids[None, :-1])[0] @ model.head.weight.T, ids[1:], reduction='none')
 
 
 def gradients_of_a_copy(model, ids, stream, position, steps):
@@ -76,7 +69,7 @@ def gradients_of_a_copy(model, ids, stream, position, steps):
         is_own = torch.arange(x.shape[1]) == (at if at >= 0 else x.shape[1])
         return torch.where(is_own.view(-1, *[1] * (x.dim() - 2)), mine, shared)
     for name, layer in model.named_modules():
-        if isinstance(layer, (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.RMSNorm)) and name not in ('norm', 'head'):
+        if isinstance(layer, (torch.nn.Linear, torch.nn.RMSNorm)) and name not in ('norm', 'head'):
             mine, shared = copy.deepcopy(layer), layer.forward
             layer.forward = lambda x, mine=mine, shared=shared, layer=layer: with_own(
                 x, mine(x), shared(x), int(layer in last and x.shape[1] == T))
@@ -138,9 +131,9 @@ def test_ratios_are_taken_per_example_and_then_averaged():
 def test_models_whose_question_makes_no_sense_are_a_sentence():
     odd = make(model_standard, eos_id=None)
     odd.blocks[0].scale = torch.nn.PReLU()
-    for model, sentence in ((make(model_context_ready, K=2, bptt=True), 'context_ready without bptt'),
+    for model, sentence in ((make(model_context_ready, K=2, block='llama'), 'is a model_context_ready: expected'),
                             (small_model('gpn', dict(n_head=0, eos_id=None)), 'is a model_gpn: expected a run of'),
-                            (odd, 'with linear layers, RMSNorm and LayerNorm only')):
+                            (odd, 'layers and RMSNorm only')):
         with pytest.raises(UserError, match=sentence):
             gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
     with pytest.raises(UserError, match='model_nextlat, whose state has no window'):

@@ -5,19 +5,15 @@
     python -m analysis.claims --only=sps,gpn_memory               those of a paper, or by name
 
 A claim is a row of claims.csv beside this file: what a paper says and its own number, the two runs it compares, a
-statistic and a test. A run is a row of claims_runs.csv and is trained once for all claims that name it: its learning
-rate is bracketed at the first seed, then it trains with every seed. Tasks that are learned late have their own tokens
-and learning rate. Margins of loss are nats per byte: those of the papers, per sub-word, over 4.
-
-The same command resumes an interrupted one. Claims that are not in --only keep their numbers in claims.csv of out_dir,
-so the table can be filled in parts.
+statistic and a test. A run is a row of claims_runs.csv: its learning rate is bracketed at the first seed, then it
+trains with every seed. Tasks that are learned late have their own tokens and learning rate. Margins of loss are nats
+per byte: those of the papers, per sub-word, over 4. The same command resumes an interrupted one, and claims that are
+not in --only keep their numbers in claims.csv of out_dir.
 
 A claim is seen if its test rejects in the direction of the claim at 5%, contradicted if the same test rejects in the
-other direction. Each claim is tested by itself, without correction for their number. The tests are `t`: Welch's
-one-sided test over seeds, the one-sample test against a fixed number, and for `equal` both one-sided tests (TOST);
-`sign`: every seed is on one side, for scores of tasks, which are far from normal.
-
-Writes claims.csv (the numbers of every seed, both commands, the budget, the machine) and claims.md to out_dir.
+other direction, each by itself. The tests are `t`: Welch's one-sided test over seeds, the one-sample test against a
+fixed number, and for `equal` both one-sided tests (TOST); `sign`: every seed is on one side, for scores of tasks, which
+are far from normal. Writes claims.csv (the numbers of every seed, both commands, the machine) and claims.md to out_dir.
 """
 import statistics
 from dataclasses import dataclass

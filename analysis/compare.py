@@ -7,10 +7,9 @@ first seed, then it trains with every seed. Finished runs are not trained again 
 models must have the same data, windows and dtype; if dtype is auto, all train in float32, on a GPU in bfloat16.
 Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens sets one number for all.
 
-Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir: final validation loss with its
-95% interval (Student's t), perplexity, training tokens and FLOPs, and the difference to the first model with two 95%
-intervals, Welch's and one paired by seed: runs of one seed share data order and initial weights, so their losses vary
-together. The state is the fp32 cache of decoding after a window of tokens.
+Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir. Intervals of 95% are Student's
+t, of the difference to the first model Welch's and one paired by seed: runs of one seed share data order and initial
+weights, so their losses vary together. The state is the fp32 cache of decoding after a window of tokens.
 """
 import functools
 import re
@@ -29,7 +28,7 @@ from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
 from common.run_settings import read_settings
-from common.runs import blank_run, model_file, read_log, read_run
+from common.runs import blank_run, count_parameters, model_file, read_log, read_run
 from common.settings import load_settings
 from common.validation import perplexity
 from data import open_data
@@ -157,12 +156,6 @@ def speed(run: Path) -> float:
     return figures.median(read_log(run), 'tokens_per_s')
 
 
-def cache_bytes(run: Path, n_tokens: int) -> int | None:
-    """Return the bytes of the decoding cache after n_tokens, in fp32; None for a model without a cache."""
-    model = blank_run(run)
-    return model.new_cache(1, n_tokens).nbytes if getattr(model, 'new_cache', None) else None
-
-
 def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
     """Return {name: method} of arguments 'NAME: CONFIG --setting=value ...'; UserError if they cannot be compared."""
     methods, settings_of = {}, {}
@@ -200,9 +193,11 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
     rows = []
     for name, values in losses.items():
         run, loss, (low, high) = runs[name][0], statistics.mean(values), figures.interval(values)
-        settings = figures.settings_of(run)
-        row = {'model': name, 'parameters': figures.n_parameters(run),
-               'state_bytes': cache_bytes(run, settings.block_size), 'lr': settings.learning_rate,
+        settings, model = figures.settings_of(run), blank_run(run)
+        has_cache = getattr(model, 'new_cache', None)
+        row = {'model': name, 'parameters': count_parameters(model),
+               'state_bytes': model.new_cache(1, settings.block_size).nbytes if has_cache else None,
+               'lr': settings.learning_rate,
                'tokens': settings.max_tokens, 'flops': figures.flops_per_token(run) * settings.max_tokens,
                'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
                'perplexity': perplexity(loss),

@@ -13,8 +13,7 @@ of each of 1,000 validation documents, read from their start.
 
 Writes NAME.png (the ratio over k, raw and smoothed) and NAME.csv. No copies are made: where a linear layer has input
 a at a position and gradient g at its output, the gradient of that position's weights is g a^T, whose norm is
-||g|| ||a||. Read `gradient_norms` for what one backward computes, and `squared_norms` for the sum over layers. The
-losses of 1,000 documents are some 850,000 forwards and backwards over 540 tokens on average.
+||g|| ||a||. The losses of 1,000 documents are some 850,000 forwards and backwards over 540 tokens on average.
 """
 import random
 from contextlib import ExitStack, contextmanager

@@ -10,15 +10,12 @@ The same command resumes an interrupted one.
 
 The budget is Standard's training FLOPs. All models have Standard's number of parameters within 1%, p_psi of NextLat
 included. Each has its learning rate bracketed at equal tokens and the first seed, and trains with it for equal tokens,
-equal FLOPs and equal time, with every seed. Equal time is as many tokens as a model takes in Standard's seconds, both
-at their highest speed over the seeds.
-
-Then the runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding
-time and bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir.
+equal FLOPs and equal time (Standard's seconds, both at their highest speed over the seeds), with every seed. Then the
+runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding time and
+bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir.
 """
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -155,11 +152,6 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
     return train_seeds(cells, s.seeds, s.jobs)
 
 
-def decode(decoder: Decoder, n: int) -> None:
-    for _ in range(n):
-        decoder.next_tokens()
-
-
 @torch.inference_mode()
 def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]:
     """Return {name: tokens/s} of one text after `context` random tokens, the models taking turns."""
@@ -173,7 +165,7 @@ def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]
             model.extend(part, cache)
         decoder = Decoder(model, cache, {'temperature': 0}, None)
         decoder.read_prompts(prompt[:, -1:], torch.ones(1, dtype=torch.int64, device=prompt.device))
-        sides[name] = partial(decode, decoder, s.decode_tokens)
+        sides[name] = lambda decoder=decoder: [decoder.next_tokens() for _ in range(s.decode_tokens)]
     return {name: s.decode_tokens / seconds for name, seconds in alternate(sides, ROUNDS, warmup=1).items()}
 
 

@@ -48,12 +48,6 @@ def all_pairs(sees, T: int, streams: tuple, doc_start) -> torch.Tensor:
     return seen if seen.dim() == 3 else seen.unsqueeze(0)
 
 
-def training(q, k, v, mask):
-    def step():
-        attention(q, k, v, mask).sum().backward()
-    return step
-
-
 def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -> dict:
     """One row: the time of each side, and ours over PyTorch's."""
     module, values, streams = PATTERNS[pattern]
@@ -71,7 +65,8 @@ def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -
         sides['triton'] = make_mask(model.sees, T, D, DEVICE, doc_start, streams, reaches=reaches)
     if pattern == 'causal':  # with documents, this side does more than it must
         sides['is_causal'] = Mask('causal')
-    seconds = alternate({name: training(q, k, v, mask) for name, mask in sides.items()}, rounds)
+    seconds = alternate({name: lambda mask=mask: attention(q, k, v, mask).sum().backward()
+                         for name, mask in sides.items()}, rounds)
     return {'pattern': pattern, 'documents': documents, 'dtype': str(dtype)[6:], 'T': T, 'D': D, 'batch': B,
             **{f'{name} ms': round(1e3 * s, 3) for name, s in seconds.items()},
             **{f'{name} over ours': round(s / seconds['ours'], 2) for name, s in seconds.items() if name != 'ours'},

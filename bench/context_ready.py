@@ -37,10 +37,6 @@ def decode_eagerly(model, new: int) -> int:
     return token.item()
 
 
-def decode_graph(model, new: int) -> list:
-    return generate(model, PROMPT, new, temperature=0)
-
-
 def figures(toy: bool) -> Iterator[dict]:
     """Decoding speed and weights read, relative to the Roformer of each pair."""
     pairs, new, dtype = TOY_PAIRS if toy else PAIRS, 2 if toy else NEW, decoding_dtype('auto', DEVICE)
@@ -51,7 +47,10 @@ def figures(toy: bool) -> Iterator[dict]:
             models.append(Model(Config(n_head=16, **values)).eval().to(DEVICE, dtype))
         # of the embedding a token reads one row
         read = [count_parameters(model) - model.embed.weight.numel() for model in models]
-        for mode, decode in {'eager': decode_eagerly, **({'CUDA graph': decode_graph} if GPU else {})}.items():
+        modes = {'eager': decode_eagerly}
+        if GPU:
+            modes['CUDA graph'] = lambda model, new: generate(model, PROMPT, new, temperature=0)
+        for mode, decode in modes.items():
             sides = {i: lambda model=model, decode=decode: decode(model, new) for i, model in enumerate(models)}
             seconds = alternate(sides, rounds=3, warmup=1)
             for i, (model, values) in enumerate(zip(models, pair)):

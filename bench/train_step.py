@@ -116,46 +116,37 @@ def beside_nanogpt(toy: bool = False) -> Iterator[dict]:
                'ratio': round(best['nanogpt'] / best['ours'], 3)}
 
 
-def with_documents(block_size: int, batch_size: int, length: int) -> torch.Tensor:
-    """Random tokens (2, B, T), inputs and targets, in documents of `length` tokens on average."""
-    tokens = torch.randint(0, 50256, (2, batch_size, block_size), device=DEVICE)
-    return tokens.masked_fill(torch.rand(tokens.shape, device=DEVICE) < 1 / length, 50256)
+def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds: int) -> dict:
+    """One row: the time of each method's step over Standard's, in documents of 200 or 1000 tokens on average."""
+    tokens = torch.randint(0, 50256, (2, batch_size, T), device=DEVICE)
+    tokens.masked_fill_(torch.rand(tokens.shape, device=DEVICE) < 1 / (200 if T <= 1024 else 1000), 50256)
+    models = {name: make_model(name, **shape) for name in methods}
+    seconds = alternate({name: our_step(model, tokens, dtype, compile=DEVICE.type == 'cuda')
+                         for name, model in models.items()}, rounds, warmup=3)
+    torch.compiler.reset()  # else the ninth program of one forward is not compiled
+    tokens_per_s, peak = tokens[0].numel() / seconds['standard'], machine.peak_flops(DEVICE, dtype)
+    return {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'n_layer': shape['n_layer'], 'T': T,
+            'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
+            'standard_mfu': peak and round(models['standard'].flops_per_token(T) * tokens_per_s / peak, 3)
+            } | over_standard(seconds)
 
 
 def two_streams(toy: bool = False) -> Iterator[dict]:
-    """The time of each method's step over Standard's."""
     machine.start_processes(train.Settings())
     shape, sizes = (TOY_SHAPE, [(16, 2)]) if toy else (dict(n_layer=6, n_head=6, n_embd=384), [(1024, 2), (256, 8)])
-    for block_size, batch_size in sizes:
-        tokens = with_documents(block_size, batch_size, 200)
+    for size in sizes:
         for dtype in DTYPES:
-            steps = {name: our_step(make_model(name, **shape), tokens, dtype, compile=DEVICE.type == 'cuda')
-                     for name in FAMILY}
-            ratios = over_standard(alternate(steps, rounds=1 if toy else 7))
-            yield {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'T': block_size, 'batch': batch_size,
-                   'documents': True} | ratios
-            torch.compiler.reset()  # else the ninth program of one forward is not compiled
+            yield beside_standard(FAMILY, shape, *size, dtype, rounds=1 if toy else 7)
 
 
 # ---- the papers' tables ----
 
 def scales(toy: bool = False) -> Iterator[dict]:
-    """On a GPU, compiled, bf16, T = 4096 with documents: SPS-S over Standard-S, FLOPs over the GPU's."""
-    peak = machine.peak_flops(DEVICE, torch.bfloat16)
-    block_size, sizes = 4096, [('s', 8, dict(n_layer=12, n_head=12, n_embd=768)),
-                               ('l', 4, dict(n_layer=36, n_head=20, n_embd=1280))]
-    if toy:
-        block_size, sizes = 16, [('s', 2, TOY_SHAPE)]
-    for name, batch_size, shape in sizes:
-        tokens = with_documents(block_size, batch_size, 1000)
-        models = {method: make_model(method, **shape) for method in ('standard', *['sps'] * (name == 's'))}
-        steps = {method: our_step(model, tokens, torch.bfloat16, compile=not toy) for method, model in models.items()}
-        seconds = alternate(steps, rounds=1 if toy else 10, warmup=3)
-        for method, s in seconds.items():
-            tokens_per_s = tokens[0].numel() / s
-            yield {'scale': name, 'method': method, 'T': block_size, 'batch': batch_size,
-                   'tokens_per_s': round(tokens_per_s), 'time_over_standard': round(s / seconds['standard'], 3),
-                   'mfu': peak and round(models[method].flops_per_token(block_size) * tokens_per_s / peak, 3)}
+    """On a GPU, compiled, bf16: SPS-S over Standard-S, and the share of the GPU's FLOPs that S and L use."""
+    shape, T, rounds = (TOY_SHAPE, 16, 1) if toy else (dict(n_layer=12, n_head=12, n_embd=768), 4096, 10)
+    yield beside_standard(['standard', 'sps'], shape, T, 8, torch.bfloat16, rounds)
+    if not toy:
+        yield beside_standard(['standard'], dict(n_layer=36, n_head=20, n_embd=1280), T, 4, torch.bfloat16, rounds)
 
 
 def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, toy: bool = False) -> tuple:

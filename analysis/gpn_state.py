@@ -40,14 +40,6 @@ class Settings:
         check_ranges(self, block_size=(2, inf))
 
 
-def empty_heads(model, heads):
-    """Return a context manager that keeps these memory heads empty, whatever is written to them."""
-    if not heads:
-        return nullcontext()
-    index = torch.tensor(heads, device=model.fuse.weight.device)
-    return model.write.register_forward_hook(lambda module, inputs, memory: memory.index_fill(1, index, 0))
-
-
 @torch.no_grad()
 def walk(model, idx, without=None, carried=False, heads_off=()):
     """Run windows idx (B, T) -> predicted states (B, T, C) and log decays of the memory (B, T, H), H = 0 without one.
@@ -57,8 +49,9 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
     """
     B, T = idx.shape
     u, states, decays = model.ground_input(idx), [], []
-    state = model.first_state(B, u.device)
-    with empty_heads(model, list(heads_off)):
+    state, index = model.first_state(B, u.device), torch.tensor(heads_off, dtype=torch.int64, device=u.device)
+    with model.write.register_forward_hook(
+            lambda module, inputs, memory: memory.index_fill(1, index, 0)) if len(index) else nullcontext():
         for t in range(T):
             s, g, memory = model.step(u[:, t], *state)
             predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without

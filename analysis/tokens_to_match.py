@@ -66,13 +66,6 @@ def match(target: str, by: str, curves: dict[str, Curve]) -> dict:
             'tokens_ratio': found['tokens'] / budget if found else None}
 
 
-def outcome(row: dict) -> str:
-    """Return what `match` found as text."""
-    if row['tokens'] is None:
-        return f'does not have it within {figures.short_number(row["searched"])} tokens'
-    return f'has it at {figures.short_number(row["tokens"])} tokens: {row["tokens_ratio"]:.3f} times the tokens'
-
-
 def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     """Draw a panel for each size: the curves, and an arrow from each loss to where it is reached."""
     figure, panels = figures.new_figure(1, len(sizes), figsize=(2 + 5 * len(sizes), 5), squeeze=False)
@@ -97,8 +90,11 @@ def main(argv: list[str] | None = None) -> None:
         rows = [{'size': size} | match(target, by, curves) for size, (curves, baseline) in sizes.items()
                 for other in curves if other != baseline for target, by in ((other, baseline), (baseline, other))]
         for row in rows:
+            tokens = figures.short_number(row['tokens'] or row['searched'])
+            found = (f'has it at {tokens} tokens: {row["tokens_ratio"]:.3f} times the tokens' if row['tokens']
+                     else f'does not have it within {tokens} tokens')
             print(f'{row["size"]}: {row["loss_of"]} has {row["loss"]:.4f} before its decay, which begins at '
-                  f'{figures.short_number(row["budget"])} tokens; {row["by"]} {outcome(row)}')
+                  f'{figures.short_number(row["budget"])} tokens; {row["by"]} {found}')
         figures.write_figure(s.out, runs, 'tokens_to_match', rows,
                      plot({size: curves for size, (curves, _) in sizes.items()}, rows))
 

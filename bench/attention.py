@@ -13,7 +13,7 @@ import torch
 
 import model_sps
 import model_standard
-from attn_kernels import Mask, Tokens, attention, make_mask
+from attn_kernels import Mask, _whole_mask, attention, document_starts, make_mask
 from bench import alternate, measure
 from common import machine
 
@@ -27,36 +27,16 @@ PATTERNS = {  # name: (a model that has it, its key streams)
     'sps': (model_sps, dict(window=WINDOW), (0, 1))}
 
 
-def document_starts(B: int, T: int) -> torch.Tensor:
-    """Documents of log-normal length, 1000 tokens on average. (B, T) int64."""
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.zeros(B, T, dtype=torch.int64)
-    for row in starts:
-        lengths = torch.exp(torch.randn(T, generator=generator) + 6.4).long() + 1
-        first = lengths.cumsum(0)
-        first = first[first < T]
-        row[first] = first
-    return starts.cummax(1).values.to(DEVICE)
-
-
-def all_pairs(sees, T: int, streams: tuple, doc_start) -> torch.Tensor:
-    """The whole pattern as booleans: (B or 1, S T, S T)."""
-    pos = torch.arange(T, device=DEVICE).repeat(len(streams))
-    stream = torch.tensor(streams, device=DEVICE).repeat_interleave(T)
-    doc_start = 0 if doc_start is None else doc_start.repeat(1, len(streams)).unsqueeze(-1)
-    seen = sees(Tokens(pos[:, None], stream[:, None], doc_start), Tokens(pos, stream))
-    return seen if seen.dim() == 3 else seen.unsqueeze(0)
-
-
 def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -> dict:
     """One row: the time of each side, and ours over PyTorch's."""
     module, values, streams = PATTERNS[pattern]
     with torch.device('meta'):
         model = module.Model(module.Config(n_layer=1, n_head=2, n_embd=2 * D, **values))
     B = 2 if rounds == 1 else max(1, TOKENS // (T * len(streams)))
-    doc_start = document_starts(B, T) if documents else None
+    ends = (torch.rand(B, T, generator=torch.Generator().manual_seed(0)) < 1 / 1000).long().to(DEVICE)
+    doc_start = document_starts(ends, 1) if documents else None  # of 1000 tokens on average
     q, k, v = torch.randn(3, B, len(streams) * T, N_HEAD, D, device=DEVICE, dtype=dtype).requires_grad_().unbind(0)
-    pairs = all_pairs(model.sees, T, streams, doc_start)
+    pairs = _whole_mask(model.sees, T, doc_start, streams, streams, DEVICE)
     n_pairs = pairs.sum().item() * B / len(pairs)
     sides = {'ours': make_mask(model.sees, T, D, DEVICE, doc_start, streams),
              'dense mask': Mask('dense', pairs)}

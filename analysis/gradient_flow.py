@@ -45,10 +45,6 @@ class Settings:
     dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
     device: str = 'auto'  # auto, cuda, cpu or mps
 
-    @property
-    def first_position(self) -> int:
-        return self.block_size // 16
-
 
 # ---- the gradient of a position's own parameters ----
 
@@ -165,21 +161,21 @@ def fitted(s: Settings, runs: list[str]) -> Settings:
     """Return the settings with their lengths filled in, shorter for runs of short windows."""
     block = figures.fitting_block(runs, s.block_size)
     filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
-    print(f'k goes to {filled.max_k}, positions from {filled.first_position}')
+    print(f'k goes to {filled.max_k}, positions from {block // 16}')
     if block < shortest_document(filled) - 1:
         raise UserError(f'block_size is {block}: expected room for {s.positions} positions from '
-                        f'{filled.first_position} on and max_k = {filled.max_k} after them. Lower max_k or positions')
+                        f'{block // 16} on and max_k = {filled.max_k} after them. Lower max_k or positions')
     return filled
 
 
 def shortest_document(s: Settings) -> int:
     """Return the least tokens of a document, eos counted, with enough positions: 585 with the paper's settings."""
-    return s.first_position + s.positions + s.max_k + 1
+    return s.block_size // 16 + s.positions + s.max_k + 1
 
 
 def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
     """Return ascending steps of a document of n_tokens tokens whose losses up to max_k later are all in it."""
-    return sorted(rng.sample(range(s.first_position, n_tokens - s.max_k - 1), s.positions))
+    return sorted(rng.sample(range(s.block_size // 16, n_tokens - s.max_k - 1), s.positions))
 
 
 def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the model'):

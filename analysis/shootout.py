@@ -109,8 +109,7 @@ def sized(method: Method, data, target: int) -> dict:
         values[name] = min(sizes[max(0, above - 1):above + 1], key=lambda n: abs(parameters(n) - target))
     found = count_parameters(blank(method.model, values, data))
     if abs(found - target) > TOLERANCE * target:
-        changed = ', '.join(f'{name} = {values[name]}' for name in method.free)
-        raise UserError(f'{method.label} has {found:,} parameters at {changed}, expected {target:,} within 1%: choose '
+        raise UserError(f'{method.label} has {found:,} parameters at best, expected {target:,} within 1%: choose '
                         'another n_embd or n_layer')
     return values
 

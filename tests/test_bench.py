@@ -35,7 +35,7 @@ def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args):
 
 def test_a_benchmark_makes_one_measurement_at_a_time():
     for given in (['scales', 'nanogpt'], ['scale']):
-        assert_sentence(run('-m', 'bench.train_step', *given), f"what is '{' '.join(given)}'? Expected one of")
+        assert_sentence(run('-m', 'bench.train_step', *given, '--toy'), f"what is '{' '.join(given)}'? Expected one of")
 
 
 def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import at_least_fp32, checkpointed, chunked_loss, outside_graphs
+from attn_kernels import at_least_fp32, checkpointed, chunked_loss, mask_padding, outside_graphs
 
 try:
     from scans import gdn, pinned
@@ -242,12 +242,7 @@ class Model(nn.Module):
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache for batch_size rows. It has the same size for any max_tokens, and keeps the memory in fp32."""
@@ -263,7 +258,7 @@ class Model(nn.Module):
         cache.begin(tokens.shape[1], lengths)
         h = self.final_hidden(tokens, cache)
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and three products with the memory.

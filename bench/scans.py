@@ -65,8 +65,9 @@ def peak_mb(*case) -> float:
 
 def least_seconds(batch_size: int, T: int, bandwidth: float) -> float:
     """Lower bound from memory traffic on the seconds of a step of the paper's GPN: weights in bf16, M in fp32."""
-    C, F, H, K, D, L = gpn.Sizes.of(runs.model_file('gpn').Config())
-    columns = [sum(gpn.Sizes(C, F, H, K, D, L).columns(i)) for i in range(L)]
+    sizes = gpn.Sizes.of(runs.model_file('gpn').Config())
+    C, F, H, K, D, L, *_ = sizes
+    columns = [sum(sizes.columns(i)) for i in range(L)]
     weights = 2 * (C * C + sum(C * width + (F + H * D) * C for width in columns))
     memory = 4 * batch_size * H * K * D
     return T * (2 * weights + 6 * memory) / bandwidth

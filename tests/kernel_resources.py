@@ -70,7 +70,7 @@ class Launcher:
 
 
 def attention():
-    B, T, H, reaches, done = 2, 4096, 8, [4096, 64], set()
+    B, T, H, done = 2, 4096, 8, set()
     kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
     for streams, D, dtype, group in VARIANTS:
         for name, kernel in kernels.items():
@@ -79,8 +79,8 @@ def attention():
         q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
         k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')
         doc_start = torch.empty(B, T, dtype=torch.int64, device='meta')
-        out, lse = K._forward(q, k, k, doc_start, reaches[:NK], T, first)
-        K._backward(out, q, k, k, doc_start, out, lse, reaches[:NK], T, first)
+        out, lse = K._forward(q, k, k, doc_start, [4096, 64, first])
+        K._backward(out, q, k, k, doc_start, out, lse, [4096, 64, first])
 
 
 def gpn():
@@ -93,7 +93,7 @@ def gpn():
                                     (True, torch.float32, (2496, 6656, 15, 128, 256)),
                                     (True, torch.bfloat16, (3184, 8448, 0, 128, 256))):
         C, n_ffn, H, D_k, D_v = sizes
-        sizes, full = scan.Sizes(*sizes, L), lambda *shape: torch.empty(shape, device='meta')
+        sizes, full = scan.Sizes(*sizes, L, S, S), lambda *shape: torch.empty(shape, device='meta')
         shapes = [(C, C), (C,)]
         for i in range(L):
             shapes += [(sum(sizes.columns(i)), C), (sum(sizes.columns(i)),), (C, n_ffn + H * D_v)]
@@ -101,7 +101,7 @@ def gpn():
         carry, u, k, memory = full(S, B, 1) if documents else None, full(S, B, C), full(B, H, D_k), full(B, H, D_k, D_v)
         outputs = w.steps(u[:1], k[None], memory[None], u, carry)[3]
         saved = [x for i, x in enumerate(outputs) if i != L - 1]
-        w.backward(False, u, carry, u, k, memory, u, u[0], k, memory, *saved)
+        w.backward(u, carry, (u, k, memory), (u, u[0], k, memory), saved, False)
 
 
 if __name__ == '__main__':

@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_apart, succeeded
+from conftest import dense_attention, run_apart, succeeded
 from test_models import make, some_tokens
 
 import attn_kernels as K
@@ -80,12 +80,12 @@ def test_attention_equals_its_definition(method, values, T, kind, queries, heads
     mask = K.make_mask(sees, T, D, device, None if doc_start is None else doc_start.to(device), keys, queries)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 1e-2)):
         rounded = [x.to(dtype) for x in (q, k, v)]
-        want = gradients(lambda q, k, v: K.dense_attention(q, k, v, seen), *(x.double() for x in rounded))
+        want = gradients(lambda q, k, v: dense_attention(q, k, v, seen), *(x.double() for x in rounded))
         got = gradients(lambda q, k, v: K.attention(q, k, v, mask), *(x.to(device) for x in rounded))
         assert_close([x.cpu() for x in got], want, tolerance)
     block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries, compiled=False)
     got = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=H != HK)
-    want = K.dense_attention(*(x.double() for x in (q, k, v)), seen)
+    want = dense_attention(*(x.double() for x in (q, k, v)), seen)
     assert_close([got.transpose(1, 2)], [want], 1e-5)
 
 

@@ -7,7 +7,7 @@ import torch
 from conftest import bytes_kept
 from test_gpn import SMALL, assert_near, loss_and_gradients, make, needs_triton, plain_states
 from test_models import decode_in_pieces
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import model_gpn as G
 from scans import gpn as scan
@@ -144,8 +144,7 @@ def test_memory_is_not_held_at_every_step():
     model = G.Model(c)
     u = torch.zeros(T, B, c.n_embd, requires_grad=True)
     folded = [w.detach() for w in scan.fold(model)]
-    held = bytes_kept(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, 8, T,
-                                            True))
+    held = bytes_kept(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, True))
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
     assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # and u
@@ -204,11 +203,11 @@ class Rerun:
 
     def __init__(self, function, inputs):
         self.function = function
-        self.inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+        self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
         self.results = function(*self.inputs)
 
     def replay(self, inputs):
-        for own, x in zip(self.inputs, inputs):
+        for own, x in zip(tree_leaves(self.inputs), tree_leaves(inputs)):
             if isinstance(own, torch.Tensor):
                 own.copy_(x)
         results = self.function(*self.inputs)

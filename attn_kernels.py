@@ -174,7 +174,7 @@ def _dense_sdpa(q, k, v, seen):
 
 # ---- on a GPU: FlexAttention ----
 
-def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None, compiled=True):
+def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None):
     """FlexAttention's BlockMask of a pattern: which blocks of 128 x 128 to visit, and what is masked inside them."""
     from torch.nn.attention.flex_attention import create_block_mask
     queries = queries or keys
@@ -186,7 +186,8 @@ def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None, co
         q = Tokens(q_pos, q_streams[q_idx // T], start)
         return sees(q, Tokens(k_pos, k_streams[k_idx // T]))
 
-    create = _compiled(create_block_mask) if compiled else create_block_mask  # eager, it holds a boolean for each pair
+    on_gpu = torch.device(device).type == 'cuda'
+    create = _compiled(create_block_mask) if on_gpu else create_block_mask  # eager, it holds a boolean for each pair
     B = None if doc_start is None else len(doc_start)
     with torch.no_grad():  # else it is compiled once for training and once for evaluation
         return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
@@ -226,11 +227,6 @@ def _key_ranges(needed, T):
             for (stream, start), (_, stop) in edges]
 
 
-@outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
-def _tiled_attention(q, k, v, tiles):
-    return _TiledAttention.apply(q, k, v, tiles)
-
-
 class _TiledAttention(torch.autograd.Function):
     """Attention tile by tile. q: (B, H, n_q, D); k, v: (B, H, n_k, D)."""
 
@@ -263,6 +259,9 @@ class _TiledAttention(torch.autograd.Function):
             _put(dk, ranges, ds.mT @ q_tile, add=True)
             _put(dv, ranges, p.mT @ grad_tile, add=True)
         return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None
+
+
+_tiled_attention = outside_graphs(_TiledAttention.apply)  # a compiler would unroll the tiles, and take minutes
 
 
 def _probabilities(q, k, bias):

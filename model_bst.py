@@ -289,11 +289,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
         f = torch.cat([self.forward_encoder(self.embed(run.tokens), run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
         h = self._next_state(f)

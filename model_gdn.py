@@ -44,7 +44,7 @@ class Config:
     scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unchanged, else loop
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
-    init_std: float = 0.02  # standard deviation of the initial matrices and convolutions (official code)
+    init_std: float = 0.02  # standard deviation of the initial matrices and convolutions, without the head's (fla)
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
     eos_id: int | None = None  # the id that ends a document, after which memory and convolution start anew; None: never
@@ -163,7 +163,8 @@ class Block(nn.Module):
         """Run the tokens through `loop` or, if there are several, through its fast form."""
         if self.fast is None or tokens[0].shape[1] == 1:
             return self.loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
-        return self.fast(memory, *tokens, is_doc_start, active, self.chunk_len)
+        with torch.autocast(memory.device.type, enabled=False):  # bf16 sums would differ from the loop's
+            return self.fast(memory, tokens, is_doc_start, active, self.chunk_len)
 
     @checkpointed
     def forward(self, h, same_doc=None, is_doc_start=None, cache=None):
@@ -201,13 +202,13 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
-        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         # This sets every matrix and bias: initialise anything that should start differently after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # no matrix is scaled down with depth (official code)
                 nn.init.normal_(p, std=c.init_std)
             elif name.endswith('.bias'):  # not dt_bias
                 nn.init.zeros_(p)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)  # with nn.Linear's initial weights (authors' code)
 
     def final_hidden(self, idx, cache=None):
         """Return the head's inputs (B, n, C). idx: (B, n), which continue the rows of the cache if there is one."""

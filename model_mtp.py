@@ -191,11 +191,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
         states = [self._run_blocks(run.tokens, run.rope, run.mask(), cache, n_future=cache.future.shape[2])
                   for run in cache.runs(tokens, lengths)]
         h, *future = (torch.cat(parts, 1) for parts in zip(*states))
@@ -207,12 +203,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def draft(self, token, cache, n, pick):
-        """Draft n tokens after token (B,), the one that follows those in the cache. No block runs.
-
-        pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
-        (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
-        next `extend` or `rollback`. Each row must have kept a token of the last `extend`.
-        """
+        """Draft n tokens after token (B,), as in model_nextlat.py. No block runs."""
         first, cache.drafted = cache.drafted, cache.drafted + n
         states = cache.future[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
         logits = mask_padding(self._logits(states[:, first:first + n]), self.config.n_ids)

@@ -83,7 +83,7 @@ def test_attention_equals_its_definition(method, values, T, kind, queries, heads
         want = gradients(lambda q, k, v: dense_attention(q, k, v, seen), *(x.double() for x in rounded))
         got = gradients(lambda q, k, v: K.attention(q, k, v, mask), *(x.to(device) for x in rounded))
         assert_close([x.cpu() for x in got], want, tolerance)
-    block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries, compiled=False)
+    block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries)
     got = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=H != HK)
     want = dense_attention(*(x.double() for x in (q, k, v)), seen)
     assert_close([got.transpose(1, 2)], [want], 1e-5)
@@ -92,7 +92,7 @@ def test_attention_equals_its_definition(method, values, T, kind, queries, heads
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps', 'two_x_memory'])
 def test_flex_attention_visits_hardly_more_blocks_than_the_pattern_needs(method):
     T, sees = 4096, pattern(method)
-    blocks = K.make_block_mask(sees, T, 'cpu', None, BOTH, BOTH, compiled=False)
+    blocks = K.make_block_mask(sees, T, 'cpu', None, BOTH, BOTH)
     visited = (blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()).item() * 128 ** 2
     needed = K._whole_mask(sees, T, None, BOTH, BOTH, 'cpu').sum().item()
     print(f'{method}: {visited / 1e6:.1f}M pairs visited, {needed / 1e6:.1f}M needed: {visited / needed:.3f}')

@@ -227,6 +227,11 @@ def _key_ranges(needed, T):
             for (stream, start), (_, stop) in edges]
 
 
+@outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
+def _tiled_attention(q, k, v, tiles):
+    return _TiledAttention.apply(q, k, v, tiles)
+
+
 class _TiledAttention(torch.autograd.Function):
     """Attention tile by tile. q: (B, H, n_q, D); k, v: (B, H, n_k, D)."""
 
@@ -259,9 +264,6 @@ class _TiledAttention(torch.autograd.Function):
             _put(dk, ranges, ds.mT @ q_tile, add=True)
             _put(dv, ranges, p.mT @ grad_tile, add=True)
         return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None
-
-
-_tiled_attention = outside_graphs(_TiledAttention.apply)  # a compiler would unroll the tiles, and take minutes
 
 
 def _probabilities(q, k, bias):

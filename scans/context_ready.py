@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import attn_kernels
 
-PIN = '6c26bb99a43c1ad0'
+PIN = '9d6fda2f3cca65f9'
 
 
 def implements(model_file):

@@ -34,22 +34,21 @@ def builds(tmp_path, monkeypatch):
     return lambda: len(log.read_text()) if log.exists() else 0
 
 
-def build():
-    """As a new process does."""
-    return scan._build.__wrapped__(torch.float32)
-
-
 def test_the_steps_in_c_are_built_once_for_a_compiler_and_its_flags(builds, monkeypatch, tmp_path):
-    assert build().steps and build().steps and builds() == 1
+    def n_builds():
+        assert scan._build.__wrapped__(torch.float32).steps  # as a new process does
+        return builds()
+
+    assert n_builds() == n_builds() == 1
     kept, = (tmp_path / 'kept').iterdir()
     monkeypatch.setattr(scan, 'KEPT', tmp_path / 'other')
     scan.KEPT.mkdir()
     (scan.KEPT / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
-    assert build().steps and builds() == 2
+    assert n_builds() == 2
     monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # another CPU
-    assert build().steps and builds() == 3
+    assert n_builds() == 3
     monkeypatch.setattr(scan, 'KEPT', tmp_path / 'log' / 'no folder')  # which cannot be written to
-    assert build().steps and builds() == 4
+    assert n_builds() == 4
 
 
 def test_without_a_compiler_the_equations_run_and_one_line_says_so(monkeypatch, tmp_path, capsys):

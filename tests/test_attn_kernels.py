@@ -142,14 +142,6 @@ def test_a_stream_gets_as_many_slots_as_its_pattern_reaches_back(window, slots):
     assert cache.k.shape[3] == 100 + slots + 1
 
 
-# ---- rotary embeddings ----
-
-@pytest.mark.parametrize('text', ['', '8,1,4', '8,4,1,64', '8,1,4,nan'])
-def test_a_malformed_rope_scaling_is_a_sentence(text):
-    with pytest.raises(ValueError, match="expected 'factor,low,high,tokens'"):
-        K.parse_rope_scaling(text)
-
-
 # ---- the loss ----
 
 def weighted_loss(head):

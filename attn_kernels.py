@@ -417,17 +417,14 @@ class _ChunkedLoss(torch.autograd.Function):
                     kept.append(torch.zeros_like(x) if grad is None else grad)
             param_grads = [a if b is None else b if a is None else a.add_(b) for a, b in zip(param_grads, grads)]
             sums.append([x.detach() for x in (total, *parts)])
-        grads = [torch.cat(kept) if kept else None for kept in row_grads] + param_grads
-        ctx.is_given = [grad is not None for grad in grads]
-        ctx.save_for_backward(*(grad for grad in grads if grad is not None))
+        ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
         total, *parts = _sums(sums)
         ctx.mark_non_differentiable(*parts)
         return total, *parts
 
     @staticmethod
     def backward(ctx, grad, *_):
-        given = iter(ctx.saved_tensors)
-        return None, None, None, None, *(next(given) * grad if is_given else None for is_given in ctx.is_given)
+        return None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
 
 
 # ---- the KV cache ----
@@ -569,12 +566,11 @@ class KVCache:
 def _reach(sees, n, stream, n_streams, device):
     """The greatest distance at which a query sees a key of this stream, within a document of n positions."""
     device = 'cpu' if torch.device(device).type == 'meta' else device
-    key, step, reach = _sequence(n, [stream], device), max(1, 2 ** 22 // n), 0
+    key, queries = (_sequence(n, streams, device) for streams in ([stream], [*range(n_streams)]))
+    step, reach = max(1, 2 ** 22 // n), 0
     for b in range(n, 0, -step):  # from the end, where the greatest distances are
-        if reach >= b - 1:
-            break
-        for query_stream in range(n_streams):
-            q = Tokens(*(x[:, max(0, b - step):b] for x in _sequence(n, [query_stream], device)))
+        if reach < b - 1:
+            q = Tokens(*(x[:, (b - step <= queries.pos[0]) & (queries.pos[0] < b)] for x in queries))
             seen = _seen(sees, q, key)[0]
             first = torch.where(seen.any(1), seen.byte().argmax(1), q.pos[0])  # the first key that each query sees
             reach = max(reach, int((q.pos[0] - first).max()))

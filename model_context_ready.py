@@ -431,10 +431,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run are streamed, have static shapes and never wait for the device; longer ones follow `prefill`.
+        Calls of n <= cache.max_run are streamed; longer ones follow `prefill`.
         """
         c, n, zs, z = self.config, tokens.shape[1], [], cache.last_z()
         in_parallel = c.K == 1 or n > cache.max_run and c.prefill == 'parallel'

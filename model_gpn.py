@@ -305,12 +305,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Prefill,
-        decoding and the verification of a draft are this one call. Shapes are static for a given n, and nothing waits
-        for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py, for any n."""
         n, active, shift = tokens.shape[1], None, torch.zeros_like(tokens[:, :1])
         position = torch.arange(n, device=tokens.device)
         if lengths is not None:  # align the rows on the right, so that all end at the same step

@@ -1,6 +1,7 @@
 """scans/gpn.py: steps in C and in Triton's kernels beside the equations, in float64 where nothing else is said."""
 import platform
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,32 +111,6 @@ def test_bf16_products_in_c_cost_no_more_than_in_the_equations(rows):
     assert_bf16_products_cost_no_more_than_in_the_equations(*wide_model(rows))
 
 
-@torch.no_grad()
-def steps_of(decoder, model, idx):
-    state = [x.unsqueeze(0) for x in decoder.first_state(len(idx))]
-    return decoder.advance(state, model.ground_input(idx).to(state[0].dtype))
-
-
-@needs_bf16_units
-def test_a_model_in_bf16_decodes_in_c():
-    model, idx = make(n_layer=2)
-    exact = steps_of(model, model, idx)
-    model = model.to(torch.bfloat16)
-    decoder = scan.Decoder(model, 'cpu')
-    assert decoder.weights.library is scan._build(torch.bfloat16)
-    assert 0 < (steps_of(decoder, model, idx) - exact).norm() < 0.03 * exact.norm()
-
-
-@needs_c
-def test_autocast_does_not_reach_the_steps_of_decoding(monkeypatch):
-    model, idx = make(n_layer=2)
-    u = model.float().ground_input(idx)
-    monkeypatch.setattr(model, 'ground_input', lambda idx: u)
-    want = steps_of(scan.Decoder(model, 'cpu'), model, idx)
-    with torch.autocast('cpu', torch.bfloat16):
-        assert torch.equal(steps_of(scan.Decoder(model, 'cpu'), model, idx), want)
-
-
 @needs_c
 def test_memory_is_not_held_at_every_step():
     """What the scan holds for the backward, in bytes, is the formula in scans/gpn.py."""
@@ -197,23 +172,17 @@ def test_decoding_in_kernels_equals_the_full_forward_in_float64(kernels_device):
     decode_in_pieces(model, idx, max_run=3, tolerance=1e-8)
 
 
-class Rerun:
+class Rerun(scan.Graph):
     """Stands for a CUDA graph: the same tensors go in and come out each time."""
 
     def __init__(self, function, inputs):
-        self.function = function
-        self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
-        self.results = function(*self.inputs)
+        def rerun():
+            for own, x in zip(*map(tree_leaves, (self.results, function(*self.inputs)))):
+                if own is not None:
+                    own.copy_(x)
 
-    def replay(self, inputs):
-        for own, x in zip(tree_leaves(self.inputs), tree_leaves(inputs)):
-            if isinstance(own, torch.Tensor):
-                own.copy_(x)
-        results = self.function(*self.inputs)
-        for own, x in zip(*map(tree_leaves, (self.results, results))):
-            if own is not None:
-                own.copy_(x)
-        return self.results
+        self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
+        self.results, self.graph = function(*self.inputs), SimpleNamespace(replay=rerun)
 
 
 @in_kernels

@@ -6,6 +6,7 @@
 A line per kernel and variant: name, dtype, further words of the variant, registers, bytes of stack (spills), bytes of
 shared memory, and the number of wgmma instructions, which are the tensor cores' in 16 bits.
 """
+import collections
 import re
 import subprocess
 import sys
@@ -58,15 +59,10 @@ def compile_once(done, kernel, args, words=(), **options):
           built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'), sep=', ', flush=True)
 
 
-class Launcher:
-    """Stands for an attention kernel: a launch compiles it."""
-
-    def __init__(self, *compiled):
-        self.compiled = compiled
-
-    def __getitem__(self, grid):
-        done, kernel, words = self.compiled
-        return lambda *args, **options: compile_once(done, kernel, args, words, **options)
+def launcher(done, kernel, words):
+    """Stands for an attention kernel: a launch, on any grid, compiles it."""
+    launch = lambda *args, **options: compile_once(done, kernel, args, words, **options)
+    return collections.defaultdict(lambda: launch)
 
 
 def attention():
@@ -74,7 +70,7 @@ def attention():
     kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
     for streams, D, dtype, group in VARIANTS:
         for name, kernel in kernels.items():
-            setattr(K, name, Launcher(done, kernel, (streams, D, group)))
+            setattr(K, name, launcher(done, kernel, (streams, D, group)))
         NQ, NK, first = STREAMS[streams]
         q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
         k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import attn_kernels
 import model_standard
 from common import machine, runs, settings
 
@@ -350,13 +351,19 @@ def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
 
 # ---- sizes, costs and settings ----
 
-@pytest.mark.parametrize('window', [None, 0, 3, 100])
-def test_flops_count_the_pairs_of_the_pattern(window):
-    model = model_standard.Model(model_standard.Config(**SMALL, window=window, eos_id=None))
-    T, C, L = 10, 32, 3
-    pairs = sum(min(t, T if window is None else window) + 1 for t in range(T))
-    weights = L * (4 * C * C + 3 * C * 3 * C) + 64 * C
-    assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * L * C * pairs / T)
+@pytest.mark.parametrize('name, values', [
+    *(('standard', dict(window=window)) for window in (None, 0, 3, 100)),
+    ('sps', dict()), ('sps', dict(window=0)), ('sps', dict(window=3, predict_layers=2)),
+    ('sps', dict(method='two_x_memory', window=None)), ('sps', dict(method='reverse_sps', window=50)),
+    ('sps', dict(method='delayed_state', window=4, persistent_window=6))])
+def test_flops_count_the_matrices_and_the_pairs_of_the_pattern(name, values):
+    model, T, C = small_model(name, values | dict(eos_id=None)), 12, 32
+    weights, pairs = 64 * C, 0
+    for layer in range(3):
+        keys, queries = model.streams(layer) if name == 'sps' else [(0,), (0,)]
+        weights += len(keys) * 2 * C * C + len(queries) * (2 * C * C + 3 * C * 3 * C)  # k and v; the rest of a block
+        pairs += int(attn_kernels._whole_mask(model.sees, T, None, keys, queries, 'cpu').sum())
+    assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * C * pairs / T)
 
 
 @pytest.mark.parametrize('path, millions', [

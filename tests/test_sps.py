@@ -125,20 +125,3 @@ def test_cache_is_the_size_of_standards_and_a_ring():
             sizes[name] = module.Model(module.Config(**values)).new_cache(16, 4096).nbytes
     assert sizes['sps'] / sizes['standard'] <= 1.03
     assert sizes['two_x_memory'] / sizes['standard'] == pytest.approx(2, abs=0.005)
-
-
-@pytest.mark.parametrize('values', [dict(), dict(window=0), dict(window=3, predict_layers=2),
-                                    dict(method='two_x_memory', window=None),
-                                    dict(method='delayed_state', window=4, persistent_window=6),
-                                    dict(method='reverse_sps', window=50)])
-def test_flops_count_the_pairs_of_the_pattern(values):
-    model, T, C, L = make(eos_id=None, **values), 12, 32, 3
-    c = model.config
-    mask = pairwise_mask(c, torch.zeros(T))
-    x, rho = mask[0::2], mask[1::2]
-    output_stream = x if c.method == 'reverse_sps' else rho
-    below = L - (c.predict_layers or L)
-    pairs = below * x[:, 0::2].sum() + (L - below - 1) * mask.sum() + output_stream.sum()
-    block = 4 * C * C + 3 * C * 3 * C
-    weights = block * (below + 2 * (L - below) - 1) + 2 * C * C + 64 * C
-    assert model.flops_per_token(T) == pytest.approx(float(6 * weights + 12 * C * pairs / T))

@@ -464,7 +464,6 @@ class KVCache:
         self.slot_pos = torch.full((batch_size, self.spare + 1), NOWHERE, device=device)
         self.slot_stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.n_new = torch.zeros_like(self.lengths)  # tokens of the last call
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
         self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # the last call's last h
         self.last = torch.full((batch_size,), -1, device=device)  # where in `hidden` a row's last token is; -1: nowhere
@@ -488,23 +487,21 @@ class KVCache:
         n <= max_run are not checked.
         """
         n = tokens.shape[1]
-        n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
+        self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths  # in this call
         is_long = n > self.max_run
         if is_long or tokens.device.type == 'cpu':
-            longest = int((self.lengths + n_new).max())
+            longest = int((self.lengths + self.n_new).max())
             if longest > self.max_tokens:
                 raise ValueError(f'a row of {longest} tokens does not fit a cache of max_tokens = {self.max_tokens}')
         is_prefill = is_long and piece_len is None and not self.lengths.any()
         if piece_len is None:
             has_ring = min(self.sizes) < self.max_tokens
             piece_len = self.piece_len if has_ring and is_long and not is_prefill else n
-        self.n_new = n_new
         for a in range(0, n, piece_len):
             piece = tokens[:, a:a + piece_len]
-            here = (n_new - a).clamp(0, piece.shape[1])
-            self.run = Run(self, piece, here, is_prefill)
+            self.run = Run(self, piece, (self.n_new - a).clamp(0, piece.shape[1]), is_prefill)
             yield self.run
-            self.lengths += here
+            self.lengths += self.run.n_new
 
     def _slots(self, positions, end):
         """The slots (B, S n) for keys at positions (B, n). Positions from `end` (B, 1) on are padding."""
@@ -592,10 +589,9 @@ class Run:
         self.end = int(end.max()) if tokens.device.type == 'cpu' else None
         self.doc_start = self._document_starts()
         self.slots = cache._slots(self.positions, end)
-        pos = torch.where(self.positions < end, self.positions, NOWHERE).repeat(1, cache.n_streams)
+        pos = self.positions.repeat(1, cache.n_streams)
         cache.slot_pos[cache.batch_idx, self.slots] = torch.where(self.slots < cache.spare, pos, NOWHERE)
-        rope_pos = self.positions.repeat(1, cache.n_streams)
-        self.rope = tuple(table[rope_pos] for table in cache.rope)
+        self.rope = tuple(table[pos] for table in cache.rope)
 
     def _document_starts(self):
         """Where each token's document starts (B, n); the cache learns it for the position after each of them."""
@@ -627,12 +623,8 @@ class Run:
 # ---- pins ----
 
 def digest(*objects):
-    """Return a fingerprint of the source code of classes and functions, without comments, docstrings and layout.
-
-    Other objects, such as a constant, enter by their repr.
-    """
-    texts = [_code(x) if inspect.isclass(x) or inspect.isroutine(x) else repr(x) for x in objects]
-    return hashlib.sha256('\n'.join(texts).encode()).hexdigest()[:16]
+    """Return a fingerprint of the source code of classes and functions, without comments, docstrings and layout."""
+    return hashlib.sha256('\n'.join(map(_code, objects)).encode()).hexdigest()[:16]
 
 
 def _code(x):
@@ -898,7 +890,10 @@ def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, 
 
 
 def _launch(kernel, result, tensors, pattern):
-    """Run a kernel over all heads and tiles, of keys for 'dk, dv' and otherwise of queries."""
+    """Run a kernel over all heads and tiles, of keys for 'dk, dv' and otherwise of queries.
+
+    pattern: reach of x keys, reach of rho keys, stream of the first queries.
+    """
     q, k, _, doc_start, *_ = tensors
     (B, _, H, D), HK, T, (reach_x, reach_rho, first) = q.shape, k.shape[2], doc_start.shape[1], pattern
     NQ, NK = q.shape[1] // T, k.shape[1] // T
@@ -907,9 +902,6 @@ def _launch(kernel, result, tensors, pattern):
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel[grid](*tensors, reach_x, reach_rho, T, H, D ** -0.5, H // HK, NQ, NK, first, D, block_q, block_k,
                      num_warps=warps, num_stages=stages)
-
-
-# The operators' pattern is [reach of x keys, reach of rho keys, stream of the first queries].
 
 
 def _empty_outputs(q, *_):

@@ -111,30 +111,24 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        with torch.autocast(grad.device.type, enabled=False):
-            return Scan._backward(ctx, grad)
-
-    @staticmethod
-    def _backward(ctx, grad):
         _, (correct, branches), dropout = ctx.saved_tensors, ctx.tapes, ctx.dropout
         ctx.tapes = None  # the loss may live on
         grad = grad.transpose(0, 1).contiguous()
-        grad_e = torch.empty_like(grad)
-        through_z = torch.zeros_like(grad[0])  # from the position after
-        for tape in (correct, *branches):
-            tape.start_back()
-        for t in reversed(range(len(grad))):
-            g = grad[t] + through_z
-            for i, tape in reversed(list(enumerate(branches))):
-                g = g + tape.back(t, g if dropout is None else g * dropout[1 + i, t])
-            if dropout is not None:
-                g = g * dropout[0, t]
-            through_z, through_e = correct.back(t, g)
-            grad_e[t] = g if through_e is None else g + through_e
-        grads = {}
-        for tape in (correct, *branches):
-            for p, g in tape.weight_gradients():
-                grads[p] = grads[p] + g if p in grads else g  # `tied` uses some twice
+        grad_e, through_z, grads = torch.empty_like(grad), torch.zeros_like(grad[0]), {}
+        with torch.autocast(grad.device.type, enabled=False):
+            for tape in (correct, *branches):
+                tape.start_back()
+            for t in reversed(range(len(grad))):
+                g = grad[t] + through_z  # of z[t], which position t + 1 reads
+                for i, tape in reversed(list(enumerate(branches))):
+                    g = g + tape.back(t, g if dropout is None else g * dropout[1 + i, t])
+                if dropout is not None:
+                    g = g * dropout[0, t]
+                through_z, through_e = correct.back(t, g)
+                grad_e[t] = g if through_e is None else g + through_e
+            for tape in (correct, *branches):
+                for p, g in tape.weight_gradients():
+                    grads[p] = grads[p] + g if p in grads else g  # `tied` uses some twice
         return None, grad_e.transpose(0, 1), *[None] * 4, *(grads[p] for p in ctx.params)
 
 

@@ -234,13 +234,14 @@ def test_the_loops_backward_recomputes_each_position_instead_of_keeping_it():
 
 @pytest.mark.parametrize('scan', FORMS)
 def test_autocast_does_not_reach_streaming(scan):
-    model, idx = make(bptt=True, scan=scan), tokens()
-    with torch.autocast('cpu', torch.bfloat16):
-        z = model.stream(idx)
-    want = model.stream(idx)
+    model, idx, found = make(bptt=True, scan=scan), tokens(), []
+    for enabled in (False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            z = model.stream(idx)
+        found.append((z, gradients(model, z.square().sum())))
+    (want, want_gradients), (z, have) = found
     assert torch.equal(z, want)
-    have = gradients(model, z.square().sum())
-    assert_same_gradients(have, gradients(model, want.square().sum()), 1e-6)
+    assert_same_gradients(have, want_gradients, 1e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
@@ -291,29 +292,22 @@ def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout(values):
     assert torch.allclose(model(idx, idx)['nll'].double(), want, atol=1e-5)
 
 
-# ---- prefill and decoding ----
+# ---- prefill ----
 
-@pytest.mark.parametrize('prefill', ['parallel', 'sequential'])
-def test_prefill_reports_its_unrolls_and_equals_streaming(prefill):
-    model, idx = make(prefill=prefill), tokens(T=40)
-    cache, again, cheap = (model.new_cache(3, 40) for _ in range(3))
-    logits = model.extend(idx, cache, all_positions=True)
-    want = torch.stack([model.extend(idx[:, t:t + 1], again) for t in range(40)], 1)
-    assert (logits - want)[..., :60].abs().max() < 1e-4
-    assert cache.n_unrolls is None if prefill == 'sequential' else 3 < cache.n_unrolls <= 41
-    model.config.prefill_tol = 0.1
-    model.extend(idx, cheap)
-    assert prefill == 'sequential' or cheap.n_unrolls < cache.n_unrolls
-
-
-def test_padding_costs_no_unrolls_and_autocast_stops_at_its_rounding():
+def test_parallel_prefill_unrolls_until_nothing_changes_and_padding_costs_nothing():
     model, idx = make(), tokens(T=60)
-    short, padded, bf16 = (model.new_cache(3, 60) for _ in range(3))
-    model.extend(idx[:, :3], short)
-    model.extend(F.pad(idx[:, :3], (0, 37), value=7), padded, torch.tensor([3, 3, 3]))
-    with torch.autocast('cpu', torch.bfloat16):
-        model.extend(idx, bf16)
-    assert padded.n_unrolls == short.n_unrolls and bf16.n_unrolls < 40
+
+    def n_unrolls(idx, lengths=None):
+        cache = model.new_cache(3, 60)
+        model.extend(idx, cache, lengths)
+        return cache.n_unrolls
+
+    all_tokens, three = n_unrolls(idx), n_unrolls(idx[:, :3])
+    assert 3 < all_tokens <= 61 and n_unrolls(F.pad(idx[:, :3], (0, 37), value=7), torch.tensor([3, 3, 3])) == three
+    with torch.autocast('cpu', torch.bfloat16):  # stops at its rounding
+        assert n_unrolls(idx) < 40
+    model.config.prefill_tol = 0.1
+    assert n_unrolls(idx) < all_tokens
 
 
 # ---- conversion ----

@@ -100,11 +100,8 @@ def test_scan_fla_gives_the_kernel_the_documents_as_sequences(documents, monkeyp
             is_doc_start = torch.zeros(1, q.shape[1], dtype=torch.bool).index_fill(1, cu_seqlens[:-1], True)
         return by_the_recurrence(scale * q.double(), k.double(), v.double(), g.double(), beta.double(), is_doc_start)
 
-    fla = types.ModuleType('fla.ops.gated_delta_rule')
-    fla.chunk_gated_delta_rule = kernel
-    for name, module in [('fla', types.ModuleType('fla')), ('fla.ops', types.ModuleType('fla.ops')),
-                         (fla.__name__, fla)]:
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ('fla', 'fla.ops', 'fla.ops.gated_delta_rule'):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(chunk_gated_delta_rule=kernel))
     inputs = [x.detach().bfloat16().double().requires_grad_() for x in some_inputs(13)]  # the kernel's products: bf16
     is_doc_start = torch.rand(2, 13) < 0.25 if documents else None
     memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)

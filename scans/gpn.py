@@ -591,14 +591,14 @@ class KernelSteps:
             for i in reversed(range(L)):
                 at, (w_in, _, w_out) = layer_steps[i][t], self.layers[i]
                 dx[i].append(d)
-                torch.mul(d, at.slope, out=at.d_gate_in)
+                torch.mul(d, at.slope, out=at.d_gate_in)  # eq. 7
                 dread = glu_backward(d.to(self.dtype) @ w_out, at.glu_in, at.memory_read if H else None, self.read_eps,
                                      at.d_glu_in, at.y)
                 dz = at.dz
                 if H and i == 0:
                     dk = self.write_backward(at, dread, dk, dm, carries[t], carries[t + 1])
                     dks.append(dk)
-                    if is_cut and t == S - 1:
+                    if is_cut and t == S - 1:  # nothing through the columns of the next key
                         dz = dz.clone()
                         dz[:, C + self.sizes.d_k * H:C + 2 * self.sizes.d_k * H] = 0
                 elif H:
@@ -606,7 +606,7 @@ class KernelSteps:
                 d = gated_add_norm_backward(dz @ w_in, at.direction, at.inverse, d, at.gate)
             at = ground_steps[t]
             du.append(d)
-            torch.mul(d, at.slope, out=at.dz)
+            torch.mul(d, at.slope, out=at.dz)  # eq. 4
             ds = gated_add_norm_backward(at.dz @ self.ground[0], at.direction, at.inverse, d, at.gate, carries[t])
 
         def stack(last_first):

@@ -5,32 +5,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import attended
-from test_models import from_config_file
+from test_models import from_config_file, small_model, some_tokens
 
 import model_sps
 import model_standard
 
 EOS = 59
-SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps')
             for window in (0, 1, 3, 16, None)] + [('two_x_memory', None)]
 
 
-def make(module=model_sps, **values):
+def make(**values):
     torch.manual_seed(0)
-    model = module.Model(module.Config(**SMALL, **values)).eval()
+    model = small_model('sps', values).eval()
     for p in model.parameters():  # larger than at the start of training, so that attention is far from uniform
         if p.dim() >= 2:
             torch.nn.init.normal_(p, std=0.15)
     return model
 
 
-def layouts(T=22):
-    """Rows without an end of document, with several, with two in a row, and with one at the very start."""
-    idx = torch.randint(0, 59, (4, T), generator=torch.Generator().manual_seed(1))
-    idx[1, [3, 9, 17]] = EOS
-    idx[2, 7:9] = EOS
-    idx[3, [0, 12]] = EOS
+def layouts():
+    """Rows with ends of documents, two of them in a row; without any; and with one at the very start."""
+    idx = some_tokens(4, 22)
+    idx[1].clamp_(max=EOS - 1)
+    idx[3, 0] = EOS
     return idx
 
 

@@ -567,7 +567,7 @@ def _reach(sees, n, stream, n_streams, device):
     step, reach = max(1, 2 ** 22 // n), 0
     for b in range(n, 0, -step):  # from the end, where the greatest distances are
         if reach < b - 1:
-            q = Tokens(*(x[:, (b - step <= queries.pos[0]) & (queries.pos[0] < b)] for x in queries))
+            q = Tokens(*(x.unflatten(1, (n_streams, n))[..., max(0, b - step):b].flatten(1) for x in queries))
             seen = _seen(sees, q, key)[0]
             first = torch.where(seen.any(1), seen.byte().argmax(1), q.pos[0])  # the first key that each query sees
             reach = max(reach, int((q.pos[0] - first).max()))

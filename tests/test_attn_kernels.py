@@ -140,6 +140,8 @@ def test_a_stream_gets_as_many_slots_as_its_pattern_reaches_back(window, slots):
     assert cache.k.shape[3] == slots + 1  # and the spare slot
     cache = model_sps.Model(model_sps.Config(**SINGLE, window=window)).new_cache(1, 100)
     assert cache.k.shape[3] == 100 + slots + 1
+    early = lambda q, k: (k.pos <= q.pos) & ((q.pos - k.pos <= 5) | (q.pos == 1000))
+    assert K._reach(early, 3000, 0, 1, 'cpu') == 1000  # in pieces
 
 
 # ---- the loss ----

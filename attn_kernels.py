@@ -9,8 +9,8 @@ whose integer fields broadcast, and returns booleans: does the query q see the k
 Everything else is derived from it: the tiles that a CPU visits, FlexAttention's block mask on a GPU, the mask of a
 decoding step, and the number of slots that the cache keeps. Edit the function, and the edit trains and decodes.
 
-    patterns        Tokens, document_starts, make_mask, attention; dense_attention is the definition
-    layers          check_shape, rope_table and rotate, chunked_loss, checkpointed
+    patterns        Tokens, document_starts, make_mask, attention
+    layers          check_shape, rope_table and rotate, chunked_loss, mask_padding, checkpointed
     KVCache         what `extend` keeps of the tokens it has read
     digest          the fingerprint of source code by which fast forms are pinned to the equations
     Triton          hand-written attention kernels, an option: --attention=triton
@@ -133,28 +133,12 @@ def _sequence(T, streams, device, doc_start=None):
 
 def _seen(sees, q, k):
     """Which keys each query sees: (1 or B, n_q, n_k), from tokens whose fields are (1 or B, n)."""
-    return sees(Tokens(*(x.unsqueeze(2) for x in q)), Tokens(*(x.unsqueeze(1) for x in k)))
+    return sees(Tokens(*(x.unsqueeze(2) for x in q)), Tokens(k.pos.unsqueeze(1), k.stream.unsqueeze(1)))
 
 
 def _whole_mask(sees, T, doc_start, keys, queries, device):
     """All booleans of a pattern: (1 or B, n_q, n_k)."""
     return _seen(sees, _sequence(T, queries, device, doc_start), _sequence(T, keys, device))
-
-
-def dense_attention(q, k, v, seen):
-    """Masked attention by its definition: dense scores, mask, softmax. Exact in float64.
-
-    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); seen: (..., n_q, n_k), True where a query sees a key.
-    """
-    k, v = _each_head(k, q.shape[2]), _each_head(v, q.shape[2])
-    scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~seen.unsqueeze(-3), float('-inf'))
-    return torch.einsum('bhqk,bkhd->bqhd', scores.softmax(-1), v)
-
-
-def _each_head(x, n_head):
-    """Repeat the key heads of x (B, n, HK, D) so that every query head has its own: (B, n, n_head, D)."""
-    return x if x.shape[2] == n_head else x.repeat_interleave(n_head // x.shape[2], 2)
 
 
 def attention(q, k, v, mask):
@@ -166,7 +150,8 @@ def attention(q, k, v, mask):
         return triton_attention(q, k, v, *mask.data)
     if mask.kind == 'dense':
         return _dense_sdpa(q, k, v, mask.data)
-    k, v = _each_head(k, q.shape[2]), _each_head(v, q.shape[2])
+    if k.shape[2] < q.shape[2]:  # give every query head a key head of its own
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, n, D)
     if mask.kind == 'tiles':
         out = _tiled_attention(q, k, v, mask.data)
@@ -189,7 +174,7 @@ def _dense_sdpa(q, k, v, seen):
 
 # ---- on a GPU: FlexAttention ----
 
-def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None, compiled=True):
+def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None):
     """FlexAttention's BlockMask of a pattern: which blocks of 128 x 128 to visit, and what is masked inside them."""
     from torch.nn.attention.flex_attention import create_block_mask
     queries = queries or keys
@@ -201,7 +186,8 @@ def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None, co
         q = Tokens(q_pos, q_streams[q_idx // T], start)
         return sees(q, Tokens(k_pos, k_streams[k_idx // T]))
 
-    create = _compiled(create_block_mask) if compiled else create_block_mask  # eager, it holds a boolean for each pair
+    on_gpu = torch.device(device).type == 'cuda'
+    create = _compiled(create_block_mask) if on_gpu else create_block_mask  # eager, it holds a boolean for each pair
     B = None if doc_start is None else len(doc_start)
     with torch.no_grad():  # else it is compiled once for training and once for evaluation
         return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
@@ -235,15 +221,10 @@ def _tiles(sees, T, doc_start, keys, queries, device):
 def _key_ranges(needed, T):
     """Return the slices of whole key blocks that hold every needed key. needed: (S T,) booleans of S streams."""
     blocks = F.pad(needed.view(-1, T), (0, -T % KEY_BLOCK)).unflatten(1, (-1, KEY_BLOCK)).any(2)
-    ranges = []
-    for stream, block in blocks.nonzero().tolist():
-        start = stream * T + block * KEY_BLOCK
-        stop = min(start + KEY_BLOCK, (stream + 1) * T)
-        if ranges and ranges[-1].stop == start:
-            ranges[-1] = slice(ranges[-1].start, stop)
-        else:
-            ranges.append(slice(start, stop))
-    return ranges
+    steps = F.pad(blocks.long(), (1, 1)).diff()  # 1 where a range of blocks starts, -1 after its end
+    edges = zip((steps == 1).nonzero().tolist(), (steps == -1).nonzero().tolist())
+    return [slice(stream * T + start * KEY_BLOCK, stream * T + min(stop * KEY_BLOCK, T))
+            for (stream, start), (_, stop) in edges]
 
 
 @outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
@@ -386,6 +367,12 @@ def at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def mask_padding(logits, n_ids):
+    """Set the logits (..., V) of ids from n_ids on, which only pad the vocabulary, to -inf. In place."""
+    logits[..., n_ids:] = float('-inf')
+    return logits
+
+
 @outside_graphs  # a compiler would unroll the chunks and keep their logits
 def chunked_loss(fn, rows, params, width, shared=()):
     """Sum a loss over the rows of its inputs without holding more than a chunk of logits.
@@ -430,17 +417,14 @@ class _ChunkedLoss(torch.autograd.Function):
                     kept.append(torch.zeros_like(x) if grad is None else grad)
             param_grads = [a if b is None else b if a is None else a.add_(b) for a, b in zip(param_grads, grads)]
             sums.append([x.detach() for x in (total, *parts)])
-        grads = [torch.cat(kept) if kept else None for kept in row_grads] + param_grads
-        ctx.is_given = [grad is not None for grad in grads]
-        ctx.save_for_backward(*(grad for grad in grads if grad is not None))
+        ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
         total, *parts = _sums(sums)
         ctx.mark_non_differentiable(*parts)
         return total, *parts
 
     @staticmethod
     def backward(ctx, grad, *_):
-        given = iter(ctx.saved_tensors)
-        return None, None, None, None, *(next(given) * grad if is_given else None for is_given in ctx.is_given)
+        return None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
 
 
 # ---- the KV cache ----
@@ -449,16 +433,17 @@ class KVCache:
     """Keys and values of up to max_tokens tokens a row, in static shapes, so that a step can be one CUDA graph.
 
         for run in cache.runs(tokens, lengths):     usually one run: all new tokens at once
-            ... in each layer: k, v = cache.append(layer, k, v); attention(q, k, v, run.mask())
+            mask = run.mask()                       of all layers
+            ... in each layer: k, v = cache.append(layer, k, v); attention(q, k, v, mask)
         last = cache.end(h)                         the last token's vector of each row
         cache.rollback(n)                           forget the last n tokens
 
     Each slot knows the position and the stream of the key that it holds; the mask of a run is the model's `sees` of
     these. How many slots a stream needs is derived from `sees` too: if no query sees further back than r positions,
-    its keys live in a ring of r + piece_len slots, else in max_tokens slots. The stream with fewer slots is stored
-    backward on the left of the other, so that the filled slots are one range, which is all that a CPU reads:
+    its keys live in a ring of r + piece_len slots, else in max_tokens slots. The second stream is stored backward on
+    the left of the first, so that the filled slots are one range, which is all that a CPU reads:
 
-        [ position 2  1  0 | position 0  1  2 ...  | spare ]      the spare slot takes the keys of padding
+        [ rho of position 2  1  0 | x of position 0  1  2 ...  | spare ]    the spare slot takes the keys of padding
 
     Of the model, the cache reads `sees`, `embed` and, in its config, the sizes, rope_theta and eos_id. max_run is the
     longest run that has static shapes and can be rolled back; n_streams: 2 for [x | rho]; n_layer: if not the config's.
@@ -471,22 +456,14 @@ class KVCache:
         self.n_streams, self.eos_id = n_streams, c.eos_id
         self.piece_len = max(max_run, 4)  # shorter pieces would make a long run slow
         reaches = [_reach(sees, max_tokens, stream, n_streams, device) for stream in range(n_streams)]
-        sizes = [min(max_tokens, reach + self.piece_len) for reach in reaches]
-        self.has_ring = min(sizes) < max_tokens
-        self.spare = sum(sizes)
-        left = min(sizes) if n_streams == 2 else 0
-        self.left_stream = max(range(2), key=lambda stream: (-sizes[stream], stream)) if n_streams == 2 else None
-        self.ranges = [(left, -1, size) if stream == self.left_stream else (left, 1, size)
-                       for stream, size in enumerate(sizes)]  # (edge, direction, size) of each stream's slots
+        self.sizes = [min(max_tokens, reach + self.piece_len) for reach in reaches]  # slots of each stream
+        self.edge, self.spare = sum(self.sizes[1:]), sum(self.sizes)  # x starts at the edge, rho ends before it
         shape = (n_layer or c.n_layer, batch_size, c.n_kv_head, self.spare + 1, c.head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.slot_pos = torch.full((batch_size, self.spare + 1), NOWHERE, device=device)
-        self.slot_stream = torch.zeros(self.spare + 1, device=device, dtype=torch.int64)
-        if n_streams == 2:
-            self.slot_stream[:left], self.slot_stream[left:] = self.left_stream, 1 - self.left_stream
+        self.slot_stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.n_new = torch.zeros_like(self.lengths)  # tokens of the last call
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
         self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # the last call's last h
         self.last = torch.full((batch_size,), -1, device=device)  # where in `hidden` a row's last token is; -1: nowhere
@@ -498,8 +475,7 @@ class KVCache:
     @property
     def nbytes(self):
         """Bytes of all tensors."""
-        return sum(x.nbytes for value in vars(self).values() for x in (value if isinstance(value, tuple) else [value])
-                   if isinstance(x, torch.Tensor))
+        return sum(x.nbytes for x in (*vars(self).values(), *self.rope) if isinstance(x, torch.Tensor))
 
     def runs(self, tokens, lengths=None, piece_len=None):
         """Yield the new tokens as `Run`s. tokens: (B, n), right-padded to lengths (B,) >= 1 if given.
@@ -511,44 +487,38 @@ class KVCache:
         n <= max_run are not checked.
         """
         n = tokens.shape[1]
-        n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
-        on_cpu, is_long = tokens.device.type == 'cpu', n > self.max_run
-        if on_cpu or is_long:
-            longest = int((self.lengths + n_new).max())
+        self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths  # in this call
+        is_long = n > self.max_run
+        if is_long or tokens.device.type == 'cpu':
+            longest = int((self.lengths + self.n_new).max())
             if longest > self.max_tokens:
                 raise ValueError(f'a row of {longest} tokens does not fit a cache of max_tokens = {self.max_tokens}')
         is_prefill = is_long and piece_len is None and not self.lengths.any()
         if piece_len is None:
-            piece_len = self.piece_len if self.has_ring and is_long and not is_prefill else n
-        self.n_new = n_new
+            has_ring = min(self.sizes) < self.max_tokens
+            piece_len = self.piece_len if has_ring and is_long and not is_prefill else n
         for a in range(0, n, piece_len):
             piece = tokens[:, a:a + piece_len]
-            size = piece.shape[1]
-            here = (n_new - a).clamp(0, size)
-            self.run = Run(self, piece, here, is_prefill)
+            self.run = Run(self, piece, (self.n_new - a).clamp(0, piece.shape[1]), is_prefill)
             yield self.run
-            self.lengths += here
+            self.lengths += self.run.n_new
 
     def _slots(self, positions, end):
         """The slots (B, S n) for keys at positions (B, n). Positions from `end` (B, 1) on are padding."""
         slots = []
-        for edge, direction, size in self.ranges:
-            slot = edge + positions % size if direction == 1 else edge - 1 - positions % size
+        for stream, size in enumerate(self.sizes):
+            slot = self.edge - 1 - positions % size if stream else self.edge + positions % size
             # only the last `size` tokens have a slot of their own
             slots.append(torch.where((positions < end) & (positions >= end - size), slot, self.spare))
         return torch.cat(slots, 1)
 
-    def filled(self, streams, end):
-        """The range of slots that may hold keys of these streams, once `end` positions have been written.
+    def filled(self, n_streams, end):
+        """The range of slots that may hold keys of the first n_streams streams, once `end` positions have been written.
 
         end: int, or None if that is not known on the host.
         """
-        first, last = self.spare, 0
-        for stream in streams:
-            edge, direction, size = self.ranges[stream]
-            size = size if end is None else min(size, end)
-            first, last = min(first, edge - size * (direction < 0)), max(last, edge + size * (direction > 0))
-        return slice(first, last)
+        x, *rho = (size if end is None else min(size, end) for size in self.sizes[:n_streams])
+        return slice(self.edge - sum(rho), self.edge + x)
 
     def append(self, layer, k, v):
         """Store a run's keys and values, and return those to attend to. k, v: (B, S n, HK, D), S streams.
@@ -563,7 +533,7 @@ class KVCache:
         v_cache[self.batch_idx, :, slots] = v.to(v_cache.dtype)
         if run.is_prefill:
             return k, v
-        filled = self.filled(range(k.shape[1] // run.tokens.shape[1]), run.end)
+        filled = self.filled(k.shape[1] // run.tokens.shape[1], run.end)
         return k_cache[:, :, filled].transpose(1, 2), v_cache[:, :, filled].transpose(1, 2)
 
     def tail(self, n):
@@ -593,12 +563,11 @@ class KVCache:
 def _reach(sees, n, stream, n_streams, device):
     """The greatest distance at which a query sees a key of this stream, within a document of n positions."""
     device = 'cpu' if torch.device(device).type == 'meta' else device
-    key, step, reach = _sequence(n, [stream], device), max(1, 2 ** 22 // n), 0
+    key, queries = (_sequence(n, streams, device) for streams in ([stream], [*range(n_streams)]))
+    step, reach = max(1, 2 ** 22 // n), 0
     for b in range(n, 0, -step):  # from the end, where the greatest distances are
-        if reach >= b - 1:
-            break
-        for query_stream in range(n_streams):
-            q = Tokens(*(x[:, max(0, b - step):b] for x in _sequence(n, [query_stream], device)))
+        if reach < b - 1:
+            q = Tokens(*(x.unflatten(1, (n_streams, n))[..., max(0, b - step):b].flatten(1) for x in queries))
             seen = _seen(sees, q, key)[0]
             first = torch.where(seen.any(1), seen.byte().argmax(1), q.pos[0])  # the first key that each query sees
             reach = max(reach, int((q.pos[0] - first).max()))
@@ -620,11 +589,9 @@ class Run:
         self.end = int(end.max()) if tokens.device.type == 'cpu' else None
         self.doc_start = self._document_starts()
         self.slots = cache._slots(self.positions, end)
-        pos = torch.where(self.positions < end, self.positions, NOWHERE).repeat(1, cache.n_streams)
+        pos = self.positions.repeat(1, cache.n_streams)
         cache.slot_pos[cache.batch_idx, self.slots] = torch.where(self.slots < cache.spare, pos, NOWHERE)
-        rope_pos = self.positions.repeat(1, cache.n_streams)
-        self.rope = tuple(table[rope_pos] for table in cache.rope)
-        self.masks = {}
+        self.rope = tuple(table[pos] for table in cache.rope)
 
     def _document_starts(self):
         """Where each token's document starts (B, n); the cache learns it for the position after each of them."""
@@ -640,35 +607,24 @@ class Run:
 
     def mask(self, keys=(0,), queries=None):
         """The mask of the run's queries over what `KVCache.append` returns for keys of these streams."""
-        queries = queries or keys
-        if (keys, queries) not in self.masks:
-            self.masks[keys, queries] = self._make_mask(keys, queries)
-        return self.masks[keys, queries]
-
-    def _make_mask(self, keys, queries):
-        cache, n = self.cache, self.tokens.shape[1]
+        cache, n, queries = self.cache, self.tokens.shape[1], queries or keys
         if self.is_prefill:
             doc_start = None if cache.eos_id is None else self.doc_start
             if self.tokens.device.type == 'cpu':
                 return make_mask(cache.sees, n, cache.head_size, 'cpu', doc_start, keys, queries)
             return Mask('dense', _whole_mask(cache.sees, n, doc_start, keys, queries, self.tokens.device))
-        filled = cache.filled(keys, self.end)
         stream = torch.cat([torch.full_like(self.positions, stream) for stream in queries], 1)
-        q = Tokens(*(x.unsqueeze(2) for x in (self.positions.repeat(1, len(queries)), stream,
-                                              self.doc_start.repeat(1, len(queries)))))
-        k = Tokens(cache.slot_pos[:, None, filled], cache.slot_stream[filled])
-        return Mask('dense', cache.sees(q, k))
+        q = Tokens(self.positions.repeat(1, len(queries)), stream, self.doc_start.repeat(1, len(queries)))
+        filled = cache.filled(len(keys), self.end)
+        k = Tokens(cache.slot_pos[:, filled], cache.slot_stream[:, filled])
+        return Mask('dense', _seen(cache.sees, q, k))
 
 
 # ---- pins ----
 
 def digest(*objects):
-    """Return a fingerprint of the source code of classes and functions, without comments, docstrings and layout.
-
-    Other objects, such as a constant, enter by their repr.
-    """
-    texts = [_code(x) if inspect.isclass(x) or inspect.isroutine(x) else repr(x) for x in objects]
-    return hashlib.sha256('\n'.join(texts).encode()).hexdigest()[:16]
+    """Return a fingerprint of the source code of classes and functions, without comments, docstrings and layout."""
+    return hashlib.sha256('\n'.join(map(_code, objects)).encode()).hexdigest()[:16]
 
 
 def _code(x):
@@ -933,52 +889,54 @@ def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, 
     _store(dv + k_head, first, T, HK, dv_acc, D, BLOCK_K)
 
 
-def _launch(kernel, result, tensors, q, k, reaches, T, first):
-    """Run a kernel over all heads and tiles, of keys for 'dk, dv' and otherwise of queries."""
-    (B, _, H, D), HK, NQ, NK = q.shape, k.shape[2], q.shape[1] // T, k.shape[1] // T
+def _launch(kernel, result, tensors, pattern):
+    """Run a kernel over all heads and tiles, of keys for 'dk, dv' and otherwise of queries.
+
+    pattern: reach of x keys, reach of rho keys, stream of the first queries.
+    """
+    q, k, _, doc_start, *_ = tensors
+    (B, _, H, D), HK, T, (reach_x, reach_rho, first) = q.shape, k.shape[2], doc_start.shape[1], pattern
+    NQ, NK = q.shape[1] // T, k.shape[1] // T
     block_q, block_k, warps, stages = TRITON_TILES[D, 8 * q.element_size()][result]
     grid = (B * HK, NK * triton.cdiv(T, block_k)) if result == 'dk, dv' else (B * H, NQ * triton.cdiv(T, block_q))
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[grid](*tensors, reaches[0], reaches[-1], T, H, D ** -0.5, H // HK, NQ, NK, first, D, block_q, block_k,
+        kernel[grid](*tensors, reach_x, reach_rho, T, H, D ** -0.5, H // HK, NQ, NK, first, D, block_q, block_k,
                      num_warps=warps, num_stages=stages)
 
 
-def _empty_outputs(q, k, v, doc_start, reaches, T, first):
+def _empty_outputs(q, *_):
     return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor, reaches: list[int], T: int,
-             first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _empty_outputs(q, k, v, doc_start, reaches, T, first)
-    _launch(_forward_kernel, 'out', (q, k, v, doc_start, out, lse), q, k, reaches, T, first)
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor,
+             pattern: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _empty_outputs(q)
+    _launch(_forward_kernel, 'out', (q, k, v, doc_start, out, lse), pattern)
     return out, lse
 
 
-def _empty_gradients(grad, q, k, v, doc_start, out, lse, reaches, T, first):
+def _empty_gradients(_, q, k, v, *others):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor,
-              out: torch.Tensor, lse: torch.Tensor, reaches: list[int], T: int,
-              first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = _empty_gradients(grad, q, k, v, doc_start, out, lse, reaches, T, first)
-    delta = torch.empty_like(lse)
-    position = torch.arange(T, device=q.device).expand_as(doc_start).contiguous()
+              out: torch.Tensor, lse: torch.Tensor,
+              pattern: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (dq, dk, dv), delta = _empty_gradients(grad, q, k, v), torch.empty_like(lse)
+    position = torch.arange(doc_start.shape[1], device=q.device).expand_as(doc_start).contiguous()
     doc_end = torch.searchsorted(doc_start, position, right=True)
-    _launch(_query_gradient_kernel, 'dq', (q, k, v, doc_start, out, lse, grad, delta, dq), q, k, reaches, T, first)
-    _launch(_key_gradient_kernel, 'dk, dv', (q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv), q, k, reaches, T,
-            first)
+    _launch(_query_gradient_kernel, 'dq', (q, k, v, doc_start, out, lse, grad, delta, dq), pattern)
+    _launch(_key_gradient_kernel, 'dk, dv', (q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv), pattern)
     return dq, dk, dv
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.reaches, ctx.T, ctx.first = inputs
+    *tensors, ctx.pattern = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _call_backward(ctx, grad, _):
-    grads = _backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.reaches, ctx.T, ctx.first)
-    return *grads, None, None, None, None
+    return *_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.pattern), None, None
 
 
 _NAMESPACE = __name__.replace('.', '_')  # a copy of this file, in an exported folder say, has operators of its own
@@ -1003,5 +961,5 @@ def triton_attention(q, k, v, doc_start, reaches, T, first=0):
     """
     if doc_start is None:
         doc_start = torch.zeros(q.shape[0], T, dtype=torch.int64, device=q.device)
-    q, k, v, doc_start = (x.contiguous() for x in (q, k, v, doc_start))
-    return _forward_op(q, k, v, doc_start, [min(reach, T) for reach in reaches], T, first)[0]
+    pattern = [min(reaches[0], T), min(reaches[-1], T), first]
+    return _forward_op(*(x.contiguous() for x in (q, k, v, doc_start)), pattern)[0]

@@ -43,6 +43,7 @@ from attn_kernels import (
     chunked_loss,
     document_starts,
     make_mask,
+    mask_padding,
     n_matrix_weights,
     outside_graphs,
     rope_table,
@@ -211,7 +212,7 @@ class Model(nn.Module):
         """Summed cross-entropy, in fp32. logits: (N, V), targets: (N,), -1 ignored."""
         logits = at_least_fp32(logits)
         if not self.config.pad_rows_in_loss:
-            logits[:, self.config.n_ids:] = float('-inf')
+            mask_padding(logits, self.config.n_ids)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
 
     @outside_graphs  # how many pairs count depends on the documents
@@ -280,12 +281,7 @@ class Model(nn.Module):
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
@@ -293,16 +289,12 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
         f = torch.cat([self.forward_encoder(self.embed(run.tokens), run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
         h = self._next_state(f)
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token in windows of T: weights (2 forward, 4 backward), and attention.

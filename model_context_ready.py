@@ -44,6 +44,7 @@ from attn_kernels import (
     chunked_loss,
     document_starts,
     make_mask,
+    mask_padding,
     n_matrix_weights,
     outside_graphs,
     rope_table,
@@ -340,7 +341,7 @@ class Model(nn.Module):
         """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
         logits = at_least_fp32(self._logits(h))
         if not self.config.pad_rows_in_loss:
-            logits[:, self.config.n_ids:] = float('-inf')
+            mask_padding(logits, self.config.n_ids)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
@@ -420,12 +421,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     # ---- decoding ----
 
@@ -435,10 +431,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run are streamed, have static shapes and never wait for the device; longer ones follow `prefill`.
+        Calls of n <= cache.max_run are streamed; longer ones follow `prefill`.
         """
         c, n, zs, z = self.config, tokens.shape[1], [], cache.last_z()
         in_parallel = c.K == 1 or n > cache.max_run and c.prefill == 'parallel'
@@ -456,7 +451,7 @@ class Model(nn.Module):
         cache.keep_z(z)
         h = self.head_input(z)
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     # ---- conversion, costs ----
 

@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import at_least_fp32, checkpointed, chunked_loss, outside_graphs
+from attn_kernels import at_least_fp32, checkpointed, chunked_loss, mask_padding, outside_graphs
 
 try:
     from scans import gdn, pinned
@@ -44,7 +44,7 @@ class Config:
     scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unchanged, else loop
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
-    init_std: float = 0.02  # standard deviation of the initial matrices and convolutions (official code)
+    init_std: float = 0.02  # standard deviation of the initial matrices and convolutions, without the head's (fla)
     vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
     n_ids: int = 32000  # real token ids; rows from here on are padding
     eos_id: int | None = None  # the id that ends a document, after which memory and convolution start anew; None: never
@@ -163,7 +163,8 @@ class Block(nn.Module):
         """Run the tokens through `loop` or, if there are several, through its fast form."""
         if self.fast is None or tokens[0].shape[1] == 1:
             return self.loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
-        return self.fast(memory, *tokens, is_doc_start, active, self.chunk_len)
+        with torch.autocast(memory.device.type, enabled=False):  # bf16 sums would differ from the loop's
+            return self.fast(memory, tokens, is_doc_start, active, self.chunk_len)
 
     @checkpointed
     def forward(self, h, same_doc=None, is_doc_start=None, cache=None):
@@ -201,13 +202,13 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
-        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         # This sets every matrix and bias: initialise anything that should start differently after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # no matrix is scaled down with depth (official code)
                 nn.init.normal_(p, std=c.init_std)
             elif name.endswith('.bias'):  # not dt_bias
                 nn.init.zeros_(p)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)  # with nn.Linear's initial weights (authors' code)
 
     def final_hidden(self, idx, cache=None):
         """Return the head's inputs (B, n, C). idx: (B, n), which continue the rows of the cache if there is one."""
@@ -242,12 +243,7 @@ class Model(nn.Module):
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache for batch_size rows. It has the same size for any max_tokens, and keeps the memory in fp32."""
@@ -255,15 +251,11 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Prefill,
-        decoding and the verification of a draft are this one call. Shapes are static, and nothing waits for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py, for any n."""
         cache.begin(tokens.shape[1], lengths)
         h = self.final_hidden(tokens, cache)
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and three products with the memory.

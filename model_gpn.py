@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import at_least_fp32, chunked_loss, outside_graphs
+from attn_kernels import at_least_fp32, chunked_loss, mask_padding, outside_graphs
 
 try:
     from scans import gpn, pinned
@@ -288,13 +288,9 @@ class Model(nn.Module):
         """Logits (..., V) of what the head multiplies, h (..., E): for the loss, evaluation and decoding."""
         return self.head(h)
 
-    def _without_padding(self, logits):
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
-
     def logits(self, idx):
         """Next-token logits at every position. idx (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._without_padding(self._logits(self.final_hidden(idx)))
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     # ---- decoding ----
 
@@ -309,12 +305,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Prefill,
-        decoding and the verification of a draft are this one call. Shapes are static for a given n, and nothing waits
-        for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py, for any n."""
         n, active, shift = tokens.shape[1], None, torch.zeros_like(tokens[:, :1])
         position = torch.arange(n, device=tokens.device)
         if lengths is not None:  # align the rows on the right, so that all end at the same step
@@ -328,7 +319,7 @@ class Model(nn.Module):
             h = h[:, -1]
         elif lengths is not None:  # back to the left
             h = h.take_along_dim((position + shift).clamp(max=n - 1).unsqueeze(-1), 1)
-        return self._without_padding(self._logits(h))
+        return mask_padding(self._logits(h), self.config.n_ids)
 
     def advance(self, state, u, carry_mask=None, active=None):
         """`loop` for a `Cache`: u (B, n, C), masks (B, n) or None -> predicted states (B, n, C).

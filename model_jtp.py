@@ -26,6 +26,7 @@ from attn_kernels import (
     chunked_loss,
     document_starts,
     make_mask,
+    mask_padding,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -176,7 +177,7 @@ class Model(nn.Module):
         states = torch.cat([h.unsqueeze(1), self.fetch(h, e)], 1)  # (N, d + 1, C)
         logits = at_least_fp32(self._logits(states)).flatten(0, 1)
         if not self.config.pad_rows_in_loss:
-            logits[:, self.config.n_ids:] = float('-inf')
+            mask_padding(logits, self.config.n_ids)
         nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none').view_as(targets)
         means = (nats * weights).sum(0)
         nll, further = means[0], means[1:].mean()
@@ -188,12 +189,7 @@ class Model(nn.Module):
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
         """Named weights of a model_standard run. Fetch keeps its own; the logits are the same."""
@@ -207,30 +203,21 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     @torch.no_grad()
     def draft(self, token, cache, n, pick):
-        """Draft n tokens after token (B,), the one that follows those in the cache. The Transformer does not run.
-
-        pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
-        (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
-        next `extend` or `rollback`. Each row must have kept a token of the last `extend`.
-        """
+        """Draft n tokens after token (B,), as in model_nextlat.py. The Transformer does not run."""
         h = cache.hidden[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
             cache.given[:, i] = token
             state = self.fetch(h, self.embed(cache.given[:, :i + 1]))[:, -1]
-            token, probs = pick(self._real_logits(state))
+            token, probs = pick(mask_padding(self._logits(state), self.config.n_ids))
             drawn.append((token, probs))
         cache.drafted += n
         tokens, probs = zip(*drawn)

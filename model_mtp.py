@@ -26,6 +26,7 @@ from attn_kernels import (
     chunked_loss,
     document_starts,
     make_mask,
+    mask_padding,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -163,7 +164,7 @@ class Model(nn.Module):
         """The loss of a chunk and its two parts. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
         logits = at_least_fp32(self._logits(states)).flatten(0, 1)
         if not self.config.pad_rows_in_loss:
-            logits[:, self.config.n_ids:] = float('-inf')
+            mask_padding(logits, self.config.n_ids)
         nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none').view_as(targets)
         means = (nats * weights).sum(0)
         nll, further = means[0], means[1:].mean()
@@ -175,12 +176,7 @@ class Model(nn.Module):
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
         """Named weights of a model_standard run. The future blocks keep theirs; the logits are the same."""
@@ -195,11 +191,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
         states = [self._run_blocks(run.tokens, run.rope, run.mask(), cache, n_future=cache.future.shape[2])
                   for run in cache.runs(tokens, lengths)]
         h, *future = (torch.cat(parts, 1) for parts in zip(*states))
@@ -207,19 +199,15 @@ class Model(nn.Module):
         for i, state in enumerate(future):
             cache.future[:, :tail.shape[1], i] = state[cache.batch_idx, tail]
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     @torch.no_grad()
     def draft(self, token, cache, n, pick):
-        """Draft n tokens after token (B,), the one that follows those in the cache. No block runs.
-
-        pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
-        (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
-        next `extend` or `rollback`. Each row must have kept a token of the last `extend`.
-        """
+        """Draft n tokens after token (B,), as in model_nextlat.py. No block runs."""
         first, cache.drafted = cache.drafted, cache.drafted + n
         states = cache.future[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
-        tokens, probs = zip(*(pick(self._real_logits(states[:, i])) for i in range(first, first + n)))
+        logits = mask_padding(self._logits(states[:, first:first + n]), self.config.n_ids)
+        tokens, probs = zip(*map(pick, logits.unbind(1)))
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def flops_per_token(self, T):

@@ -31,6 +31,7 @@ from attn_kernels import (
     chunked_loss,
     document_starts,
     make_mask,
+    mask_padding,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -247,12 +248,7 @@ class Model(nn.Module):
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
         """Named weights of a model_standard run. p_psi keeps its initial weights; the logits are the same."""
@@ -266,15 +262,11 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
-
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
-        """
+        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     @torch.no_grad()
     def draft(self, token, cache, n, pick):
@@ -289,7 +281,7 @@ class Model(nn.Module):
             h = cache.draft_states[:, i - 1] if i else cache.hidden[cache.batch_idx[:, 0], cache.last]  # h_t
             h = self.p_psi(h.to(self.embed.weight.dtype), token)
             cache.draft_states[:, i] = h
-            token, probs = pick(self._real_logits(h))
+            token, probs = pick(mask_padding(self._logits(h), self.config.n_ids))
             drawn.append((token, probs))
         cache.drafted += n
         tokens, probs = zip(*drawn)

@@ -26,6 +26,7 @@ from attn_kernels import (
     chunked_loss,
     document_starts,
     make_mask,
+    mask_padding,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -145,7 +146,7 @@ class Model(nn.Module):
         """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
         logits = at_least_fp32(self._logits(h))
         if not self.config.pad_rows_in_loss:
-            logits[:, self.config.n_ids:] = float('-inf')
+            mask_padding(logits, self.config.n_ids)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
@@ -154,12 +155,7 @@ class Model(nn.Module):
 
     def logits(self, idx):
         """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
-        return self._real_logits(self.final_hidden(idx))
-
-    def _real_logits(self, h):
-        logits = self._logits(h)
-        logits[..., self.config.n_ids:] = float('-inf')
-        return logits
+        return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
         """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
@@ -175,7 +171,7 @@ class Model(nn.Module):
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
         last = cache.end(h)
-        return self._real_logits(h if all_positions else last)
+        return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
         """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import attn_kernels
 
-PIN = '6c26bb99a43c1ad0'
+PIN = '9d6fda2f3cca65f9'
 
 
 def implements(model_file):
@@ -55,8 +55,8 @@ def stream(model, idx, graphs=True):
     # functional_call lends for one call, or that FSDP gathers anew for each step.
     stay = all(isinstance(p, nn.Parameter) for p in params) and not hasattr(model, 'set_requires_gradient_sync')
     records = graphs and e.is_cuda and torch.is_grad_enabled() and stay
-    scan = _recorded if records else _scan
-    return scan(model, (e, *rope, doc_start, dropout), params)
+    inputs = e, *rope, doc_start, dropout
+    return _recorded(model, inputs, params) if records else Scan.apply(model, *inputs, *params)
 
 
 def _parameters(model):
@@ -64,21 +64,15 @@ def _parameters(model):
     return list(dict.fromkeys([*model.blocks.parameters(), *model.correction.parameters()]))  # `tied` has some twice
 
 
-def _scan(model, inputs, params):
-    """Without graphs: Python launches every operator."""
-    e, cos, sin, doc_start, dropout = inputs
-    return Scan.apply(model, e, doc_start, dropout, (cos, sin), *params)
-
-
 def _recorded(model, inputs, params):
-    """`_scan` by CUDA graphs of its forward and backward, one of each for every shape and place of the weights."""
+    """`Scan` by CUDA graphs of its forward and backward, one of each for every shape and place of the weights."""
     graphs = vars(model).setdefault('scan_graphs', {})
     is_given = [x is not None for x in inputs]
     given = [x for x in inputs if x is not None]  # a graph's inputs are tensors
 
     def scan(*tensors):
         rest = iter(tensors)
-        return _scan(model, [next(rest) if there else None for there in is_given], list(rest))
+        return Scan.apply(model, *(next(rest) if there else None for there in is_given), *rest)
 
     key = inputs[0].shape, model.reach, *is_given, *(p.data_ptr() for p in params)
     if key not in graphs:
@@ -90,16 +84,17 @@ def _recorded(model, inputs, params):
 
 
 class Scan(torch.autograd.Function):
-    """e (B, T, C), doc_start (B, T) or None, dropout (1 + 2 n_layer, T, B, C) factors or None -> z (B, T, C)."""
+    """e (B, T, C), cos and sin of the positions, doc_start (B, T) or None, dropout (1 + 2 n_layer, T, B, C) factors or
+    None -> z (B, T, C)."""
 
     @staticmethod
-    def forward(ctx, model, e, doc_start, dropout, rope, *params):
+    def forward(ctx, model, e, cos, sin, doc_start, dropout, *params):
         T = e.shape[1]
         e = e.transpose(0, 1).contiguous()  # positions first, so that one of them is one block of memory
         correct = _CorrectionTape(model, e, doc_start)
         branches = []
         for block in model.blocks:
-            branches += [_AttentionTape(block, e, rope, doc_start, model.reach), _FFNTape(block.ffn, e)]
+            branches += [_AttentionTape(block, e, (cos, sin), doc_start, model.reach), _FFNTape(block.ffn, e)]
         z = torch.empty_like(e)
         for t in range(T):
             x = e[t] + correct.step(t, z[t - 1] if t else torch.zeros_like(e[0]))
@@ -116,31 +111,25 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        with torch.autocast(grad.device.type, enabled=False):
-            return Scan._backward(ctx, grad)
-
-    @staticmethod
-    def _backward(ctx, grad):
         _, (correct, branches), dropout = ctx.saved_tensors, ctx.tapes, ctx.dropout
         ctx.tapes = None  # the loss may live on
         grad = grad.transpose(0, 1).contiguous()
-        grad_e = torch.empty_like(grad)
-        through_z = torch.zeros_like(grad[0])  # from the position after
-        for tape in (correct, *branches):
-            tape.start_back()
-        for t in reversed(range(len(grad))):
-            g = grad[t] + through_z
-            for i, tape in reversed(list(enumerate(branches))):
-                g = g + tape.back(t, g if dropout is None else g * dropout[1 + i, t])
-            if dropout is not None:
-                g = g * dropout[0, t]
-            through_z, through_e = correct.back(t, g)
-            grad_e[t] = g if through_e is None else g + through_e
-        grads = {}
-        for tape in (correct, *branches):
-            for p, g in tape.weight_gradients():
-                grads[p] = grads[p] + g if p in grads else g  # `tied` uses some twice
-        return None, grad_e.transpose(0, 1), None, None, None, *(grads[p] for p in ctx.params)
+        grad_e, through_z, grads = torch.empty_like(grad), torch.zeros_like(grad[0]), {}
+        with torch.autocast(grad.device.type, enabled=False):
+            for tape in (correct, *branches):
+                tape.start_back()
+            for t in reversed(range(len(grad))):
+                g = grad[t] + through_z  # of z[t], which position t + 1 reads
+                for i, tape in reversed(list(enumerate(branches))):
+                    g = g + tape.back(t, g if dropout is None else g * dropout[1 + i, t])
+                if dropout is not None:
+                    g = g * dropout[0, t]
+                through_z, through_e = correct.back(t, g)
+                grad_e[t] = g if through_e is None else g + through_e
+            for tape in (correct, *branches):
+                for p, g in tape.weight_gradients():
+                    grads[p] = grads[p] + g if p in grads else g  # `tied` uses some twice
+        return None, grad_e.transpose(0, 1), *[None] * 4, *(grads[p] for p in ctx.params)
 
 
 class _NormTape:

@@ -30,17 +30,13 @@ def implements(module):
     return module.read, module.Block.step, module.Block.empty_memory, module.Block.loop, module.Block._segment
 
 
-def scan_chunks(memory, q, k, v, log_decay, beta, is_doc_start, active, chunk_len):
+def scan_chunks(memory, tokens, is_doc_start, active, chunk_len):
     """`Block.loop` of model_gdn.py, chunk_len tokens at a time (rounded up to a power of 2).
 
-    memory (B, H, K, D); q, k (B, n, H, K); v (B, n, H, D); log_decay, beta (B, n, H); is_doc_start, active (B, n) bool
-    or None. Returns what is read (B, n, H, D), undefined at inactive tokens, and the last memory (B, H, K, D).
+    memory (B, H, K, D); tokens: q, k (B, n, H, K), v (B, n, H, D), log_decay and beta (B, n, H); is_doc_start, active
+    (B, n) bool or None. Returns what is read (B, n, H, D), undefined at inactive tokens, and the last memory.
     """
-    with torch.autocast(memory.device.type, enabled=False):  # bf16 sums would differ from the loop's
-        return _scan_chunks(memory, q, k, v, log_decay, beta, is_doc_start, active, chunk_len)
-
-
-def _scan_chunks(memory, q, k, v, log_decay, beta, is_doc_start, active, chunk_len):
+    q, k, v, log_decay, beta = tokens
     n = q.shape[1]
     C = 1 << (min(chunk_len, n) - 1).bit_length()
     n_chunks = -(-n // C)
@@ -108,14 +104,15 @@ def import_fla():
     return scan_fla
 
 
-def scan_fla(memory, q, k, v, log_decay, beta, is_doc_start, active, chunk_len):
+def scan_fla(memory, tokens, is_doc_start, active, chunk_len):
     """`scan_chunks` by the GPU kernel of flash-linear-attention in training; the memory is empty there.
 
     Its products are in bf16. Evaluation and decoding, which have no gradients, run `scan_chunks`.
     """
     if not torch.is_grad_enabled():
-        return scan_chunks(memory, q, k, v, log_decay, beta, is_doc_start, active, chunk_len)
+        return scan_chunks(memory, tokens, is_doc_start, active, chunk_len)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    q, k, v, log_decay, beta = tokens
     tokens, cu_seqlens = [q.bfloat16(), k.bfloat16(), v.bfloat16(), log_decay, beta], None
     if is_doc_start is not None:  # all documents are joined into one row, with the indices where each starts
         starts = is_doc_start.index_fill(1, torch.zeros(1, dtype=torch.int64, device=q.device), True)

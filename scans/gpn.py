@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
 import attn_kernels
 from attn_kernels import constexpr, jit, outside_graphs, tl, triton
@@ -77,10 +78,17 @@ class Sizes(NamedTuple):
     d_k: int
     d_v: int
     n_layer: int
+    segment_len: int
+    bptt_len: int  # longer than any window where gradients are never cut
 
     @classmethod
     def of(cls, config):
-        return cls(*(getattr(config, name) for name in cls._fields))
+        return cls(*(getattr(config, name) for name in cls._fields[:-1]), config.bptt_len or 2 ** 30)
+
+    def segments(self, T):
+        """[(first step, end)] of the pieces of which the backward recomputes the memories at once."""
+        starts = sorted({*range(0, T, self.segment_len), *range(0, T, self.bptt_len)})
+        return list(zip(starts, [*starts[1:], T]))
 
     def length_eps(self, norm_eps):
         """What RMSNorm's eps adds, squared, to the squared length of a state and of what is read."""
@@ -350,15 +358,14 @@ def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, g
         tl.store(grad_rate + place, -log * _softplus(a))
 
 
-def memory_inputs_backward(z, rate, out, grad_q, grad_k=None, grad_v=None, grad_beta=None, grad_log=None,
-                           grad_rate=None, next_carry=None):
+def memory_inputs_backward(z, rate, out, grads, grad_rate=None, next_carry=None):
     """Writes the gradient of z to out and, with a rate, that of each row's rate to grad_rate (N, H).
 
-    The other gradients are of what `memory_inputs` gives; grad_k is multiplied by next_carry, and grad_log is the
-    gradient of log(decay).
+    grads: of q, k, v, beta and log(decay), as `memory_inputs` gives them; without a rate of q alone. That of k is
+    multiplied by next_carry.
     """
-    (_, n_head, d_k), d_v = grad_q.shape, 0 if rate is None else grad_v.shape[-1]
-    _launch(_memory_inputs_backward_kernel, (len(z), n_head), 1, z, rate, grad_q, grad_k, grad_v, grad_beta, grad_log,
+    (_, n_head, d_k), d_v = grads[0].shape, 0 if rate is None else grads[2].shape[-1]
+    _launch(_memory_inputs_backward_kernel, (len(z), n_head), 1, z, rate, *grads, *[None] * (5 - len(grads)),
             next_carry, out, grad_rate, n_head, z.stride(0), out.stride(0), KEY_EPS, d_k, d_v, _power_of_2(d_k),
             _power_of_2(d_v))
 
@@ -395,32 +402,34 @@ def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH,
             tl.store(read + i * D + column, tl.sum(m * query[:, None], 0), mask=column < D)
 
 
-def _delta(S, memory, out, k, v, decay, beta, q, read, carry, first_key=None):
+def _delta(S, memory, out, *others):
+    """Run `_delta_kernel`. others: its arguments from k to first_key."""
     B, H, K, D = memory.shape
-    inputs = (x if x is None else x.contiguous() for x in (k, v, decay, beta, q, read, carry, first_key))
+    inputs = (x if x is None else x.contiguous() for x in others)
     _launch(_delta_kernel, (B * H, triton.cdiv(D, DELTA_COLUMNS)), DELTA_WARPS, memory, out, *inputs, B * H, H, D, S, K,
             _power_of_2(K), DELTA_COLUMNS)
 
 
-def delta_step(memory, out, k, v, decay, beta, q, carry=None, first_key=None):
+def delta_step(memory, out, write, q, carry=None, first_key=None):
     """Writes to the memory (B, H, K, D), the result to out, and returns what q reads from it (B, H, D).
 
-    k, q (B, H, K); v (B, H, D); decay, beta (B, H). Where carry (B, 1) is 0, the memory is emptied first and the key is
-    first_key (H, K).
+    write: k (B, H, K), v (B, H, D), decay and beta (B, H); q (B, H, K). Where carry (B, 1) is 0, the memory is emptied
+    first and the key is first_key (H, K).
     """
-    read = torch.empty_like(v)
-    _delta(1, memory, out, k, v, decay, beta, q, read, carry, first_key)
+    read = torch.empty_like(write[1])
+    _delta(1, memory, out, *write, q, read, carry, first_key)
     return read
 
 
-def delta_replay(memory, k, v, decay, beta, carry=None):
+def delta_replay(memory, write, carry=None):
     """The memories before, between and after S steps, (S + 1, B, H, K, D), the first of them `memory`.
 
-    The other arguments are as for `delta_step`, with an axis S in front, and the keys are those that were used.
+    write and carry are as for `delta_step`, with an axis S in front, and the keys are those that were used.
     """
-    memories = memory.new_empty(len(k) + 1, *memory.shape)
+    S = len(write[0])
+    memories = memory.new_empty(S + 1, *memory.shape)
     memories[0] = memory
-    _delta(len(k), memory, memories[1:], k, v, decay, beta, None, None, carry)
+    _delta(S, memory, memories[1:], *write, None, None, carry, None)
     return memories
 
 
@@ -457,17 +466,17 @@ def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry,
     tl.store(grad + place, g, mask=seen)
 
 
-def delta_step_backward(grad, memory, k, v, decay, beta, q, grad_read, carry=None):
+def delta_step_backward(grad, memory, write, q, grad_read, carry=None):
     """The gradient of `delta_step`. grad (B, H, K, D), of the memory after it, becomes that of the memory before.
 
-    memory: before the step; k: the key that was used; grad_read (B, H, D): of what was read. Returns the gradients of
-    q, k, v, beta and log(decay).
+    memory: before the step; write: with the key that was used; grad_read (B, H, D): of what was read. Returns the
+    gradients of q, k, v, beta and log(decay).
     """
     B, H, K, D = memory.shape
     tiles = triton.cdiv(D, DELTA_COLUMNS)
     shares, scalars = memory.new_empty(tiles, 2, B, H, K), memory.new_empty(tiles, 2, B, H)
-    grad_v = torch.empty_like(v)
-    inputs = (x if x is None else x.contiguous() for x in (k, v, decay, beta, q, grad_read, carry))
+    grad_v = torch.empty_like(write[1])
+    inputs = (x if x is None else x.contiguous() for x in (*write, q, grad_read, carry))
     _launch(_delta_backward_kernel, (B * H, tiles), DELTA_WARPS, grad, memory, *inputs, shares, grad_v, scalars, B * H,
             H, D, K, _power_of_2(K), DELTA_COLUMNS)
     (grad_q, grad_k), (grad_beta, grad_log) = shares.sum(0), scalars.sum(0)
@@ -523,7 +532,8 @@ class KernelSteps:
                 q, next_k, v, decay, beta = memory_inputs(memory_in, self.rate, H, K)  # eq. 8, 9
                 if active is not None:
                     decay, beta = torch.where(active, decay, 1.0), beta * active
-                memory_read = delta_step(memory, memory_after, k, v, decay, beta, q, carry, self.first_key)  # eq. 10
+                write = k, v, decay, beta
+                memory_read = delta_step(memory, memory_after, write, q, carry, self.first_key)  # eq. 10
             elif H:
                 memory_read = read_heads(memory_after, memory_inputs(memory_in, None, H, K)[0])
             if H:
@@ -561,45 +571,18 @@ class KernelSteps:
             return s, k, memory, [x.unsqueeze(0) for x in outputs[0]]
         return s, k, memory, [torch.stack(x) for x in zip(*outputs)]
 
-    def backward(self, is_cut, u, carry, s, k, memory, grad, ds, dk, dm, *saved):
+    def backward(self, u, carry, start, grads, saved, is_cut):
         """The gradient of `steps`.
 
-        s (S, B, C): the states that the steps start from; k (B, H, K), memory: before the first; grad (S, B, C): of the
-        predicted states; ds, dk, dm: of the last state, of the next key and of the memory, from what comes after;
-        is_cut: that is another piece of truncated BPTT, and dk goes to the key's weights alone; saved: what `steps`
-        gave, without the last layer's states. Returns the gradient of u (S, B, C), the new ds, dk, dm, those of the
-        rates and of the first key, and a pair for each weight of a product, whose gradient is the pair's product.
+        start: the states (S, B, C) that the steps start from, the key (B, H, K) and the memory before the first; grads:
+        of the predicted states (S, B, C) and, from what comes after, of the last state, of the next key and of the
+        memory; saved: what `steps` gave, without the last layer's states; is_cut: what comes after is another piece of
+        truncated BPTT, and the next key's gradient goes to the key's weights alone. Returns the gradients of u and of
+        the first state, key and memory, those of the rates and of the key of a zero state, and a pair for each weight
+        of a product, whose gradient is the pair's product.
         """
-        (S, B, C), (_, n_ffn, H, K, D, L) = grad.shape, self.sizes
-        inner, z0, saved = saved[:L - 1], saved[L - 1], saved[L:]
-
-        def gated(x, z):
-            """What the gradient of a gate and of the norm of x needs, and dz, room for the gradient of the product."""
-            (direction, length), gate = l2_normalize(x, self.state_eps), torch.sigmoid(z[..., :C].to(x.dtype))
-            return dict(direction=direction, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate),
-                        dz=torch.empty_like(z))
-
-        # what is not recurrent, for all steps at once
-        s = s if carry is None else s * carry
-        ground, layers = gated(s, z0), []
-        for i, x in enumerate([torch.addcmul(u, ground['gate'], s), *inner]):
-            z = saved[i * (1 + (H > 0))]
-            layer, widths = gated(x, z), self.sizes.columns(i)
-            layer |= dict(zip(('gate_in', 'memory_in', 'glu_in'), z.split(widths, -1)))
-            layer |= dict(zip(('d_gate_in', 'd_memory_in', 'd_glu_in'), layer['dz'].split(widths, -1)))
-            layer |= dict(y=u.new_empty(S, B, n_ffn + H * D, dtype=self.dtype))
-            if H:
-                found = memory_inputs(layer['memory_in'].flatten(0, 1), None if i else self.rate, H, K)
-                q, next_k, v, decay, beta = (x if x is None else x.unflatten(0, (S, B)) for x in found)
-                layer |= dict(q=q, memory_read=saved[2 * i + 1])
-            if H and i == 0:
-                k = torch.cat([k.unsqueeze(0), next_k[:-1]])
-                k = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, self.first_key)
-                memories = delta_replay(memory, k, v, decay, beta, carry).unbind()
-                layer |= dict(k=k, v=v, decay=decay, beta=beta, drate=u.new_empty(S, B, H))
-            layers.append(layer)
-
-        # what is: the gradients of state, key and memory
+        (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)
+        ground, layers = self.recompute(u, carry, start, saved)
         ground_steps, layer_steps = by_step(ground), [by_step(layer) for layer in layers]
         dx, du, dks = [[] for _ in range(L)], [], []
         carries = [None] * (S + 1) if carry is None else [*carry, None]  # dk comes in with its carry
@@ -608,42 +591,88 @@ class KernelSteps:
             for i in reversed(range(L)):
                 at, (w_in, _, w_out) = layer_steps[i][t], self.layers[i]
                 dx[i].append(d)
-                torch.mul(d, at.slope, out=at.d_gate_in)
+                torch.mul(d, at.slope, out=at.d_gate_in)  # eq. 7
                 dread = glu_backward(d.to(self.dtype) @ w_out, at.glu_in, at.memory_read if H else None, self.read_eps,
                                      at.d_glu_in, at.y)
-                dread, dz = dread.view(B, H, D) if H else None, at.dz
+                dz = at.dz
                 if H and i == 0:
-                    dq, dk_used, dv, dbeta, dlog = delta_step_backward(dm, memories[t], at.k, at.v, at.decay, at.beta,
-                                                                       at.q, dread, carries[t])
-                    memory_inputs_backward(at.memory_in, self.rate, at.d_memory_in, dq, dk, dv, dbeta, dlog, at.drate,
-                                           carries[t + 1])
-                    dk = dk_used
+                    dk = self.write_backward(at, dread, dk, dm, carries[t], carries[t + 1])
                     dks.append(dk)
-                    if is_cut and t == S - 1:
+                    if is_cut and t == S - 1:  # nothing through the columns of the next key
                         dz = dz.clone()
-                        dz[:, C + H * K:C + 2 * H * K] = 0
+                        dz[:, C + self.sizes.d_k * H:C + 2 * self.sizes.d_k * H] = 0
                 elif H:
-                    dq = read_heads(memories[t + 1].transpose(-1, -2), dread)
-                    dm.addcmul_(at.q.unsqueeze(-1), dread.unsqueeze(-2))
-                    memory_inputs_backward(at.memory_in, None, at.d_memory_in, dq)
+                    self.read_backward(at, dread, dm)
                 d = gated_add_norm_backward(dz @ w_in, at.direction, at.inverse, d, at.gate)
             at = ground_steps[t]
             du.append(d)
-            torch.mul(d, at.slope, out=at.dz)
+            torch.mul(d, at.slope, out=at.dz)  # eq. 4
             ds = gated_add_norm_backward(at.dz @ self.ground[0], at.direction, at.inverse, d, at.gate, carries[t])
 
         def stack(last_first):
             return torch.stack(last_first[::-1])
 
-        drate, dfirst = self.rate.new_zeros(H), torch.zeros_like(self.first_key)
-        if H:
-            drate = layers[0]['drate'].sum((0, 1))
+        drate = layers[0]['drate'].sum((0, 1)) if H else self.rate.new_zeros(0)
+        dfirst = torch.zeros_like(self.first_key)
         if H and carry is not None:
             dfirst, dk = (stack(dks) * (1 - carry.unsqueeze(-1))).sum((0, 1)), dk * carry[0].unsqueeze(-1)
         pairs = [(ground['dz'], ground['direction'])]
         for i, layer in enumerate(layers):
             pairs += [(layer['dz'], layer['direction']), (stack(dx[i]), layer['y'])]
         return stack(du), ds, dk, dm, drate, dfirst, pairs
+
+    def recompute(self, u, carry, start, saved):
+        """What `backward` needs that is not recurrent, for all steps at once.
+
+        Returns {name: (S, B, ...)} of the ground gate and of each layer, with room dz for the gradients of products.
+        """
+        (s, k, memory), (S, B, _), (H, K) = start, u.shape, (self.sizes.n_head, self.sizes.d_k)
+        states, products = saved[:self.sizes.n_layer - 1], iter(saved[self.sizes.n_layer - 1:])
+        s = s if carry is None else s * carry
+        ground, layers = self.gated(s, next(products)), []
+        for i, x in enumerate([torch.addcmul(u, ground['gate'], s), *states]):
+            z, widths = next(products), self.sizes.columns(i)
+            layer = self.gated(x, z)
+            layer |= dict(zip(('gate_in', 'memory_in', 'glu_in'), z.split(widths, -1)))
+            layer |= dict(zip(('d_gate_in', 'd_memory_in', 'd_glu_in'), layer['dz'].split(widths, -1)))
+            layer['y'] = u.new_empty(S, B, self.sizes.n_ffn + H * self.sizes.d_v, dtype=self.dtype)
+            if H:
+                found = memory_inputs(layer['memory_in'].flatten(0, 1), None if i else self.rate, H, K)
+                q, next_k, v, decay, beta = (x if x is None else x.unflatten(0, (S, B)) for x in found)
+                layer |= dict(q=q, memory_read=next(products))
+            if H and i == 0:
+                k = torch.cat([k.unsqueeze(0), next_k[:-1]])
+                k = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, self.first_key)
+                memories = delta_replay(memory, (k, v, decay, beta), carry)
+                layer |= dict(k=k, v=v, decay=decay, beta=beta, drate=u.new_empty(S, B, H))
+            if H:  # the first layer writes
+                layer['memory'] = memories[1:] if i else memories[:-1]
+            layers.append(layer)
+        return ground, layers
+
+    def gated(self, x, z):
+        """What the gradient of a gate and of the norm of x needs, and dz, room for that of the product z."""
+        (direction, length), gate = l2_normalize(x, self.state_eps), torch.sigmoid(z[..., :x.shape[-1]].to(x.dtype))
+        return dict(direction=direction, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate),
+                    dz=torch.empty_like(z))
+
+    def write_backward(self, at, dread, dk, dm, carry, next_carry):
+        """The gradient of eq. 8 to 10 at a step: returns that of the key it wrote with.
+
+        dread: of what was read; dk: of the key that the step made; dm: of the memory after, becomes that of the memory
+        before.
+        """
+        write, dread = (at.k, at.v, at.decay, at.beta), dread.view_as(at.v)
+        dq, dk_used, *others = delta_step_backward(dm, at.memory, write, at.q, dread, carry)
+        memory_inputs_backward(at.memory_in, self.rate, at.d_memory_in, (dq, dk, *others), at.drate, next_carry)
+        return dk_used
+
+    def read_backward(self, at, dread, dm):
+        """The gradient of a read above the first layer; adds that of the memory to dm."""
+        dread = dread.view(*at.q.shape[:2], -1)
+        dq = read_heads(at.memory.transpose(-1, -2), dread)
+        dm.addcmul_(at.q.unsqueeze(-1), dread.unsqueeze(-2))
+        memory_inputs_backward(at.memory_in, None, at.d_memory_in, (dq,))
 
 
 def read_heads(memory, x):
@@ -652,10 +681,10 @@ def read_heads(memory, x):
 
 
 class Graph:
-    """A function of tensors, None or bool as a CUDA graph. Each replay overwrites its results."""
+    """A function of tensors, None or bool, in tuples too, as a CUDA graph. Each replay overwrites its results."""
 
     def __init__(self, function, inputs):
-        self.inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+        self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles kernels, which cannot be captured
@@ -666,7 +695,7 @@ class Graph:
             self.results = function(*self.inputs)
 
     def replay(self, inputs):
-        for own, x in zip(self.inputs, inputs):
+        for own, x in zip(tree_leaves(self.inputs), tree_leaves(inputs)):
             if isinstance(own, torch.Tensor):
                 own.copy_(x)
         self.graph.replay()
@@ -738,7 +767,7 @@ class CSteps:
                   for w in products]
         self.weights = [*panels, self.rate, self.first_key]  # held here: C has only their addresses
         self.pointers = pointers(self.weights)
-        self.numbers = self.library.sizes(0, 0, *sizes, 0, 0, *sizes.length_eps(norm_eps), KEY_EPS)
+        self.numbers = self.library.sizes(0, 0, *sizes[:6], 0, 0, *sizes.length_eps(norm_eps), KEY_EPS)
 
     def _panels(self, weight):
         """(n, c) -> (ceil(n / width), ceil(c / pair), width, pair), so that a tile reads its weights in a row."""
@@ -759,17 +788,17 @@ class CSteps:
         self._call(self.library.steps, u, s, k, memory, u, carry, active, outputs)
         return s, k, memory, outputs
 
-    def backward(self, is_cut, u, carry, s, k, memory, grad, ds, dk, dm, *saved):
-        (S, B, _), c = u.shape, self.sizes
-        du, ds, dk, dm = torch.empty_like(u), ds.clone(), dk.clone(), dm.clone()
+    def backward(self, u, carry, start, grads, saved, is_cut):
+        (S, B, _), c, (grad, *later) = u.shape, self.sizes, grads
+        du, (ds, dk, dm) = torch.empty_like(u), (x.clone() for x in later)
         inner, products = saved[:c.n_layer - 1], saved[c.n_layer - 1:]
         saved = [x.contiguous() for x in (*inner, u, *products)]  # u stands for the last states, which are not read
-        drate, dfirst, memories = u.new_zeros(B, c.n_head), torch.zeros_like(dk), u.new_empty(S, *memory.shape)
+        drate, dfirst, memories = u.new_zeros(B, c.n_head), torch.zeros_like(dk), u.new_empty(S, *dm.shape)
         widths = [c.n_embd, c.n_embd]
         for layer in range(c.n_layer):
             widths += [sum(c.columns(layer)), c.n_embd, c.n_embd, c.n_ffn + c.n_head * c.d_v]
         pairs = [u.new_empty(S, B, width) for width in widths]
-        inputs = [x if x is None else x.contiguous() for x in (u, carry, s, k, memory, grad)]
+        inputs = [x if x is None else x.contiguous() for x in (u, carry, *start, grad)]
         self._call(self.library.steps_backward, u, int(is_cut), *inputs, ds, dk, dm, saved, memories, du, drate, dfirst,
                    pairs)
         return du, ds, dk, dm, drate.sum(0), dfirst.sum(0), list(zip(pairs[::2], pairs[1::2]))
@@ -795,12 +824,6 @@ def prepared(folded, sizes, norm_eps, dtype, backward=False):
     return _kernels_of(shapes, sizes, norm_eps, dtype, folded[0].device).load(folded)
 
 
-def segments(T, segment_len, bptt_len):
-    """[(first step, end)] of the pieces whose memories are recomputed at once; a gradient is cut only between two."""
-    starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len)})
-    return list(zip(starts, [*starts[1:], T]))
-
-
 def uses_graphs(device):
     """On a GPU, a segment is one CUDA graph: its kernels are too small to be launched one by one."""
     return device.type == 'cuda'
@@ -810,7 +833,7 @@ def run_segment(w, function, inputs, is_usual):
     """function(*inputs), a method of w; on a GPU, segments of the usual length are CUDA graphs, made once."""
     if not is_usual or not uses_graphs(w.first_key.device):
         return function(*inputs)
-    key = function.__name__, *(getattr(x, 'shape', x) for x in inputs)
+    key = function.__name__, *(getattr(x, 'shape', x) for x in tree_leaves(inputs))
     if key not in w.graphs:
         with torch.inference_mode(False), torch.no_grad():  # evaluation may be first: training writes to its tensors
             w.graphs[key] = Graph(function, inputs)
@@ -818,34 +841,33 @@ def run_segment(w, function, inputs, is_usual):
 
 
 def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch.Tensor], sizes: list[int],
-                 norm_eps: float, dtype: torch.dtype, segment_len: int, bptt_len: int,
-                 record: bool) -> list[torch.Tensor]:
+                 norm_eps: float, dtype: torch.dtype, record: bool) -> list[torch.Tensor]:
     """u (T, B, C), carry (T, B, 1) or None -> predicted states (T, B, C), and with record what the backward needs.
 
-    That is the memory at the start of each of `segments`, the states between layers, and the products in dtype.
+    That is the memory at the start of each of `Sizes.segments`, the states between layers, and the products in dtype.
     """
     T, sizes = len(u), Sizes(*sizes)
-    L = sizes.n_layer
+    L, usual = sizes.n_layer, min(T, sizes.segment_len, sizes.bptt_len)
     with torch.autocast(u.device.type, enabled=False):
         w = prepared(folded, sizes, norm_eps, dtype)
-        outputs = _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record)
+        outputs = _empty_outputs(u, sizes, dtype, record)
         out, memories, *saved = outputs
         s, k, memory = torch.zeros_like(u[:1]), w.first_key.repeat(1, u.shape[1], 1, 1), torch.zeros_like(memories[:1])
-        for r, (a, b) in enumerate(segments(T, segment_len, bptt_len)):
+        for r, (a, b) in enumerate(sizes.segments(T)):
             if record:
                 memories[r] = memory[0]
             inputs = s, k, memory, u[a:b], None if carry is None else carry[a:b]
-            s, k, memory, step_outputs = run_segment(w, w.steps, inputs, b - a == min(segment_len, bptt_len))
+            s, k, memory, step_outputs = run_segment(w, w.steps, inputs, b - a == usual)
             out[a:b] = step_outputs[L - 1]
             for x, part in zip(saved, (*step_outputs[:L - 1], *step_outputs[L:])):  # none without record
                 x[a:b] = part
     return outputs
 
 
-def _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record):
+def _empty_outputs(u, sizes, dtype, record):
     """Room for what `scan_forward` returns."""
     T, B, _ = u.shape
-    R = len(segments(T, segment_len, bptt_len)) if record else 1
+    R = len(sizes.segments(T)) if record else 1
     outputs = [torch.empty_like(u), u.new_empty(R, B, sizes.n_head, sizes.d_k, sizes.d_v)]
     if record:
         outputs += [torch.empty_like(u) for _ in range(sizes.n_layer - 1)]
@@ -855,11 +877,11 @@ def _empty_outputs(u, sizes, dtype, segment_len, bptt_len, record):
 
 
 def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch.Tensor],
-                  outputs: list[torch.Tensor], sizes: list[int], norm_eps: float, dtype: torch.dtype, segment_len: int,
-                  bptt_len: int) -> list[torch.Tensor]:
+                  outputs: list[torch.Tensor], sizes: list[int], norm_eps: float,
+                  dtype: torch.dtype) -> list[torch.Tensor]:
     """Gradients of u and of the folded weights from grad (T, B, C), that of the predicted states."""
     (T, B, C), sizes, (out, memories, *saved) = u.shape, Sizes(*sizes), outputs
-    L, H, K = sizes.n_layer, sizes.n_head, sizes.d_k
+    L, H, K, usual = sizes.n_layer, sizes.n_head, sizes.d_k, min(T, sizes.segment_len, sizes.bptt_len)
 
     def add_product(total, dout, x):
         dout, x = dout.flatten(0, 1).to(dtype), x.flatten(0, 1).to(dtype)
@@ -872,15 +894,14 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
         w, grad_u = prepared(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
         totals = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
-        for (a, b), memory in reversed(list(zip(segments(T, segment_len, bptt_len), memories))):
+        for (a, b), memory in reversed(list(zip(sizes.segments(T), memories))):
             s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
             k = w.first_key.repeat(B, 1, 1)
             if a and H:  # the key that the step before made
                 k = key_of(saved[L][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype), H)[0]
-            is_cut = b < T and b % bptt_len == 0
-            inputs = is_cut, u[a:b], None if carry is None else carry[a:b], s, k, memory, grad[a:b], ds, dk, dm
-            grad_u[a:b], ds, dk, dm, drate, dfirst, pairs = run_segment(
-                w, w.backward, (*inputs, *(x[a:b] for x in saved)), b - a == min(segment_len, bptt_len))
+            inputs = (u[a:b], None if carry is None else carry[a:b], (s, k, memory), (grad[a:b], ds, dk, dm),
+                      [x[a:b] for x in saved], b < T and b % sizes.bptt_len == 0)
+            grad_u[a:b], ds, dk, dm, drate, dfirst, pairs = run_segment(w, w.backward, inputs, b - a == usual)
             add_product(totals[0], *pairs[0])
             totals[1] += pairs[0][0].sum((0, 1))
             for i in range(L):
@@ -890,7 +911,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
                 add_product(totals[4 + 3 * i], dx, y)
             totals[-2] += drate
             totals[-1] += dfirst if a else dfirst + dk.sum(0)
-            if a % bptt_len == 0:  # the key's gradient goes to its weights, in the step before, and no further
+            if a % sizes.bptt_len == 0:  # the key's gradient goes to its weights, in the step before, and no further
                 ds, dm = torch.zeros_like(ds), torch.zeros_like(dm)
     return [grad_u, *(total.to(x.dtype) for total, x in zip(totals, folded))]
 
@@ -900,8 +921,8 @@ _scan_backward_op = torch.library.custom_op('gpn::scan_backward', scan_backward,
 
 
 @_scan_op.register_fake
-def _(u, carry, folded, sizes, norm_eps, dtype, segment_len, bptt_len, record):
-    return _empty_outputs(u, Sizes(*sizes), dtype, segment_len, bptt_len, record)
+def _(u, carry, folded, sizes, norm_eps, dtype, record):
+    return _empty_outputs(u, Sizes(*sizes), dtype, record)
 
 
 @_scan_backward_op.register_fake
@@ -920,7 +941,7 @@ def _scan_backward(ctx, grads):
     u, carry, *tensors = ctx.saved_tensors
     folded, outputs = tensors[:ctx.n_folded], tensors[ctx.n_folded:]
     grad_u, *grad_folded = _scan_backward_op(grads[0].contiguous(), u, carry, folded, outputs, *ctx.numbers)
-    return grad_u, None, grad_folded, *[None] * 6
+    return grad_u, None, grad_folded, *[None] * 4
 
 
 _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
@@ -944,8 +965,7 @@ def scan_window(model, u, carry_mask=None):
     if carry_mask is not None:
         carry_mask = carry_mask.T.unsqueeze(-1).to(u.dtype, memory_format=torch.contiguous_format)
     return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.of(c)), c.norm_eps,
-                    product_dtype(dtype, u.device), c.segment_len, c.bptt_len or u.shape[1],
-                    torch.is_grad_enabled())[0].transpose(0, 1)
+                    product_dtype(dtype, u.device), torch.is_grad_enabled())[0].transpose(0, 1)
 
 
 # ---- decoding ----

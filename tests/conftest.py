@@ -243,11 +243,22 @@ def turned(x, position, theta=10000.0):
     return torch.cat([y.real, y.imag], -1)
 
 
+def dense_attention(q, k, v, seen):
+    """Masked attention by its definition: dense scores, mask, softmax. Exact in float64.
+
+    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); seen: (..., n_q, n_k), True where a query sees a key.
+    """
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen.unsqueeze(-3), float('-inf'))
+    return torch.einsum('bhqk,bkhd->bqhd', scores.softmax(-1), v)
+
+
 def attended(qkv, position, seen, theta=10000.0):
     """Rotary attention by its definition. qkv: (B, n, 3, H, D), position: (n,), seen: (B, n, n) -> (B, n, H D)."""
     q, k, v = qkv.unbind(2)
     q, k = (turned(x.double(), position[:, None, None], theta).to(x.dtype) for x in (q, k))
-    return attn_kernels.dense_attention(q, k, v, seen).flatten(2)
+    return dense_attention(q, k, v, seen).flatten(2)
 
 
 def plain_rotation(x, cos, sin):

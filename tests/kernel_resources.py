@@ -6,6 +6,7 @@
 A line per kernel and variant: name, dtype, further words of the variant, registers, bytes of stack (spills), bytes of
 shared memory, and the number of wgmma instructions, which are the tensor cores' in 16 bits.
 """
+import collections
 import re
 import subprocess
 import sys
@@ -58,29 +59,24 @@ def compile_once(done, kernel, args, words=(), **options):
           built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'), sep=', ', flush=True)
 
 
-class Launcher:
-    """Stands for an attention kernel: a launch compiles it."""
-
-    def __init__(self, *compiled):
-        self.compiled = compiled
-
-    def __getitem__(self, grid):
-        done, kernel, words = self.compiled
-        return lambda *args, **options: compile_once(done, kernel, args, words, **options)
+def launcher(done, kernel, words):
+    """Stands for an attention kernel: a launch, on any grid, compiles it."""
+    launch = lambda *args, **options: compile_once(done, kernel, args, words, **options)
+    return collections.defaultdict(lambda: launch)
 
 
 def attention():
-    B, T, H, reaches, done = 2, 4096, 8, [4096, 64], set()
+    B, T, H, done = 2, 4096, 8, set()
     kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
     for streams, D, dtype, group in VARIANTS:
         for name, kernel in kernels.items():
-            setattr(K, name, Launcher(done, kernel, (streams, D, group)))
+            setattr(K, name, launcher(done, kernel, (streams, D, group)))
         NQ, NK, first = STREAMS[streams]
         q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
         k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')
         doc_start = torch.empty(B, T, dtype=torch.int64, device='meta')
-        out, lse = K._forward(q, k, k, doc_start, reaches[:NK], T, first)
-        K._backward(out, q, k, k, doc_start, out, lse, reaches[:NK], T, first)
+        out, lse = K._forward(q, k, k, doc_start, [4096, 64, first])
+        K._backward(out, q, k, k, doc_start, out, lse, [4096, 64, first])
 
 
 def gpn():
@@ -93,7 +89,7 @@ def gpn():
                                     (True, torch.float32, (2496, 6656, 15, 128, 256)),
                                     (True, torch.bfloat16, (3184, 8448, 0, 128, 256))):
         C, n_ffn, H, D_k, D_v = sizes
-        sizes, full = scan.Sizes(*sizes, L), lambda *shape: torch.empty(shape, device='meta')
+        sizes, full = scan.Sizes(*sizes, L, S, S), lambda *shape: torch.empty(shape, device='meta')
         shapes = [(C, C), (C,)]
         for i in range(L):
             shapes += [(sum(sizes.columns(i)), C), (sum(sizes.columns(i)),), (C, n_ffn + H * D_v)]
@@ -101,7 +97,7 @@ def gpn():
         carry, u, k, memory = full(S, B, 1) if documents else None, full(S, B, C), full(B, H, D_k), full(B, H, D_k, D_v)
         outputs = w.steps(u[:1], k[None], memory[None], u, carry)[3]
         saved = [x for i, x in enumerate(outputs) if i != L - 1]
-        w.backward(False, u, carry, u, k, memory, u, u[0], k, memory, *saved)
+        w.backward(u, carry, (u, k, memory), (u, u[0], k, memory), saved, False)
 
 
 if __name__ == '__main__':

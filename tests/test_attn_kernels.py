@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_apart, succeeded
+from conftest import dense_attention, run_apart, succeeded
 from test_models import make, some_tokens
 
 import attn_kernels as K
@@ -80,19 +80,19 @@ def test_attention_equals_its_definition(method, values, T, kind, queries, heads
     mask = K.make_mask(sees, T, D, device, None if doc_start is None else doc_start.to(device), keys, queries)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 1e-2)):
         rounded = [x.to(dtype) for x in (q, k, v)]
-        want = gradients(lambda q, k, v: K.dense_attention(q, k, v, seen), *(x.double() for x in rounded))
+        want = gradients(lambda q, k, v: dense_attention(q, k, v, seen), *(x.double() for x in rounded))
         got = gradients(lambda q, k, v: K.attention(q, k, v, mask), *(x.to(device) for x in rounded))
         assert_close([x.cpu() for x in got], want, tolerance)
-    block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries, compiled=False)
+    block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries)
     got = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=H != HK)
-    want = K.dense_attention(*(x.double() for x in (q, k, v)), seen)
+    want = dense_attention(*(x.double() for x in (q, k, v)), seen)
     assert_close([got.transpose(1, 2)], [want], 1e-5)
 
 
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps', 'two_x_memory'])
 def test_flex_attention_visits_hardly_more_blocks_than_the_pattern_needs(method):
     T, sees = 4096, pattern(method)
-    blocks = K.make_block_mask(sees, T, 'cpu', None, BOTH, BOTH, compiled=False)
+    blocks = K.make_block_mask(sees, T, 'cpu', None, BOTH, BOTH)
     visited = (blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()).item() * 128 ** 2
     needed = K._whole_mask(sees, T, None, BOTH, BOTH, 'cpu').sum().item()
     print(f'{method}: {visited / 1e6:.1f}M pairs visited, {needed / 1e6:.1f}M needed: {visited / needed:.3f}')
@@ -140,14 +140,8 @@ def test_a_stream_gets_as_many_slots_as_its_pattern_reaches_back(window, slots):
     assert cache.k.shape[3] == slots + 1  # and the spare slot
     cache = model_sps.Model(model_sps.Config(**SINGLE, window=window)).new_cache(1, 100)
     assert cache.k.shape[3] == 100 + slots + 1
-
-
-# ---- rotary embeddings ----
-
-@pytest.mark.parametrize('text', ['', '8,1,4', '8,4,1,64', '8,1,4,nan'])
-def test_a_malformed_rope_scaling_is_a_sentence(text):
-    with pytest.raises(ValueError, match="expected 'factor,low,high,tokens'"):
-        K.parse_rope_scaling(text)
+    early = lambda q, k: (k.pos <= q.pos) & ((q.pos - k.pos <= 5) | (q.pos == 1000))
+    assert K._reach(early, 3000, 0, 1, 'cpu') == 1000  # in pieces
 
 
 # ---- the loss ----

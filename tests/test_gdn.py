@@ -55,7 +55,7 @@ def some_inputs(T, dtype=torch.float64, decay=1.0, K=6, D=5):
 def scan(form, memory, *tokens, is_doc_start=None, active=None, chunk_len=64):
     """`Block.loop` or scans/gdn.py."""
     if form == 'fast':
-        return gdn.scan_chunks(memory, *tokens, is_doc_start, active, chunk_len)
+        return gdn.scan_chunks(memory, tokens, is_doc_start, active, chunk_len)
     config = G.Config(n_layer=1, n_head=2, d_k=memory.shape[2], d_v=memory.shape[3], chunk_len=chunk_len)
     return G.Block(config, 0).loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
 
@@ -100,15 +100,12 @@ def test_scan_fla_gives_the_kernel_the_documents_as_sequences(documents, monkeyp
             is_doc_start = torch.zeros(1, q.shape[1], dtype=torch.bool).index_fill(1, cu_seqlens[:-1], True)
         return by_the_recurrence(scale * q.double(), k.double(), v.double(), g.double(), beta.double(), is_doc_start)
 
-    fla = types.ModuleType('fla.ops.gated_delta_rule')
-    fla.chunk_gated_delta_rule = kernel
-    for name, module in [('fla', types.ModuleType('fla')), ('fla.ops', types.ModuleType('fla.ops')),
-                         (fla.__name__, fla)]:
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ('fla', 'fla.ops', 'fla.ops.gated_delta_rule'):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(chunk_gated_delta_rule=kernel))
     inputs = [x.detach().bfloat16().double().requires_grad_() for x in some_inputs(13)]  # the kernel's products: bf16
     is_doc_start = torch.rand(2, 13) < 0.25 if documents else None
     memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
-    (want, _), (got, _) = (run(memory, *inputs, is_doc_start, None, 64)
+    (want, _), (got, _) = (run(memory, inputs, is_doc_start, None, 64)
                            for run in (gdn.scan_chunks, gdn.scan_fla))
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     assert all(x.abs().sum() > 0 for x in torch.autograd.grad(got.square().sum(), inputs))
@@ -204,5 +201,7 @@ def test_initial_weights_are_those_of_the_official_code():
             assert 9e-4 < F.softplus(p).min() < 3e-3 and 0.05 < F.softplus(p).max() < 0.11
         elif p.dim() == 1:
             assert (p == 1).all()
+        elif name == 'head.weight':  # nn.Linear's default is uniform
+            assert 0.99 * 128 ** -0.5 < p.abs().max() <= 128 ** -0.5 and abs(p.std() * (3 * 128) ** 0.5 - 1) < 0.05
         else:
             assert abs(p.std() / 0.02 - 1) < 0.05

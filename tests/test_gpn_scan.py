@@ -1,13 +1,14 @@
 """scans/gpn.py: steps in C and in Triton's kernels beside the equations, in float64 where nothing else is said."""
 import platform
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import bytes_kept
 from test_gpn import SMALL, assert_near, loss_and_gradients, make, needs_triton, plain_states
 from test_models import decode_in_pieces
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import model_gpn as G
 from scans import gpn as scan
@@ -34,22 +35,21 @@ def builds(tmp_path, monkeypatch):
     return lambda: len(log.read_text()) if log.exists() else 0
 
 
-def build():
-    """As a new process does."""
-    return scan._build.__wrapped__(torch.float32)
-
-
 def test_the_steps_in_c_are_built_once_for_a_compiler_and_its_flags(builds, monkeypatch, tmp_path):
-    assert build().steps and build().steps and builds() == 1
+    def n_builds():
+        assert scan._build.__wrapped__(torch.float32).steps  # as a new process does
+        return builds()
+
+    assert n_builds() == n_builds() == 1
     kept, = (tmp_path / 'kept').iterdir()
     monkeypatch.setattr(scan, 'KEPT', tmp_path / 'other')
     scan.KEPT.mkdir()
     (scan.KEPT / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
-    assert build().steps and builds() == 2
+    assert n_builds() == 2
     monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # another CPU
-    assert build().steps and builds() == 3
+    assert n_builds() == 3
     monkeypatch.setattr(scan, 'KEPT', tmp_path / 'log' / 'no folder')  # which cannot be written to
-    assert build().steps and builds() == 4
+    assert n_builds() == 4
 
 
 def test_without_a_compiler_the_equations_run_and_one_line_says_so(monkeypatch, tmp_path, capsys):
@@ -111,32 +111,6 @@ def test_bf16_products_in_c_cost_no_more_than_in_the_equations(rows):
     assert_bf16_products_cost_no_more_than_in_the_equations(*wide_model(rows))
 
 
-@torch.no_grad()
-def steps_of(decoder, model, idx):
-    state = [x.unsqueeze(0) for x in decoder.first_state(len(idx))]
-    return decoder.advance(state, model.ground_input(idx).to(state[0].dtype))
-
-
-@needs_bf16_units
-def test_a_model_in_bf16_decodes_in_c():
-    model, idx = make(n_layer=2)
-    exact = steps_of(model, model, idx)
-    model = model.to(torch.bfloat16)
-    decoder = scan.Decoder(model, 'cpu')
-    assert decoder.weights.library is scan._build(torch.bfloat16)
-    assert 0 < (steps_of(decoder, model, idx) - exact).norm() < 0.03 * exact.norm()
-
-
-@needs_c
-def test_autocast_does_not_reach_the_steps_of_decoding(monkeypatch):
-    model, idx = make(n_layer=2)
-    u = model.float().ground_input(idx)
-    monkeypatch.setattr(model, 'ground_input', lambda idx: u)
-    want = steps_of(scan.Decoder(model, 'cpu'), model, idx)
-    with torch.autocast('cpu', torch.bfloat16):
-        assert torch.equal(steps_of(scan.Decoder(model, 'cpu'), model, idx), want)
-
-
 @needs_c
 def test_memory_is_not_held_at_every_step():
     """What the scan holds for the backward, in bytes, is the formula in scans/gpn.py."""
@@ -144,8 +118,7 @@ def test_memory_is_not_held_at_every_step():
     model = G.Model(c)
     u = torch.zeros(T, B, c.n_embd, requires_grad=True)
     folded = [w.detach() for w in scan.fold(model)]
-    held = bytes_kept(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, 8, T,
-                                            True))
+    held = bytes_kept(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, True))
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
     assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # and u
@@ -199,23 +172,17 @@ def test_decoding_in_kernels_equals_the_full_forward_in_float64(kernels_device):
     decode_in_pieces(model, idx, max_run=3, tolerance=1e-8)
 
 
-class Rerun:
+class Rerun(scan.Graph):
     """Stands for a CUDA graph: the same tensors go in and come out each time."""
 
     def __init__(self, function, inputs):
-        self.function = function
-        self.inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-        self.results = function(*self.inputs)
+        def rerun():
+            for own, x in zip(*map(tree_leaves, (self.results, function(*self.inputs)))):
+                if own is not None:
+                    own.copy_(x)
 
-    def replay(self, inputs):
-        for own, x in zip(self.inputs, inputs):
-            if isinstance(own, torch.Tensor):
-                own.copy_(x)
-        results = self.function(*self.inputs)
-        for own, x in zip(*map(tree_leaves, (self.results, results))):
-            if own is not None:
-                own.copy_(x)
-        return self.results
+        self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
+        self.results, self.graph = function(*self.inputs), SimpleNamespace(replay=rerun)
 
 
 @in_kernels

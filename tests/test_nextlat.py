@@ -1,4 +1,5 @@
 """NextLat, MTP and JTP against a transcription of the paper in float64; drafting against full forwards."""
+import itertools
 import math
 
 import pytest
@@ -70,6 +71,30 @@ def smooth_l1(a, b):
     return torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
 
 
+def encode(model, x):
+    """The number of each token's document, the vectors that enter the last block, and the final ones (T, C)."""
+    documents = [int((x[:t] == model.config.eos_id).sum()) if model.config.eos_id is not None else 0
+                 for t in range(len(x))]
+    trunk = model.embed.weight[x]
+    for layer in model.blocks[:-1]:
+        trunk = block(trunk, layer, documents)
+    return documents, trunk, norm(block(trunk, model.blocks[-1], documents), model.norm)
+
+
+def ahead(name, model, x, t, encoded):
+    """Yield what the head multiplies to predict x_{t+1+i} from t, given the tokens between, for i = 1, 2, ..."""
+    (documents, trunk, h), e = encoded, model.embed.weight[x]
+    guess = h[t]
+    for i in itertools.count(1):
+        if name == 'nextlat':
+            guess = dynamics(guess, e[t + i], model.dynamics)
+        elif name == 'mtp':
+            guess = norm(block(trunk, model.future[i - 1], documents), model.norm)[t]
+        else:
+            guess = fetch(h[t], e[t + 1:t + i + 1], model.fetch)
+        yield guess
+
+
 def paper(name, model, idx, targets, cap=None):
     """{'loss', 'nll', parts} by the paper's equations."""
     c, head = model.config, model.head.weight
@@ -77,35 +102,20 @@ def paper(name, model, idx, targets, cap=None):
     nll, h_terms, kl_terms, ce_terms = [], *([[] for _ in range(c.horizon)] for _ in range(3))
     is_nextlat = getattr(c, 'objective', None) == 'nextlat'
     for x, y in zip(idx, targets):
-        T = len(x)
-        documents = [int((x[:t] == c.eos_id).sum()) if c.eos_id is not None else 0 for t in range(T)]
+        T, encoded = len(x), encode(model, x)
+        documents, _, h = encoded
         counts = [bool(y[t] >= 0) and not (c.eos_id is not None and x[t] == c.eos_id) for t in range(T)]
-        e = model.embed.weight[x]
-        trunk = e
-        for layer in model.blocks[:-1]:
-            trunk = block(trunk, layer, documents)
-        h = norm(block(trunk, model.blocks[-1], documents), model.norm)
         nll += [-log_p(h[t])[y[t]] for t in range(T) if counts[t]]
-        if name == 'mtp':
-            futures = [norm(block(trunk, layer, documents), model.norm) for layer in model.future]
-        for t in range(T):
-            guess = h[t]
-            for i in range(1, c.horizon + 1):
-                s = t + i
-                if s >= T or documents[s] != documents[t]:
-                    break
-                if name == 'mtp' and counts[s]:
-                    ce_terms[i - 1].append(-log_p(futures[i - 1][t])[y[s]])
-                elif name == 'jtp' and counts[s]:
-                    ce_terms[i - 1].append(-log_p(fetch(h[t], e[t + 1:s + 1], model.fetch))[y[s]])
-                elif is_nextlat:
-                    guess = dynamics(guess, e[s], model.dynamics)
-                    h_terms[i - 1].append(smooth_l1(guess, h[s].detach() if c.stop_target else h[s]))
-                    log_q = log_p(guess, head.detach() if c.stop_head else head)
-                    if counts[s]:
-                        p = log_p(h[s]).detach()
-                        kl_terms[i - 1].append((p.exp() * (p - log_q)).sum())
-                        ce_terms[i - 1].append(-log_q[y[s]])
+        for t in range(T if is_nextlat or name != 'nextlat' else 0):
+            in_document = [s for s in range(t + 1, min(t + c.horizon + 1, T)) if documents[s] == documents[t]]
+            for i, (s, guess) in enumerate(zip(in_document, ahead(name, model, x, t, encoded))):
+                if is_nextlat:
+                    h_terms[i].append(smooth_l1(guess, h[s].detach() if c.stop_target else h[s]))
+                log_q = log_p(guess, head.detach() if is_nextlat and c.stop_head else head)
+                if counts[s]:
+                    p = log_p(h[s]).detach()
+                    kl_terms[i].append((p.exp() * (p - log_q)).sum())
+                    ce_terms[i].append(-log_q[y[s]])
     mean = lambda terms: torch.stack(terms).mean() if terms else torch.zeros((), dtype=head.dtype)
     over_horizons = lambda lists: torch.stack([mean(terms) for terms in lists]).mean()
     parts = {'nll': mean(nll)}
@@ -204,24 +214,14 @@ def test_drafts_are_what_the_training_loss_scores(name, case, documents):
         return chosen[-1], logits.softmax(-1)
     first = model.draft(token, cache, 1, pick)
     more = model.draft(first[0][:, 0], cache, 2, pick)
-    tokens, probs = (torch.cat(pair, 1) for pair in zip(first, more))
+    tokens, probs = (torch.cat(pair, 1) for pair in zip(first, more, strict=True))
     assert tokens.tolist() == [[3, 7, 11]] * 3
     for b, n in enumerate(held):
-        x = torch.cat([idx[b, :n], token[b:b + 1], tokens[b]])[None]
-        documents_of = [int((x[0, :t] == model.config.eos_id).sum()) if documents else 0 for t in range(n)]
-        trunk = model.embed.weight[x[0, :n]]
-        for layer in model.blocks[:-1]:
-            trunk = block(trunk, layer, documents_of)
-        h, e = norm(block(trunk, model.blocks[-1], documents_of), model.norm)[-1], model.embed.weight[x[0, n:]]
-        for i in range(1, 4):
-            if name == 'nextlat':
-                guess = h = dynamics(h, e[i - 1], model.dynamics)
-            elif name == 'mtp':
-                guess = norm(block(trunk, model.future[i - 1], documents_of), model.norm)[-1]
-            else:
-                guess = fetch(h, e[:i], model.fetch)
+        x = torch.cat([idx[b, :n], token[b:b + 1], tokens[b]])
+        for found, guess in zip(probs[b, :, :20], ahead(name, model, x, n - 1, encode(model, x))):
             want = soft_cap(model.head.weight @ guess, 2.0)[:20].softmax(-1)
-            assert (probs[b, i - 1, :20] - want).abs().max() < 1e-5
+            assert (found - want).abs().max() < 1e-5
+
 
 @pytest.mark.parametrize('name, case', [
     ('nextlat', dict(objective='ntp')), ('nextlat', dict(n_dynamics=5)), ('mtp', {}), ('jtp', {})])

@@ -5,32 +5,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import attended
-from test_models import from_config_file
+from test_models import from_config_file, small_model, some_tokens
 
 import model_sps
 import model_standard
 
 EOS = 59
-SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps')
             for window in (0, 1, 3, 16, None)] + [('two_x_memory', None)]
 
 
-def make(module=model_sps, **values):
+def make(**values):
     torch.manual_seed(0)
-    model = module.Model(module.Config(**SMALL, **values)).eval()
+    model = small_model('sps', values).eval()
     for p in model.parameters():  # larger than at the start of training, so that attention is far from uniform
         if p.dim() >= 2:
             torch.nn.init.normal_(p, std=0.15)
     return model
 
 
-def layouts(T=22):
-    """Rows without an end of document, with several, with two in a row, and with one at the very start."""
-    idx = torch.randint(0, 59, (4, T), generator=torch.Generator().manual_seed(1))
-    idx[1, [3, 9, 17]] = EOS
-    idx[2, 7:9] = EOS
-    idx[3, [0, 12]] = EOS
+def layouts():
+    """Rows with ends of documents, two of them in a row; without any; and with one at the very start."""
+    idx = some_tokens(4, 22)
+    idx[1].clamp_(max=EOS - 1)
+    idx[3, 0] = EOS
     return idx
 
 
@@ -125,20 +123,3 @@ def test_cache_is_the_size_of_standards_and_a_ring():
             sizes[name] = module.Model(module.Config(**values)).new_cache(16, 4096).nbytes
     assert sizes['sps'] / sizes['standard'] <= 1.03
     assert sizes['two_x_memory'] / sizes['standard'] == pytest.approx(2, abs=0.005)
-
-
-@pytest.mark.parametrize('values', [dict(), dict(window=0), dict(window=3, predict_layers=2),
-                                    dict(method='two_x_memory', window=None),
-                                    dict(method='delayed_state', window=4, persistent_window=6),
-                                    dict(method='reverse_sps', window=50)])
-def test_flops_count_the_pairs_of_the_pattern(values):
-    model, T, C, L = make(eos_id=None, **values), 12, 32, 3
-    c = model.config
-    mask = pairwise_mask(c, torch.zeros(T))
-    x, rho = mask[0::2], mask[1::2]
-    output_stream = x if c.method == 'reverse_sps' else rho
-    below = L - (c.predict_layers or L)
-    pairs = below * x[:, 0::2].sum() + (L - below - 1) * mask.sum() + output_stream.sum()
-    block = 4 * C * C + 3 * C * 3 * C
-    weights = block * (below + 2 * (L - below) - 1) + 2 * C * C + 64 * C
-    assert model.flops_per_token(T) == pytest.approx(float(6 * weights + 12 * C * pairs / T))

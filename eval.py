@@ -157,7 +157,8 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     of_lm_eval = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
     if of_lm_eval:
         from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
-        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer), of_lm_eval, s.data_dir, s.limit))
+        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), of_lm_eval, s.data_dir,
+                                          s.limit))
         versions['lm_eval'] = importlib.metadata.version('lm_eval')
     for corpus in corpora:
         results[corpus]['nats_per_word'] = math.log(results[corpus]['word_perplexity'])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from common.decoding import check_sampling, generate, roomy_cache
+from common.decoding import SAMPLING, generate, roomy_cache
 from common.files import UserError, friendly_errors
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, same_vocabulary
@@ -48,8 +48,7 @@ class Settings:
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        check_ranges(self, max_new_tokens=(1, inf))
-        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        check_ranges(self, max_new_tokens=(1, inf), **SAMPLING)
 
 
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
@@ -124,8 +123,9 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
     output, is_alone = Output(tokenizer, len(prompts), s.stop), len(prompts) == 1
     if is_alone:
         print(texts[0], end='', flush=True)
+    ends = record['data'].get('ends', record['data']['eos_id'])
     options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
-                   eos_id=None if s.ignore_eos else record['data']['eos_id'], finished=output.finished)
+                   eos_id=None if s.ignore_eos else ends, finished=output.finished)
     start = time.perf_counter()
     if drafting:
         new, statistics = speculative_generate(model, prompts, n_new, **options, **drafting)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
 from bench import markdown_table
-from common.decoding import check_sampling, generate
+from common.decoding import SAMPLING, generate
 from common.files import UserError, friendly_errors, write_file
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, run_data
@@ -48,8 +48,8 @@ class Settings:
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        check_ranges(self, n_prompts=(1, inf), prompt_tokens=(1, inf), new_tokens=(2, inf), batch_size=(1, inf))
-        check_sampling(self.temperature)
+        check_ranges(self, n_prompts=(1, inf), prompt_tokens=(1, inf), new_tokens=(2, inf), batch_size=(1, inf),
+                     temperature=SAMPLING['temperature'])
 
 
 def draft_lengths(text: str, model, draft) -> list[int | str]:

@@ -26,11 +26,11 @@ OUR_TASKS = ROOT / 'config/lm_eval'  # tasks that lm-eval lacks
 
 
 class RunLM(TemplateLM):
-    """A trained run as a model of lm-eval."""
+    """A trained run as a model of lm-eval. ends: the ids that end an answer; none: the tokenizer's eos."""
 
-    def __init__(self, scorer: Scorer, tokenizer: Tokenizer):
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, ends: list[int] | None = None):
         super().__init__()
-        self.scorer, self.encoding = scorer, tokenizer
+        self.scorer, self.encoding, self.ends = scorer, tokenizer, ends or [tokenizer.eos_id]
 
     @property
     def tokenizer_name(self):
@@ -77,7 +77,7 @@ class RunLM(TemplateLM):
             asked.append((prompt[-room:], options))
         collator = Collator(asked, lambda pair: len(pair[0]), group_by='gen_kwargs')
         batches = list(collator.get_batched(n=16 if self.scorer.batch_size == inf else self.scorer.batch_size))
-        texts = {i: generate_texts(self.scorer.model, self.encoding, batches[i], seed=i)
+        texts = {i: generate_texts(self.scorer.model, self.encoding, batches[i], self.ends, seed=i)
                  for i in range(rank(), len(batches), world())}
         texts = {i: found for share in all_gather(texts) for i, found in share.items()}
         return collator.get_original([text for i in range(len(batches)) for text in texts[i]])
@@ -92,7 +92,7 @@ def options_of(options: dict, max_length: int) -> dict:
     return options | {'max_gen_toks': n}
 
 
-def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], seed: int) -> list[str]:
+def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[int], seed: int) -> list[str]:
     """Return the text that follows each prompt, up to the first stop string.
 
     batch: [(ids of a prompt, options)], all with the same options.
@@ -101,7 +101,8 @@ def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], seed: int) -
     stops = [stop for stop in options['until'] if stop]
 
     def text_of(ids):
-        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id]).decode(errors='replace')
+        ids = [i for i in ids if i != tokenizer.eos_id]
+        return tokenizer.decode_text(ids) if tokenizer.decode_text else tokenizer.decode(ids).decode(errors='replace')
 
     def finished(_, ids):
         text = text_of(ids)
@@ -110,7 +111,7 @@ def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], seed: int) -
     if options['do_sample']:
         sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
                     'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: all
-    new = generate(model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=tokenizer.eos_id,
+    new = generate(model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=ends,
                    finished=finished, seed=seed, **sampling)
     return [postprocess_generated_text(text_of(ids), stops, None) for ids in new]
 

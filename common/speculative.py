@@ -57,16 +57,14 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
     logits. Raises UserError like `generate`, and like `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
-    device = decoding.checked_device(model, prompts, sampling)
     room = max_new_tokens + longest + 2
     cache = decoding.roomy_cache(model, prompts, room, longest + 1)
-    generator = torch.Generator(device).manual_seed(seed)
-    plain = decoding.Decoder(decoding.decodable(model), cache, sampling, generator)
+    plain = decoding.Decoder(model, prompts, cache, seed, sampling)
     texts, statistics = decoding.NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
-    for b, token in enumerate(plain.read_prompts(*decoding.pad(prompts, device)).tolist()):
+    for b, token in enumerate(plain.tokens.tolist()):
         texts.add(b, [token])
     drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, room, longest + 1)
-    decoder = SpeculativeDecoder(plain, drafter, longest)
+    decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
         most = longest if device.type == 'cuda' else min(longest, max(room))  # another length would be another graph

@@ -1,6 +1,7 @@
 """Hugging Face folders become runs with the same logits, losses and gradients, and go back bit for bit."""
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from conftest import TINY, assert_sentence, run, succeeded
 from safetensors.torch import load_file, save_file
 
 from common import export, runs
+from common.decoding import generate
 from common.files import UserError
+from common.lm_eval_adapter import RunLM
+from common.scoring import Scorer
 from data.tokenizers import load_tokenizer, train_tokenizer
 
 SMALL = dict(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -51,7 +55,7 @@ def change_config(folder, **values):
 
 
 def import_run(folder, out):
-    export.import_llama(folder, out, load_tokenizer('byte'))
+    export.import_llama(folder, out, 'byte')
     return runs.load_run(out)
 
 
@@ -214,12 +218,61 @@ def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
     assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
 
 
-@pytest.mark.parametrize('ends, is_said', [(256, False), ([7, 256], False), (7, True), ([7, 8], True)])
-def test_another_end_of_texts_in_config_json_is_said(ends, is_said, tmp_path, capsys):
+@pytest.mark.parametrize('in_config, in_generation, ends', [
+    (256, 256, 256), ([7, 256], 256, [7, 256]), (7, None, [7, 256]), (None, [7, 8], [7, 8, 256])])
+def test_every_end_of_a_text_is_named_and_comes_back(in_config, in_generation, ends, tmp_path, capsys):
+    """Ends are the ids of config.json, those of generation_config.json and the tokenizer's eos."""
     make_folder(tmp_path / 'folder', 'Llama 2')
-    change_config(tmp_path / 'folder', eos_token_id=ends)
+    change_config(tmp_path / 'folder', eos_token_id=in_config)
+    (tmp_path / 'folder/generation_config.json').write_text(json.dumps({'eos_token_id': in_generation}))
     import_run(tmp_path / 'folder', tmp_path / 'run')
-    assert (f'ends texts with the id {ends}: sample.py does not stop there' in capsys.readouterr().out) is is_said
+    assert ("ends at each of 'ć' (7), " in capsys.readouterr().out) is (ends != 256)
+    export.export_run(tmp_path / 'run', tmp_path / 'back')
+    for name in ('config.json', 'generation_config.json'):
+        assert json.loads((tmp_path / 'back' / name).read_text())['eos_token_id'] == ends
+
+
+def test_every_end_ends_a_text(tmp_path):
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    model, _ = import_run(tmp_path / 'folder', tmp_path / 'plain')
+    free, = generate(model, [[97, 98]], 12, temperature=0)
+    text = free[:free.index(free[3]) + 1]
+    change_config(tmp_path / 'folder', eos_token_id=[256, free[3]])
+    _, record = import_run(tmp_path / 'folder', tmp_path / 'run')
+    for options in ([], [f'--draft={tmp_path}/plain']):
+        result = run('sample.py', tmp_path / 'run', 'ab', '--max_new_tokens=12', '--temperature=0', *options)
+        assert f'\n{len(text)} tokens in' in '\n' + succeeded(result).stderr
+    lm = RunLM(Scorer(model, 64), load_tokenizer('byte'), record['data']['ends'])
+    request = SimpleNamespace(args=('ab', {'until': [], 'max_gen_toks': 12}))
+    assert lm.generate_until([request]) == [load_tokenizer('byte').decode(text).decode(errors='replace')]
+
+
+ADDED = {'__type': 'AddedToken', 'content': '<end>'}
+
+
+@pytest.mark.parametrize('known, told, option, eos', [
+    ('</s>', {}, None, '</s>'), ('</s>', {'eos_token': ADDED, 'bos_token': '<start>'}, None, '<end>'),
+    ('<x>', {'eos_token': '<end>'}, None, '<end>'), ('<x>', {}, '<end>', '<end>'),
+    ('</s>', {'eos_token': '</s>'}, '<end>', '<end>'), ('</s>', {'eos_token': '<none>'}, None, '</s>'),
+    ('<x>', {'eos_token': '<none>'}, None, None), ('</s>', {}, '<none>', None)])
+def test_eos_and_bos_are_those_of_tokenizer_config_or_known_or_given(known, told, option, eos, tmp_path):
+    """They are kept in the run. A token that the tokenizer lacks is not its eos."""
+    from tokenizers import Tokenizer
+    make_folder(tmp_path / 'folder', 'more rows than ids')
+    own = Tokenizer.from_str(train_tokenizer([], 257).replace('<|endoftext|>', known))
+    own.add_special_tokens(['<end>', '<start>'])
+    own.save(str(tmp_path / 'folder/tokenizer.json'))
+    (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(told))
+    command = ['-m', 'common.export', tmp_path / 'run', f'--from_llama={tmp_path}/folder']
+    result = run(*command, *([f'--eos_token={option}'] if option else []))
+    if eos is None:
+        return assert_sentence(result, f'has no token that ends a document: expected {option or "<|endoftext|>"}')
+    succeeded(result)
+    tokenizer = load_tokenizer(runs.read_run(tmp_path / 'run')['data']['tokenizer'])
+    assert tokenizer.eos_id == own.token_to_id(eos)
+    assert tokenizer.bos_id == (own.token_to_id('<start>') if 'bos_token' in told else None)
+    succeeded(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/back'))
+    assert json.loads((tmp_path / 'back/tokenizer_config.json').read_text())['eos_token'] == eos
 
 
 def test_hugging_face_generates_from_an_export_as_we_do(tmp_path):

@@ -67,14 +67,13 @@ class Settings:
     data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
     bos: bool | None = None  # start the texts of tasks and corpora with bos; None: as in the run's training data
     limit: int | None = None  # documents of each task or corpus; None: all
-    batch_size: int | None = None  # contexts per batch; None: by batch_tokens, and 16 for generated answers
     batch_tokens: int = 16384  # tokens of a batch, padding included
     max_length: int | None = None  # most tokens that the model reads; None: the block_size of its training
     device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        at_least_1 = dict.fromkeys(('val_tokens', 'limit', 'batch_size', 'batch_tokens'), (1, inf))
+        at_least_1 = dict.fromkeys(('val_tokens', 'limit', 'batch_tokens'), (1, inf))
         check_ranges(self, **at_least_1, max_length=(2, inf))
 
 
@@ -115,7 +114,7 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
     T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
     if data.n_windows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
-    batch_size = s.batch_size or max(1, s.batch_tokens // T)
+    batch_size = max(1, s.batch_tokens // T)
     products = pick_dtype(s.dtype, device.type, big_enough=record['settings'].get('dtype') == 'bfloat16')
     with torch.autocast('cpu', products, enabled=products == torch.bfloat16):
         parts, n_counted = validation_loss(model, data, T, s.val_tokens, record['settings']['eval_seed'], batch_size,
@@ -141,7 +140,7 @@ def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
         take_gpu(local)
         device = f'cuda:{local}'
     model, record = load_run(folder, device, dtype)
-    scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
+    scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
 
@@ -167,16 +166,11 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     if scorer.truncated and rank() == 0:
         print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their '
               'start', file=sys.stderr)
+    planned = record['settings']  # of a whole run; an imported one has no max_tokens
+    of_steps = math.ceil(planned.get('max_tokens', 0) / (planned.get('batch_size', 1) * planned['block_size'])) or None
     return {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'step': record['step'],
-            'of_steps': planned_steps(record['settings']), 'dtype': str(next(model.parameters()).dtype)[6:],
+            'of_steps': of_steps, 'dtype': str(next(model.parameters()).dtype)[6:],
             'versions': versions, 'truncated': scorer.truncated, 'results': results}
-
-
-def planned_steps(settings: dict) -> int | None:
-    """Return the steps of a whole run from its settings; None for an imported one."""
-    if not {'max_tokens', 'batch_size', 'block_size'} <= settings.keys():
-        return None
-    return math.ceil(settings['max_tokens'] / (settings['batch_size'] * settings['block_size']))
 
 
 def append_line(folder, line: dict) -> None:

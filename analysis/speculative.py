@@ -116,13 +116,6 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 
 # ---- results ----
 
-def length_table(rows: list[dict]) -> str:
-    """Return the rows of `compare_lengths` as a Markdown table."""
-    return markdown_table([{
-        'draft_len': row['draft_len'], 'tokens per verification': f'{1 + row["accepted"]:.2f}',
-        'tokens/s': f'{row["tokens_per_s"]:,.1f}', 'speed-up': f'{row["speedup"]:.2f}'} for row in rows])
-
-
 def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
     """Return a table with a row per run, from {(run, folder): rows of `compare_lengths`}.
 
@@ -168,7 +161,10 @@ def main(argv: list[str] | None = None) -> None:
                 tables[run, folder] = compare_lengths(model, draft, read_prompts(record, folder, s), s)
                 rows += [{'data': folder, **row} for row in tables[run, folder]]
                 print(f'{run} on {folder}')
-                print(length_table(tables[run, folder]))
+                print(markdown_table([{
+                    'draft_len': row['draft_len'], 'tokens per verification': f'{1 + row["accepted"]:.2f}',
+                    'tokens/s': f'{row["tokens_per_s"]:,.1f}', 'speed-up': f'{row["speedup"]:.2f}'}
+                    for row in tables[run, folder]]))
             write_csv(Path(run) / 'speculative.csv', [dict.fromkeys(max(rows, key=len), '') | row for row in rows])
         out = output_path(s.out, runs, 'speculative')
         write_file(Path(f'{out}.md'), markdown(tables).encode())

@@ -68,7 +68,7 @@ def make_step(side: str, shape: dict, dtype, fused: bool = True, compile: bool =
     tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
     if side == 'ours':
         return our_step(model, tokens, dtype, compile)
-    model = export.to_llama(model).train()
+    model = export.to_llama(model.config, model.state_dict(), 50304).to(DEVICE).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
     if fused:
         optimizer = train.make_optimizer(model, train.Settings())

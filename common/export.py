@@ -74,12 +74,13 @@ def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
 
 # ---- to Hugging Face ----
 
-def llama_config(c, n_rows: int, max_tokens: int, ends: int | list[int] | None):
-    """Return the LlamaConfig for a model_standard.Config. Llama has no document masking.
+def to_llama(c, tensors: dict, n_rows: int, max_tokens: int = 8192, ends: int | list[int] | None = None):
+    """Return a Hugging Face LlamaForCausalLM with the tensors of a model_standard.Model, in their dtype.
 
-    ends: the ids that end a text in generation. There is no padding id, because `generate` would mask it in prompts.
+    c: the model's Config. n_rows: of the Llama's vocabulary, which has no padding. ends: the ids that end a text in
+    generation; no id is padding, because `generate` would mask it in prompts. A Llama has no document masking.
     """
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
     if c.rope_scaling:
         factor, low, high, tokens = map(float, c.rope_scaling.split(','))
@@ -87,11 +88,13 @@ def llama_config(c, n_rows: int, max_tokens: int, ends: int | list[int] | None):
         if not c.rope_scaling.endswith(LINEAR):
             rope |= {'rope_type': 'llama3', 'low_freq_factor': low, 'high_freq_factor': high,
                      'original_max_position_embeddings': int(tokens)}
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
         rope_parameters=rope, tie_word_embeddings=c.tied_head, max_position_embeddings=max_tokens,
         bos_token_id=None, eos_token_id=ends, pad_token_id=None)
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=llama_tensors(c, tensors, n_rows),
+                                            dtype=tensors['embed.weight'].dtype)
 
 
 def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
@@ -101,18 +104,6 @@ def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
         names, rows = zip(*parts)
         theirs |= zip(names, tensors[ours][:sum(rows)].split(rows))
     return theirs
-
-
-def to_llama(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a Hugging Face LlamaForCausalLM with the weights of a model_standard.Model.
-
-    It has no document masking and no padding rows in its vocabulary.
-    """
-    from transformers import LlamaForCausalLM
-    c = model.config
-    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192, c.eos_id))
-    llama.load_state_dict(llama_tensors(c, model.state_dict(), c.n_ids), strict=not c.tied_head)
-    return llama.to(model.embed.weight.device).eval()
 
 
 def not_a_llama(record: dict, c) -> str | None:
@@ -144,10 +135,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     if reason:
         save_with_code(record, c, tensors, n_rows, folder)
     else:
-        config = llama_config(c, n_rows, block_size, ends)
-        config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
-        config.save_pretrained(folder)
-        save_file(llama_tensors(c, tensors, n_rows), folder / 'model.safetensors', {'format': 'pt'})
+        to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
     (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
     GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
@@ -194,7 +182,12 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
     if run.exists():
         raise UserError(f'{run} exists: give the name of a new run folder')
     try:
-        own = load_tokenizer(tokenizer or own_tokenizer(folder), eos_token=eos_token)
+        found = filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model'))
+        path = tokenizer or next(found, None)
+        if path is None:
+            raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
+                            '--tokenizer=gpt2')
+        own = load_tokenizer(path, eos_token=eos_token)
         if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
             raise UserError(f'the tokenizer {own.name} has an end of its own: --eos_token is for a tokenizer.json')
         of_hf = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -225,15 +218,6 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
     if len(ends) > 1:
         name_of = fast_tokenizer(own.name).id_to_token
         print(f'A text ends at each of {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}, a document at {own.eos_id}')
-
-
-def own_tokenizer(folder: Path) -> Path:
-    """Return the file of a Hugging Face folder's tokenizer; UserError if it has none that can be read here."""
-    for path in (folder / 'tokenizer.json', folder / 'tokenizer.model'):
-        if path.is_file():
-            return path
-    raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
-                    '--tokenizer=gpt2')
 
 
 def ends_of(folder: Path) -> set[int]:
@@ -312,8 +296,6 @@ def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
 def load_theirs(folder: Path) -> torch.nn.Module:
     """Load a Hugging Face folder in the dtype of its weights; UserError if tensors are missing or left over."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.disable_progress_bar()
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
                                                         output_loading_info=True, ignore_mismatched_sizes=True)
     for kind, names in info.items():
@@ -329,6 +311,8 @@ def main(argv: list[str] | None = None) -> None:
         if len(positional) != 1 or len(jobs) - jobs.count(None) != 1:
             raise UserError('expected one run, and what to do: python -m common.export RUN --to_hf=FOLDER, '
                             '--to_llama=FOLDER or --from_llama=FOLDER')
+        from transformers.utils import logging
+        logging.disable_progress_bar()
         run, = positional
         if s.from_llama is not None:
             import_llama(s.from_llama, run, s.tokenizer, s.eos_token)

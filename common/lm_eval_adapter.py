@@ -6,7 +6,6 @@ Other settings of lm-eval, such as few-shot prompts, are options of `lm_eval.sim
 import difflib
 import functools
 import tempfile
-from math import inf
 from pathlib import Path
 
 import lm_eval
@@ -31,10 +30,6 @@ class RunLM(TemplateLM):
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, ends: list[int] | None = None):
         super().__init__()
         self.scorer, self.encoding, self.ends = scorer, tokenizer, ends or [tokenizer.eos_id]
-
-    @property
-    def tokenizer_name(self):
-        return self.encoding.name
 
     @property
     def eot_token_id(self):
@@ -76,7 +71,7 @@ class RunLM(TemplateLM):
             self.scorer.truncated += len(prompt) > room
             asked.append((prompt[-room:], options))
         collator = Collator(asked, lambda pair: len(pair[0]), group_by='gen_kwargs')
-        batches = list(collator.get_batched(n=16 if self.scorer.batch_size == inf else self.scorer.batch_size))
+        batches = list(collator.get_batched(n=max(1, self.scorer.batch_tokens // self.scorer.max_length)))
         texts = {i: generate_texts(self.scorer.model, self.encoding, batches[i], self.ends, seed=i)
                  for i in range(rank(), len(batches), world())}
         texts = {i: found for share in all_gather(texts) for i, found in share.items()}

@@ -43,16 +43,12 @@ def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
 def test_draws_follow_the_distribution(device):
     model = make('standard').to(device)
     rows = 4000
-    got = torch.tensor(generate(model, [[1, 2, 3]] * rows, 2, temperature=0.7, top_k=5, seed=3))
+    got = torch.tensor(generate(model, [[1, 2, 3]] * rows, 1, temperature=0.7, top_k=5, seed=3))
     probs = token_probs(model.logits(torch.tensor([[1, 2, 3]], device=device))[0, -1], 0.7, top_k=5).cpu()
     counts = torch.bincount(got[:, 0], minlength=64)
     assert (counts[probs == 0] == 0).all()
     chi2 = ((counts - rows * probs).square() / (rows * probs).clamp(min=1e-9))[probs > 0].sum()
     assert chi2 < 25  # 4 degrees of freedom: beyond 25 in 5 of 100,000 draws
-    first = int(probs.argmax())  # the second token, given the first
-    probs_2 = token_probs(model.logits(torch.tensor([[1, 2, 3, first]], device=device))[0, -1], 0.7, top_k=5).cpu()
-    second = torch.bincount(got[got[:, 0] == first, 1], minlength=64)
-    assert (second / second.sum() - probs_2).abs().max() < 0.06
 
 
 @pytest.mark.parametrize('options, want', [
@@ -75,9 +71,9 @@ def test_a_seed_repeats_the_text_and_rows_end_at_eos_and_at_finished(decode):
     texts, again, other = (decode(model, PROMPTS, 30, seed=seed) for seed in (3, 3, 4))
     assert texts == again != other
     free = decode(model, PROMPTS, 20, temperature=0)
-    eos = free[0][4]
-    for full, text in zip(free, decode(model, PROMPTS, 20, temperature=0, eos_id=eos)):
-        assert text == (full[:full.index(eos) + 1] if eos in full else full)
+    for ends in ([free[0][4]], [free[1][2], 999, free[0][4]]):
+        for full, text in zip(free, decode(model, PROMPTS, 20, temperature=0, eos_id=ends if ends[1:] else ends[0])):
+            assert text == full[:next((i + 1 for i, token in enumerate(full) if token in ends), 20)]
     texts = decode(model, PROMPTS, 20, temperature=0, finished=lambda row, ids: row == 1 and len(ids) == 3)
     assert [len(text) for text in texts] == [20, 3, 20]
 
@@ -195,6 +191,8 @@ def test_command_line(trained, tmp_path):
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
     assert run('sample.py', trained, 'a\0\udcff\ud800', '--max_new_tokens=2', '--stop=\udcff').returncode == 0
+    literal = succeeded(run('sample.py', '--max_new_tokens=2', trained, '--', '--help', '-h'))
+    assert '\n--help' in literal.stdout and '\n-h' in literal.stdout
     piped = run('sample.py', trained, '--max_new_tokens=2', stdin=None, input='ab')
     assert piped.returncode == 0 and piped.stdout.startswith('ab')
 

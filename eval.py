@@ -162,7 +162,10 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     for corpus in corpora:
         results[corpus]['nats_per_word'] = math.log(results[corpus]['word_perplexity'])
     if s.paper:
-        results['average'] = averages(results, s.paper, corpora)
+        accuracies = [(task, metric) for task, metric in PAPERS[s.paper][0].items() if metric.startswith('acc')]
+        results['average'] = {'accuracy': statistics.fmean(results[task][metric] for task, metric in accuracies)}
+        if corpora:
+            results['average']['nats_per_word'] = statistics.fmean(results[name]['nats_per_word'] for name in corpora)
     if scorer.truncated and rank() == 0:
         print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their '
               'start', file=sys.stderr)
@@ -179,16 +182,6 @@ def append_line(folder, line: dict) -> None:
                for task, values in line['results'].items()}
     with open(Path(folder) / 'eval.jsonl', 'a') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
-
-
-def averages(results, paper, corpora) -> dict[str, float]:
-    """Return the mean of a paper's accuracies and, with corpora, of their nats per word."""
-    metrics, _ = PAPERS[paper]
-    means = {'accuracy': statistics.fmean(results[task][metric] for task, metric in metrics.items()
-                                          if metric.startswith('acc'))}
-    if corpora:
-        means['nats_per_word'] = statistics.fmean(results[corpus]['nats_per_word'] for corpus in corpora)
-    return means
 
 
 def print_table(columns: dict[str, dict[str, float]]) -> None:

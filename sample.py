@@ -3,6 +3,7 @@
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
     python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt per line, greedy
     echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
+    python sample.py out/quickstart --seed=1 -- "--help"                      what follows -- is a prompt
     python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
     python sample.py out/big "Return the" --draft=out/small --draft_len=4     another run drafts
 
@@ -83,8 +84,8 @@ def load_draft(folder, record: dict, device: str, dtype: DType):
     """Load the model of a run that drafts for the run of `record`; UserError if its tokenizer differs."""
     draft, of_draft = load_run(folder, device, decoding_dtype(dtype, device))
     if not same_vocabulary(of_draft['data'], record['data']):
-        drafts, own = (f'{data["tokenizer"]!r} with {data["n_ids"]} ids' for data in (of_draft['data'], record['data']))
-        raise UserError(f'the draft run {folder} has tokenizer {drafts}, the run {own}: they must have one tokenizer')
+        raise UserError(f'the draft run {folder} has the tokenizer {of_draft["data"]["tokenizer"]}, the run '
+                        f'{record["data"]["tokenizer"]}: they must have one tokenizer')
     return draft
 
 
@@ -129,8 +130,7 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
     start = time.perf_counter()
     if drafting:
         new, statistics = speculative_generate(model, prompts, n_new, **options, **drafting)
-        report = (f'accepted {statistics.accepted_per_step:.2f} tokens per step\n'
-                  f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}')
+        report = f'accepted {statistics.accepted_per_step:.2f} tokens per step'
     else:
         cache = roomy_cache(model, prompts, n_new)
         new = generate(model, prompts, n_new, cache=cache, **options)

@@ -133,7 +133,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     tensors = checkpoint.load_checkpoint(run)[1]
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
     if reason:
-        save_with_code(record, c, tensors, n_rows, folder)
+        save_with_code(record, c, tensors, n_rows, ends, folder)
     else:
         to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
     (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
@@ -148,7 +148,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
               'text, its logits differ')
 
 
-def save_with_code(record: dict, c, tensors: dict, n_rows: int, folder: Path) -> None:
+def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
     """Write the weights, the model's file and the wrapper common/hf_model.py as a Hugging Face folder."""
     from common.hf_model import RunConfig
     name = f'model_{record["model"]}'
@@ -157,7 +157,7 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, folder: Path) ->
     folder.mkdir(parents=True)
     RunConfig(
         model_config=dataclasses.asdict(c), vocab_size=n_rows, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-        max_position_embeddings=record['settings']['block_size'],
+        max_position_embeddings=record['settings']['block_size'], eos_token_id=ends,
         architectures=['RunForCausalLM'], dtype=tensors['embed.weight'].dtype, auto_map={
             'AutoConfig': 'hf_model.RunConfig', 'AutoModelForCausalLM': 'hf_model.RunForCausalLM'},
     ).save_pretrained(folder)

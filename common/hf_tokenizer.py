@@ -13,27 +13,21 @@ def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
 
     name: of `load_tokenizer`. bos: whether texts start with it. max_tokens: the length that the model was trained with.
     """
-    folder, own = Path(folder), load_tokenizer(name, bos)
-    fast = fast_tokenizer(name)
+    from tokenizers.processors import TemplateProcessing
+    folder, own, fast = Path(folder), load_tokenizer(name, bos), fast_tokenizer(name)
     eos, start = fast.id_to_token(own.eos_id), fast.id_to_token(own.bos_id) if bos else None
     if Path(name).suffix == '.json' and fast.encode('a').ids == [*own.start, *own.encode('a')]:
         content = Path(name).read_bytes()  # so that the run and the folder are known to have one tokenizer
     else:
         fast.add_special_tokens([token for token in (eos, start) if token])
-        set_start(fast, start)
+        fast.post_processor = TemplateProcessing(single=[start, '$A'] if bos else ['$A'],
+                                                 special_tokens=[(start, own.bos_id)] if bos else [])
         content = fast.to_str(pretty=True).encode()
     write_file(folder / 'tokenizer.json', content)
     write_json(folder / 'tokenizer_config.json', {
         'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eos, 'bos_token': start, 'pad_token': eos,
         'add_bos_token': bos, 'add_eos_token': False, 'clean_up_tokenization_spaces': False,
         'model_max_length': max_tokens})
-
-
-def set_start(fast, start: str | None) -> None:
-    """Make transformers start every text with a token, or with none."""
-    from tokenizers.processors import TemplateProcessing
-    fast.post_processor = TemplateProcessing(
-        single=[start, '$A'] if start else ['$A'], special_tokens=[(start, fast.token_to_id(start))] if start else [])
 
 
 def fast_tokenizer(name: str):

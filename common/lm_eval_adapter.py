@@ -62,10 +62,13 @@ class RunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        asked = []
+        asked, longest = [], max(1, self.scorer.max_length // 2)
         for request in requests:
             text, options = request.args
-            options = options_of(options, self.scorer.max_length)
+            options = normalize_gen_kwargs(options)
+            if options['max_gen_toks'] > longest:
+                say_once(f'answers end after {longest} tokens, half of what the model reads')
+                options['max_gen_toks'] = longest
             prompt = [*self.encoding.start, *self.encoding.encode(text)] or [self.prefix_token_id]
             room = max(1, self.scorer.max_length - options['max_gen_toks'])
             self.scorer.truncated += len(prompt) > room
@@ -76,15 +79,6 @@ class RunLM(TemplateLM):
                  for i in range(rank(), len(batches), world())}
         texts = {i: found for share in all_gather(texts) for i, found in share.items()}
         return collator.get_original([text for i in range(len(batches)) for text in texts[i]])
-
-
-def options_of(options: dict, max_length: int) -> dict:
-    """Return lm-eval's options of a request in one form. An answer has at most half of the model's window."""
-    options = normalize_gen_kwargs(options)
-    n = min(options['max_gen_toks'], max(1, max_length // 2))
-    if n < options['max_gen_toks']:
-        say_once(f'answers end after {n} tokens, half of what the model reads, not after {options["max_gen_toks"]}')
-    return options | {'max_gen_toks': n}
 
 
 def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[int], seed: int) -> list[str]:

@@ -236,28 +236,22 @@ class RunDraft:
 
 
 class DraftStatistics:
-    """Counts over all rows: `rounds`, `drafted` and `accepted` tokens. Each round also makes one token of its own.
+    """Counts over all rows: `rounds`, and `drafted` tokens. Each round also makes one token of its own.
 
     By position in the draft: `accepted_at`, and `tried_at`, the tokens whose predecessors were all accepted.
     """
 
     def __init__(self):
-        self.rounds = self.drafted = self.accepted = 0
+        self.rounds = self.drafted = 0
         self.tried_at, self.accepted_at = Counter(), Counter()
 
     def add(self, length: int, accepted: int) -> None:
         """Count one row's draft of `length` tokens, of which the first `accepted` were accepted."""
         self.rounds += 1
         self.drafted += length
-        self.accepted += accepted
         self.tried_at.update(range(min(length, accepted + 1)))
         self.accepted_at.update(range(accepted))
 
     @property
     def accepted_per_step(self) -> float:
-        return self.accepted / max(1, self.rounds)
-
-    @property
-    def by_position(self) -> list[float]:
-        """Acceptance rate at each position of a draft, given that all tokens before it were accepted."""
-        return [self.accepted_at[i] / n for i, n in sorted(self.tried_at.items())]
+        return self.accepted_at.total() / max(1, self.rounds)

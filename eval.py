@@ -31,6 +31,7 @@ import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class Settings:
     val_tokens: int | None = None  # tokens of --val, in the windows that training uses; None: all
     corpus: str = ''  # corpora, separated by commas
     tasks: str = ''  # lm-eval tasks, separated by commas
-    paper: str = ''  # sps, nextlat or gpn: that paper's tasks and corpora
+    paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # that paper's tasks and corpora
     data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
     bos: bool | None = None  # start the texts of tasks and corpora with bos; None: as in the run's training data
     limit: int | None = None  # documents of each task or corpus; None: all
@@ -196,9 +197,7 @@ def print_table(columns: dict[str, dict[str, float]]) -> None:
 
 def chosen(s: Settings) -> tuple[list[str], list[str]]:
     """Return the tasks and corpora that the settings ask for; UserError for an unknown one or for nothing to do."""
-    if s.paper and s.paper not in PAPERS:
-        raise UserError(f'paper is {s.paper!r}: expected {", ".join(PAPERS)}')
-    metrics, of_paper = PAPERS[s.paper] if s.paper else ({}, ())
+    metrics, of_paper = PAPERS.get(s.paper, ({}, ()))
     tasks, corpora = ([name.strip() for name in text.split(',') if name.strip()] for text in (s.tasks, s.corpus))
     tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*of_paper, *corpora]))
     if unknown := [corpus for corpus in corpora if corpus not in CORPORA]:

@@ -196,19 +196,6 @@ def test_what_another_architecture_cannot_take_is_a_sentence(name, model, parts,
         assert runs.read_run(tmp_path / 'sps')['model_config']['window'] == 64
 
 
-@pytest.mark.parametrize('bos', [True, False])
-def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
-    from tokenizers import Tokenizer, processors
-    make_folder(tmp_path / 'folder', 'more rows than ids')
-    own = Tokenizer.from_str(train_tokenizer([], 257))
-    own.add_special_tokens(['<s>'])
-    if bos:
-        own.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 257)])
-    own.save(str(tmp_path / 'folder' / 'tokenizer.json'))
-    export.import_llama(tmp_path / 'folder', tmp_path / 'run')
-    assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
-
-
 @pytest.mark.parametrize('in_config, in_generation, has_end', [
     ('END', None, True), (256, [256, 'END'], True), (['END', 256], 256, True), (256, 256, False)])
 def test_every_end_is_named_and_ends_a_text_and_comes_back(in_config, in_generation, has_end, tmp_path, capsys):
@@ -239,15 +226,18 @@ ADDED = {'__type': 'AddedToken', 'content': '<end>'}
 
 @pytest.mark.parametrize('known, told, option, eos', [
     ('</s>', {}, None, '</s>'), ('</s>', {'eos_token': ADDED, 'bos_token': '<start>'}, None, '<end>'),
-    ('<x>', {'eos_token': '<end>'}, None, '<end>'), ('<x>', {}, '<end>', '<end>'),
+    ('<x>', {'eos_token': '<end>', 'bos_token': '<end>'}, None, '<end>'), ('<x>', {}, '<end>', '<end>'),
     ('</s>', {'eos_token': '</s>'}, '<end>', '<end>'), ('</s>', {'eos_token': '<none>'}, None, '</s>'),
     ('<x>', {'eos_token': '<none>'}, None, None), ('</s>', {}, '<none>', None)])
 def test_eos_and_bos_are_those_of_tokenizer_config_or_known_or_given(known, told, option, eos, tmp_path):
-    """They are kept in the run. A token that the tokenizer lacks is not its eos."""
-    from tokenizers import Tokenizer
+    """They are kept in the run. A token that the tokenizer lacks is not its eos. Texts start with bos if the folder's
+    do: here with <start>.
+    """
+    from tokenizers import Tokenizer, processors
     make_folder(tmp_path / 'folder', 'more rows than ids')
     own = Tokenizer.from_str(train_tokenizer([], 257).replace('<|endoftext|>', known))
     own.add_special_tokens(['<end>', '<start>'])
+    own.post_processor = processors.TemplateProcessing(single='<start> $A', special_tokens=[('<start>', 258)])
     own.save(str(tmp_path / 'folder/tokenizer.json'))
     (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(told))
     command = ['-m', 'common.export', tmp_path / 'run', f'--from_llama={tmp_path}/folder']
@@ -255,8 +245,9 @@ def test_eos_and_bos_are_those_of_tokenizer_config_or_known_or_given(known, told
     if eos is None:
         return assert_sentence(result, f'has no token that ends a document: expected {option or "<|endoftext|>"}')
     succeeded(result)
-    tokenizer = load_tokenizer(runs.read_run(tmp_path / 'run')['data']['tokenizer'])
-    assert tokenizer.eos_id == own.token_to_id(eos)
-    assert tokenizer.bos_id == (own.token_to_id('<start>') if 'bos_token' in told else None)
+    data = runs.read_run(tmp_path / 'run')['data']
+    tokenizer, bos = load_tokenizer(data['tokenizer']), told.get('bos_token')
+    assert tokenizer.eos_id == own.token_to_id(eos) and tokenizer.bos_id == (bos and own.token_to_id(bos))
+    assert data['bos'] is (bos == '<start>')
     succeeded(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/back'))
     assert json.loads((tmp_path / 'back/tokenizer_config.json').read_text())['eos_token'] == eos

@@ -191,10 +191,12 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
 
     def decode(ids):
         return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
-    blank = b' ' if decode(model.encode('a')).startswith(b' ') else b''  # which the model puts before a text
+    n_blanks = int(decode(model.encode('a')).startswith(b' '))  # which the model puts before a text
 
     def decode_text(ids):
-        return decode([i for i in ids if not model.is_unknown(i)]).removeprefix(blank).decode(errors='replace')
+        from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
+        pieces = [model.id_to_piece(i) for i in ids if not (model.is_control(i) or model.is_unknown(i))]
+        return Sequence([Replace('\u2581', ' '), ByteFallback(), Fuse(), Strip(' ', n_blanks, 0)]).decode(pieces)
     bos = model.bos_id() if model.bos_id() >= 0 else None
     return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos,
                      decode_text=decode_text)

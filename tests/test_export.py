@@ -58,7 +58,7 @@ def assert_lm_eval_agrees(folder, model, own, ends=None):
     for (a, is_a), (b, is_b) in zip(lm.loglikelihood(pairs), ours.loglikelihood(pairs)):
         assert abs(a - b) < 1e-3 and is_a == is_b
     options = {'until': ['\n'], 'max_gen_toks': 12, 'do_sample': False}
-    asked = ask('generate_until', *((text, options) for text in ('a text', 'some words of a', 'Hello', 'of')))
+    asked = ask('generate_until', *((text, options) for text in ('a text', 'some words of a', *'Heltwrdi')))
     assert lm.generate_until(asked) == ours.generate_until(asked)
     lm.add_bos_token = False  # else it scores bos itself, which follows bos in no text
     texts = ask('loglikelihood_rolling', ('of some words',), (' Hello  world' * 40,))
@@ -125,8 +125,9 @@ def test_every_tokenizer_comes_along(tokenizers, tmp_path, name, bos, ends):
     for text in TEXTS:
         ids = [*own.start, *own.encode(text)]
         assert theirs(text).input_ids == ids
-        if name != 'unigram.model':  # it has no piece for some characters
-            assert theirs.decode(ids, skip_special_tokens=True).strip() == own.decode(ids).decode().strip()
+        for part in (ids, ids[2:]):  # the second may start with a blank, or not
+            want = theirs.decode(part, skip_special_tokens=True)
+            assert want == (own.decode_text(part) if own.decode_text else own.decode(part).decode())
     assert (theirs.eos_token_id, theirs.bos_token_id) == (own.eos_id, own.bos_id if bos else None)
     assert_lm_eval_agrees(tmp_path / 'hf', model, own, ends)
 

@@ -31,6 +31,7 @@ import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -63,18 +64,17 @@ class Settings:
     val_tokens: int | None = None  # tokens of --val, in the windows that training uses; None: all
     corpus: str = ''  # corpora, separated by commas
     tasks: str = ''  # lm-eval tasks, separated by commas
-    paper: str = ''  # sps, nextlat or gpn: that paper's tasks and corpora
+    paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # that paper's tasks and corpora
     data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
     bos: bool | None = None  # start the texts of tasks and corpora with bos; None: as in the run's training data
     limit: int | None = None  # documents of each task or corpus; None: all
-    batch_size: int | None = None  # contexts per batch; None: by batch_tokens, and 16 for generated answers
     batch_tokens: int = 16384  # tokens of a batch, padding included
     max_length: int | None = None  # most tokens that the model reads; None: the block_size of its training
     device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        at_least_1 = dict.fromkeys(('val_tokens', 'limit', 'batch_size', 'batch_tokens'), (1, inf))
+        at_least_1 = dict.fromkeys(('val_tokens', 'limit', 'batch_tokens'), (1, inf))
         check_ranges(self, **at_least_1, max_length=(2, inf))
 
 
@@ -115,7 +115,7 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
     T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
     if data.n_windows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
-    batch_size = s.batch_size or max(1, s.batch_tokens // T)
+    batch_size = max(1, s.batch_tokens // T)
     products = pick_dtype(s.dtype, device.type, big_enough=record['settings'].get('dtype') == 'bfloat16')
     with torch.autocast('cpu', products, enabled=products == torch.bfloat16):
         parts, n_counted = validation_loss(model, data, T, s.val_tokens, record['settings']['eval_seed'], batch_size,
@@ -141,7 +141,7 @@ def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
         take_gpu(local)
         device = f'cuda:{local}'
     model, record = load_run(folder, device, dtype)
-    scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens, s.batch_size)
+    scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
 
@@ -157,25 +157,24 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     of_lm_eval = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
     if of_lm_eval:
         from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
-        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer), of_lm_eval, s.data_dir, s.limit))
+        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), of_lm_eval, s.data_dir,
+                                          s.limit))
         versions['lm_eval'] = importlib.metadata.version('lm_eval')
     for corpus in corpora:
         results[corpus]['nats_per_word'] = math.log(results[corpus]['word_perplexity'])
     if s.paper:
-        results['average'] = averages(results, s.paper, corpora)
+        accuracies = [(task, metric) for task, metric in PAPERS[s.paper][0].items() if metric.startswith('acc')]
+        results['average'] = {'accuracy': statistics.fmean(results[task][metric] for task, metric in accuracies)}
+        if corpora:
+            results['average']['nats_per_word'] = statistics.fmean(results[name]['nats_per_word'] for name in corpora)
     if scorer.truncated and rank() == 0:
         print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their '
               'start', file=sys.stderr)
+    planned = record['settings']  # of a whole run; an imported one has no max_tokens
+    of_steps = math.ceil(planned.get('max_tokens', 0) / (planned.get('batch_size', 1) * planned['block_size'])) or None
     return {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'step': record['step'],
-            'of_steps': planned_steps(record['settings']), 'dtype': str(next(model.parameters()).dtype)[6:],
+            'of_steps': of_steps, 'dtype': str(next(model.parameters()).dtype)[6:],
             'versions': versions, 'truncated': scorer.truncated, 'results': results}
-
-
-def planned_steps(settings: dict) -> int | None:
-    """Return the steps of a whole run from its settings; None for an imported one."""
-    if not {'max_tokens', 'batch_size', 'block_size'} <= settings.keys():
-        return None
-    return math.ceil(settings['max_tokens'] / (settings['batch_size'] * settings['block_size']))
 
 
 def append_line(folder, line: dict) -> None:
@@ -184,16 +183,6 @@ def append_line(folder, line: dict) -> None:
                for task, values in line['results'].items()}
     with open(Path(folder) / 'eval.jsonl', 'a') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
-
-
-def averages(results, paper, corpora) -> dict[str, float]:
-    """Return the mean of a paper's accuracies and, with corpora, of their nats per word."""
-    metrics, _ = PAPERS[paper]
-    means = {'accuracy': statistics.fmean(results[task][metric] for task, metric in metrics.items()
-                                          if metric.startswith('acc'))}
-    if corpora:
-        means['nats_per_word'] = statistics.fmean(results[corpus]['nats_per_word'] for corpus in corpora)
-    return means
 
 
 def print_table(columns: dict[str, dict[str, float]]) -> None:
@@ -208,9 +197,7 @@ def print_table(columns: dict[str, dict[str, float]]) -> None:
 
 def chosen(s: Settings) -> tuple[list[str], list[str]]:
     """Return the tasks and corpora that the settings ask for; UserError for an unknown one or for nothing to do."""
-    if s.paper and s.paper not in PAPERS:
-        raise UserError(f'paper is {s.paper!r}: expected {", ".join(PAPERS)}')
-    metrics, of_paper = PAPERS[s.paper] if s.paper else ({}, ())
+    metrics, of_paper = PAPERS.get(s.paper, ({}, ()))
     tasks, corpora = ([name.strip() for name in text.split(',') if name.strip()] for text in (s.tasks, s.corpus))
     tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*of_paper, *corpora]))
     if unknown := [corpus for corpus in corpora if corpus not in CORPORA]:

@@ -3,6 +3,7 @@
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
     python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt per line, greedy
     echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
+    python sample.py out/quickstart --seed=1 -- "--help"                      what follows -- is a prompt
     python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
     python sample.py out/big "Return the" --draft=out/small --draft_len=4     another run drafts
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from common.decoding import check_sampling, generate, roomy_cache
+from common.decoding import SAMPLING, generate, roomy_cache
 from common.files import UserError, friendly_errors
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, same_vocabulary
@@ -48,8 +49,7 @@ class Settings:
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        check_ranges(self, max_new_tokens=(1, inf))
-        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        check_ranges(self, max_new_tokens=(1, inf), **SAMPLING)
 
 
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
@@ -84,8 +84,8 @@ def load_draft(folder, record: dict, device: str, dtype: DType):
     """Load the model of a run that drafts for the run of `record`; UserError if its tokenizer differs."""
     draft, of_draft = load_run(folder, device, decoding_dtype(dtype, device))
     if not same_vocabulary(of_draft['data'], record['data']):
-        drafts, own = (f'{data["tokenizer"]!r} with {data["n_ids"]} ids' for data in (of_draft['data'], record['data']))
-        raise UserError(f'the draft run {folder} has tokenizer {drafts}, the run {own}: they must have one tokenizer')
+        raise UserError(f'the draft run {folder} has the tokenizer {of_draft["data"]["tokenizer"]}, the run '
+                        f'{record["data"]["tokenizer"]}: they must have one tokenizer')
     return draft
 
 
@@ -124,13 +124,13 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
     output, is_alone = Output(tokenizer, len(prompts), s.stop), len(prompts) == 1
     if is_alone:
         print(texts[0], end='', flush=True)
+    ends = record['data'].get('ends', record['data']['eos_id'])
     options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
-                   eos_id=None if s.ignore_eos else record['data']['eos_id'], finished=output.finished)
+                   eos_id=None if s.ignore_eos else ends, finished=output.finished)
     start = time.perf_counter()
     if drafting:
         new, statistics = speculative_generate(model, prompts, n_new, **options, **drafting)
-        report = (f'accepted {statistics.accepted_per_step:.2f} tokens per step\n'
-                  f'acceptance by position: {" ".join(f"{share:.2f}" for share in statistics.by_position)}')
+        report = f'accepted {statistics.accepted_per_step:.2f} tokens per step'
     else:
         cache = roomy_cache(model, prompts, n_new)
         new = generate(model, prompts, n_new, cache=cache, **options)

@@ -162,8 +162,7 @@ def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]
         cache = roomy_cache(model, prompt.tolist(), (ROUNDS + 1) * s.decode_tokens)
         for part in prompt[:, :-1].split(PREFILL, 1):
             model.extend(part, cache)
-        decoder = Decoder(model, cache, {'temperature': 0}, None)
-        decoder.read_prompts(prompt[:, -1:], torch.ones(1, dtype=torch.int64, device=prompt.device))
+        decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})
         sides[name] = lambda decoder=decoder: [decoder.next_tokens() for _ in range(s.decode_tokens)]
     return {name: s.decode_tokens / seconds for name, seconds in alternate(sides, ROUNDS, warmup=1).items()}
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
 from bench import markdown_table
-from common.decoding import check_sampling, generate
+from common.decoding import SAMPLING, generate
 from common.files import UserError, write_file
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, run_data
@@ -48,8 +48,7 @@ class Settings:
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        check_ranges(self, new_tokens=(2, inf))
-        check_sampling(self.temperature)
+        check_ranges(self, new_tokens=(2, inf), temperature=SAMPLING['temperature'])
 
 
 def draft_lengths(text: str, model, draft) -> list[int | str]:
@@ -116,13 +115,6 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 
 # ---- results ----
 
-def length_table(rows: list[dict]) -> str:
-    """Return the rows of `compare_lengths` as a Markdown table."""
-    return markdown_table([{
-        'draft_len': row['draft_len'], 'tokens per verification': f'{1 + row["accepted"]:.2f}',
-        'tokens/s': f'{row["tokens_per_s"]:,.1f}', 'speed-up': f'{row["speedup"]:.2f}'} for row in rows])
-
-
 def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
     """Return a table with a row per run, from {(run, folder): rows of `compare_lengths`}.
 
@@ -167,7 +159,10 @@ def main(argv: list[str] | None = None) -> None:
                 tables[run, folder] = compare_lengths(model, draft, read_prompts(record, folder, s), s)
                 rows += [{'data': folder, **row} for row in tables[run, folder]]
                 print(f'{run} on {folder}')
-                print(length_table(tables[run, folder]))
+                print(markdown_table([{
+                    'draft_len': row['draft_len'], 'tokens per verification': f'{1 + row["accepted"]:.2f}',
+                    'tokens/s': f'{row["tokens_per_s"]:,.1f}', 'speed-up': f'{row["speedup"]:.2f}'}
+                    for row in tables[run, folder]]))
             write_csv(Path(run) / 'speculative.csv', [dict.fromkeys(max(rows, key=len), '') | row for row in rows])
         out = output_path(s.out, runs, 'speculative')
         write_file(Path(f'{out}.md'), markdown(tables).encode())

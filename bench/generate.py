@@ -26,7 +26,7 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Cal
     """{side: function that generates}, after checking that our tokens are the other's likeliest, but for rounding."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE).eval()
-    llama = to_llama(model).to(dtype)
+    llama = to_llama(model.config, model.state_dict(), 50304).to(DEVICE, dtype)
     model = model.to(dtype)
     prompts = torch.randint(0, 50257, (batch_size, PROMPT))
     on_device = prompts.to(DEVICE)

@@ -15,8 +15,8 @@ if __name__ == '__main__':
     quiet_start()
 
 import dataclasses
-import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +25,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from common import checkpoint, runs
-from common.files import ROOT, UserError, first_line, friendly_errors, write_file
-from common.hf_tokenizer import CHAT_TEMPLATE, chat_template, save_tokenizer
+from common.files import ROOT, UserError, first_line, friendly_errors, read_json, write_file
+from common.hf_tokenizer import fast_tokenizer, save_tokenizer
 from common.settings import load_settings
+from data.shards import keep_tokenizer
 from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 
 LINEAR = ',1e9,2e9,1'  # the end of a rope_scaling that divides all frequencies by one factor
+CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported folder, kept in the run folder
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 
 
@@ -40,6 +42,7 @@ class Settings:
     to_llama: str | None = None  # folder to write, as a Llama
     to_hf: str | None = None  # folder to write, with the model's code unless the run is a Llama
     tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
+    eos_token: str | None = None  # with --from_llama: what ends a document; None: as tokenizer_config.json says
 
 
 def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
@@ -71,12 +74,13 @@ def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
 
 # ---- to Hugging Face ----
 
-def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
-    """Return the LlamaConfig for a model_standard.Config. Llama has no document masking.
+def to_llama(c, tensors: dict, n_rows: int, max_tokens: int = 8192, ends: int | list[int] | None = None):
+    """Return a Hugging Face LlamaForCausalLM with the tensors of a model_standard.Model, in their dtype.
 
-    eos_id ends a text in generation. There is no padding id, because `generate` would mask it in prompts.
+    c: the model's Config. n_rows: of the Llama's vocabulary, which has no padding. ends: the ids that end a text in
+    generation; no id is padding, because `generate` would mask it in prompts. A Llama has no document masking.
     """
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
     if c.rope_scaling:
         factor, low, high, tokens = map(float, c.rope_scaling.split(','))
@@ -84,11 +88,13 @@ def llama_config(c, n_rows: int, max_tokens: int, eos_id: int | None):
         if not c.rope_scaling.endswith(LINEAR):
             rope |= {'rope_type': 'llama3', 'low_freq_factor': low, 'high_freq_factor': high,
                      'original_max_position_embeddings': int(tokens)}
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
         rope_parameters=rope, tie_word_embeddings=c.tied_head, max_position_embeddings=max_tokens,
-        bos_token_id=None, eos_token_id=eos_id, pad_token_id=None)
+        bos_token_id=None, eos_token_id=ends, pad_token_id=None)
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=llama_tensors(c, tensors, n_rows),
+                                            dtype=tensors['embed.weight'].dtype)
 
 
 def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
@@ -98,18 +104,6 @@ def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
         names, rows = zip(*parts)
         theirs |= zip(names, tensors[ours][:sum(rows)].split(rows))
     return theirs
-
-
-def to_llama(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a Hugging Face LlamaForCausalLM with the weights of a model_standard.Model.
-
-    It has no document masking and no padding rows in its vocabulary.
-    """
-    from transformers import LlamaForCausalLM
-    c = model.config
-    llama = LlamaForCausalLM(llama_config(c, c.n_ids, 8192, c.eos_id))
-    llama.load_state_dict(llama_tensors(c, model.state_dict(), c.n_ids), strict=not c.tied_head)
-    return llama.to(model.embed.weight.device).eval()
 
 
 def not_a_llama(record: dict, c) -> str | None:
@@ -137,16 +131,13 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     if as_llama and reason:
         raise UserError(f'{run} {reason}, which is not supported for Llama: use --to_hf')
     tensors = checkpoint.load_checkpoint(run)[1]
-    n_rows = data.get('n_rows', c.n_ids)
+    n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
     if reason:
-        save_with_code(record, c, tensors, n_rows, folder)
+        save_with_code(record, c, tensors, n_rows, ends, folder)
     else:
-        config = llama_config(c, n_rows, block_size, data['eos_id'])
-        config.architectures, config.dtype = ['LlamaForCausalLM'], tensors['embed.weight'].dtype
-        config.save_pretrained(folder)
-        save_file(llama_tensors(c, tensors, n_rows), folder / 'model.safetensors', {'format': 'pt'})
+        to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
     (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
-    GenerationConfig(eos_token_id=data['eos_id']).save_pretrained(folder)
+    GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
     if (run / CHAT_TEMPLATE).is_file():
         write_file(folder / CHAT_TEMPLATE, (run / CHAT_TEMPLATE).read_bytes())
@@ -157,7 +148,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
               'text, its logits differ')
 
 
-def save_with_code(record: dict, c, tensors: dict, n_rows: int, folder: Path) -> None:
+def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
     """Write the weights, the model's file and the wrapper common/hf_model.py as a Hugging Face folder."""
     from common.hf_model import RunConfig
     name = f'model_{record["model"]}'
@@ -166,7 +157,7 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, folder: Path) ->
     folder.mkdir(parents=True)
     RunConfig(
         model_config=dataclasses.asdict(c), vocab_size=n_rows, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-        max_position_embeddings=record['settings']['block_size'], eos_token_id=record['data']['eos_id'],
+        max_position_embeddings=record['settings']['block_size'], eos_token_id=ends,
         architectures=['RunForCausalLM'], dtype=tensors['embed.weight'].dtype, auto_map={
             'AutoConfig': 'hf_model.RunConfig', 'AutoModelForCausalLM': 'hf_model.RunForCausalLM'},
     ).save_pretrained(folder)
@@ -180,20 +171,28 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, folder: Path) ->
 
 # ---- from Hugging Face ----
 
-def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
+def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | None = None) -> None:
     """Make a run folder from a Hugging Face folder.
 
-    tokenizer None: the folder's own; texts then start with bos if transformers starts them so.
+    tokenizer, eos_token: of `load_tokenizer`. tokenizer None: the folder's own; texts then start with bos if
+    transformers starts them so, and the chat template is kept.
     """
+    from transformers import AutoTokenizer
     folder, run = Path(folder), Path(run)
     if run.exists():
         raise UserError(f'{run} exists: give the name of a new run folder')
-    bos = False
     try:
-        if tokenizer is None:
-            tokenizer = own_tokenizer(folder)
-            bos = starts_with_bos(folder, tokenizer)
-        c, n_rows, block_size = standard_config(folder, tokenizer)
+        found = filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model'))
+        path = tokenizer or next(found, None)
+        if path is None:
+            raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
+                            '--tokenizer=gpt2')
+        own = load_tokenizer(path, eos_token=eos_token)
+        if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
+            raise UserError(f'the tokenizer {own.name} has an end of its own: --eos_token is for a tokenizer.json')
+        of_hf = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        bos = of_hf is not None and of_hf('a').input_ids[:1] == [own.bos_id]
+        c, n_rows, block_size = standard_config(folder, own)
         theirs = load_theirs(folder)
         c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
         tensors = read_tensors(theirs, c, n_rows)
@@ -201,38 +200,33 @@ def import_llama(folder, run, tokenizer: Tokenizer | None = None) -> None:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds for damaged files
         raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
+    ends = sorted({own.eos_id, *ends_of(folder)})
     with runs.claimed(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
         runs.save_run(run, {
             'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
             'model_config': dataclasses.asdict(c),
-            'data': {'folder': '', 'tokenizer': tokenizer.name, 'n_ids': tokenizer.n_ids, 'eos_id': tokenizer.eos_id,
-                     'bos': bos, 'sha256': '', 'n_rows': n_rows},
+            'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
+                     'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
             'versions': {'torch': torch.__version__}})
-        if template := chat_template(folder):
-            write_file(run / CHAT_TEMPLATE, template.encode())
-    print(f'{run} is a run of model_standard, its tokenizer is {tokenizer.name}: python sample.py {run} "..."; '
-          f'train.py starts from it with --init_from={run}')
-    ends = json.loads((folder / 'config.json').read_bytes()).get('eos_token_id')
-    if ends is not None and tokenizer.eos_id not in (ends if isinstance(ends, list) else [ends]):
-        print(f'{folder}/config.json ends texts with the id {ends}: sample.py does not stop there, but at '
-              f"{tokenizer.eos_id}, which ends the tokenizer's documents")
+        keep_tokenizer(run, own.name, eos_token)
+        if of_hf and isinstance(of_hf.chat_template, str):
+            write_file(run / CHAT_TEMPLATE, of_hf.chat_template.encode())
+    sample = shlex.join(['python', 'sample.py', str(run), 'Once upon a time'])
+    print(f'{run} is a run of model_standard, its tokenizer is {own.name}: {sample}; train.py starts from it with '
+          f'{shlex.quote(f"--init_from={run}")}')
+    if len(ends) > 1:
+        name_of = fast_tokenizer(own.name).id_to_token
+        print(f'A text ends at each of {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}, a document at {own.eos_id}')
 
 
-def own_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face folder; UserError if it has none that can be read here."""
-    for path in (folder / 'tokenizer.json', folder / 'tokenizer.model'):
-        if path.is_file():
-            return load_tokenizer(path)
-    raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
-                    '--tokenizer=gpt2')
-
-
-def starts_with_bos(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Return True if transformers starts every text with bos."""
-    from transformers import AutoTokenizer
-    ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)('a').input_ids
-    return tokenizer.bos_id is not None and ids[0] == tokenizer.bos_id
+def ends_of(folder: Path) -> set[int]:
+    """Return the ids at which texts end by config.json and generation_config.json of a Hugging Face folder."""
+    found = []
+    for path in (folder / 'config.json', folder / 'generation_config.json'):
+        ends = read_json(path, 'copy it again').get('eos_token_id') if path.is_file() else []
+        found += ends if isinstance(ends, list) else [ends]
+    return {i for i in found if type(i) is int}
 
 
 def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
@@ -302,8 +296,6 @@ def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
 def load_theirs(folder: Path) -> torch.nn.Module:
     """Load a Hugging Face folder in the dtype of its weights; UserError if tensors are missing or left over."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.disable_progress_bar()
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
                                                         output_loading_info=True, ignore_mismatched_sizes=True)
     for kind, names in info.items():
@@ -319,9 +311,11 @@ def main(argv: list[str] | None = None) -> None:
         if len(positional) != 1 or len(jobs) - jobs.count(None) != 1:
             raise UserError('expected one run, and what to do: python -m common.export RUN --to_hf=FOLDER, '
                             '--to_llama=FOLDER or --from_llama=FOLDER')
+        from transformers.utils import logging
+        logging.disable_progress_bar()
         run, = positional
         if s.from_llama is not None:
-            import_llama(s.from_llama, run, s.tokenizer and load_tokenizer(s.tokenizer))
+            import_llama(s.from_llama, run, s.tokenizer, s.eos_token)
         else:
             export_run(run, s.to_llama if s.to_hf is None else s.to_hf, as_llama=s.to_hf is None)
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from common.files import write_file, write_json
 from data.tasks import make_task, task_class
-from data.tokenizers import EOS_NAMES, bytes_of_gpt2_characters, load_tokenizer, symbol_pattern
-
-CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported folder, kept in the run folder
+from data.tokenizers import EOS_NAMES, load_tokenizer, symbol_pattern
 
 
 def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
@@ -15,37 +13,21 @@ def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
 
     name: of `load_tokenizer`. bos: whether texts start with it. max_tokens: the length that the model was trained with.
     """
-    folder, own = Path(folder), load_tokenizer(name, bos)
-    fast = fast_tokenizer(name)
+    from tokenizers.processors import TemplateProcessing
+    folder, own, fast = Path(folder), load_tokenizer(name, bos), fast_tokenizer(name)
     eos, start = fast.id_to_token(own.eos_id), fast.id_to_token(own.bos_id) if bos else None
     if Path(name).suffix == '.json' and fast.encode('a').ids == [*own.start, *own.encode('a')]:
         content = Path(name).read_bytes()  # so that the run and the folder are known to have one tokenizer
     else:
         fast.add_special_tokens([token for token in (eos, start) if token])
-        set_start(fast, start)
+        fast.post_processor = TemplateProcessing(single=[start, '$A'] if bos else ['$A'],
+                                                 special_tokens=[(start, own.bos_id)] if bos else [])
         content = fast.to_str(pretty=True).encode()
     write_file(folder / 'tokenizer.json', content)
     write_json(folder / 'tokenizer_config.json', {
         'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eos, 'bos_token': start, 'pad_token': eos,
         'add_bos_token': bos, 'add_eos_token': False, 'clean_up_tokenization_spaces': False,
         'model_max_length': max_tokens})
-
-
-def chat_template(folder) -> str | None:
-    """Return the chat template of a Hugging Face folder, if it has one and transformers can read its tokenizer."""
-    from transformers import AutoTokenizer
-    try:
-        template = AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template
-    except (OSError, ValueError):  # it has no tokenizer
-        return None
-    return template if isinstance(template, str) else None
-
-
-def set_start(fast, start: str | None) -> None:
-    """Make transformers start every text with a token, or with none."""
-    from tokenizers.processors import TemplateProcessing
-    fast.post_processor = TemplateProcessing(
-        single=[start, '$A'] if start else ['$A'], special_tokens=[(start, fast.token_to_id(start))] if start else [])
 
 
 def fast_tokenizer(name: str):
@@ -66,27 +48,14 @@ def fast_tokenizer(name: str):
 
 def byte_level(ranks: dict[bytes, int], splits_words: bool = True):
     """Return a byte-level BPE whose merges are those of tiktoken's ranks. The next id after them ends a document."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    character_of = {byte: character for character, byte in bytes_of_gpt2_characters().items()}
-
-    def written(token):
-        return ''.join(character_of[byte] for byte in token)
-    vocab = {written(token): i for token, i in ranks.items()} | {EOS_NAMES[0]: len(ranks)}
-    merges = [tuple(map(written, last_merge(token, ranks))) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
-    fast = Tokenizer(models.BPE(vocab, merges))
+    from tokenizers import pre_tokenizers
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    converter = TikTokenConverter(ranks)
+    converter.load_tiktoken_bpe = lambda ranks: ranks  # it expects the path of a file with them
+    fast = converter.converted()
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)
-    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([EOS_NAMES[0]])
     return fast
-
-
-def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the two tokens that BPE joins to make this one."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        joined = [a + b for a, b in zip(parts, parts[1:])]
-        i = min(range(len(joined)), key=lambda i: ranks.get(joined[i], len(ranks)))
-        parts[i:i + 2] = [joined[i]]
-    return parts
 
 
 def sentencepiece_as_fast(path: str):

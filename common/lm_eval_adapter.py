@@ -6,7 +6,6 @@ Other settings of lm-eval, such as few-shot prompts, are options of `lm_eval.sim
 import difflib
 import functools
 import tempfile
-from math import inf
 from pathlib import Path
 
 import lm_eval
@@ -26,15 +25,11 @@ OUR_TASKS = ROOT / 'config/lm_eval'  # tasks that lm-eval lacks
 
 
 class RunLM(TemplateLM):
-    """A trained run as a model of lm-eval."""
+    """A trained run as a model of lm-eval. ends: the ids that end an answer; none: the tokenizer's eos."""
 
-    def __init__(self, scorer: Scorer, tokenizer: Tokenizer):
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, ends: list[int] | None = None):
         super().__init__()
-        self.scorer, self.encoding = scorer, tokenizer
-
-    @property
-    def tokenizer_name(self):
-        return self.encoding.name
+        self.scorer, self.encoding, self.ends = scorer, tokenizer, ends or [tokenizer.eos_id]
 
     @property
     def eot_token_id(self):
@@ -67,32 +62,26 @@ class RunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        asked = []
+        asked, longest = [], max(1, self.scorer.max_length // 2)
         for request in requests:
             text, options = request.args
-            options = options_of(options, self.scorer.max_length)
+            options = normalize_gen_kwargs(options)
+            if options['max_gen_toks'] > longest:
+                say_once(f'answers end after {longest} tokens, half of what the model reads')
+                options['max_gen_toks'] = longest
             prompt = [*self.encoding.start, *self.encoding.encode(text)] or [self.prefix_token_id]
             room = max(1, self.scorer.max_length - options['max_gen_toks'])
             self.scorer.truncated += len(prompt) > room
             asked.append((prompt[-room:], options))
         collator = Collator(asked, lambda pair: len(pair[0]), group_by='gen_kwargs')
-        batches = list(collator.get_batched(n=16 if self.scorer.batch_size == inf else self.scorer.batch_size))
-        texts = {i: generate_texts(self.scorer.model, self.encoding, batches[i], seed=i)
+        batches = list(collator.get_batched(n=max(1, self.scorer.batch_tokens // self.scorer.max_length)))
+        texts = {i: generate_texts(self.scorer.model, self.encoding, batches[i], self.ends, seed=i)
                  for i in range(rank(), len(batches), world())}
         texts = {i: found for share in all_gather(texts) for i, found in share.items()}
         return collator.get_original([text for i in range(len(batches)) for text in texts[i]])
 
 
-def options_of(options: dict, max_length: int) -> dict:
-    """Return lm-eval's options of a request in one form. An answer has at most half of the model's window."""
-    options = normalize_gen_kwargs(options)
-    n = min(options['max_gen_toks'], max(1, max_length // 2))
-    if n < options['max_gen_toks']:
-        say_once(f'answers end after {n} tokens, half of what the model reads, not after {options["max_gen_toks"]}')
-    return options | {'max_gen_toks': n}
-
-
-def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], seed: int) -> list[str]:
+def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[int], seed: int) -> list[str]:
     """Return the text that follows each prompt, up to the first stop string.
 
     batch: [(ids of a prompt, options)], all with the same options.
@@ -101,7 +90,8 @@ def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], seed: int) -
     stops = [stop for stop in options['until'] if stop]
 
     def text_of(ids):
-        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id]).decode(errors='replace')
+        ids = [i for i in ids if i != tokenizer.eos_id]
+        return tokenizer.decode_text(ids) if tokenizer.decode_text else tokenizer.decode(ids).decode(errors='replace')
 
     def finished(_, ids):
         text = text_of(ids)
@@ -110,7 +100,7 @@ def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], seed: int) -
     if options['do_sample']:
         sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
                     'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: all
-    new = generate(model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=tokenizer.eos_id,
+    new = generate(model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=ends,
                    finished=finished, seed=seed, **sampling)
     return [postprocess_generated_text(text_of(ids), stops, None) for ids in new]
 

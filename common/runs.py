@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -152,8 +153,8 @@ def read_run(folder) -> dict:
     remedy = 'copy the run again or train it anew'
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
-        raise UserError(f'{folder} is a Hugging Face folder: make it a run with python -m common.export {name} '
-                        f'--from_llama={folder}, and use {name}')
+        command = shlex.join(['python', '-m', 'common.export', name, f'--from_llama={folder}'])
+        raise UserError(f'{folder} is a Hugging Face folder: make it a run with {command}, and use {name}')
     record = read_json(path, remedy, check_record)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:

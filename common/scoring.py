@@ -1,6 +1,5 @@
 """Log-likelihoods of continuations, for eval.py's tasks and corpora. With several processes, each scores a share."""
 from collections.abc import Iterator
-from math import inf
 
 import torch
 
@@ -14,12 +13,10 @@ SHARED = 64  # continuations of up to this many tokens share one reading of thei
 class Scorer:
     """Log-likelihoods of continuations under a model, in batches."""
 
-    def __init__(self, model, max_length: int, batch_tokens: int = 16384, batch_size: int | None = None,
-                 max_logits: int = 2 ** 26):
+    def __init__(self, model, max_length: int, batch_tokens: int = 16384, max_logits: int = 2 ** 26):
         """max_length: most tokens that the model reads. batch_tokens: most tokens of a batch, with padding."""
         self.model, self.max_length, self.max_logits = model, max_length, max_logits
-        self.batch_tokens, self.batch_size = batch_tokens, batch_size or inf
-        self.device = next(model.parameters()).device
+        self.batch_tokens, self.device = batch_tokens, next(model.parameters()).device
         self.truncated = 0  # requests whose context lost its start
 
     def score(self, requests: list[tuple]) -> list[tuple[float, bool, bool]]:
@@ -63,8 +60,7 @@ class Scorer:
             widths = tuple(map(max, widths, own))
             n_rows = len(batch) + 1
             n_logits = n_rows * widths[1] * self.model.config.vocab_size
-            is_full = n_rows * sum(widths) > self.batch_tokens or n_logits > self.max_logits or n_rows > self.batch_size
-            if batch and is_full:
+            if batch and (n_rows * sum(widths) > self.batch_tokens or n_logits > self.max_logits):
                 yield batch
                 batch, widths = [], own
             batch.append((context, members))

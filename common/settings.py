@@ -46,7 +46,9 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     prints all settings and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
-    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h']
+    end = argv.index('--') if '--' in argv else len(argv)  # what follows is not an option, whatever it starts with
+    argv, literal = argv[:end], argv[end + 1:]
+    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h'] + literal
     options = [arg[2:].partition('=') for arg in argv if arg.startswith('--') and arg != '--help']
     given = {name: Text(text) if equals else True for name, equals, text in options}
     where = dict.fromkeys(given, 'on the command line')

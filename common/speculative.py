@@ -57,16 +57,14 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
     logits. Raises UserError like `generate`, and like `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
-    device = decoding.checked_device(model, prompts, sampling)
     room = max_new_tokens + longest + 2
     cache = decoding.roomy_cache(model, prompts, room, longest + 1)
-    generator = torch.Generator(device).manual_seed(seed)
-    plain = decoding.Decoder(decoding.decodable(model), cache, sampling, generator)
+    plain = decoding.Decoder(model, prompts, cache, seed, sampling)
     texts, statistics = decoding.NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
-    for b, token in enumerate(plain.read_prompts(*decoding.pad(prompts, device)).tolist()):
+    for b, token in enumerate(plain.tokens.tolist()):
         texts.add(b, [token])
     drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, room, longest + 1)
-    decoder = SpeculativeDecoder(plain, drafter, longest)
+    decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
         most = longest if device.type == 'cuda' else min(longest, max(room))  # another length would be another graph
@@ -238,28 +236,22 @@ class RunDraft:
 
 
 class DraftStatistics:
-    """Counts over all rows: `rounds`, `drafted` and `accepted` tokens. Each round also makes one token of its own.
+    """Counts over all rows: `rounds`, and `drafted` tokens. Each round also makes one token of its own.
 
     By position in the draft: `accepted_at`, and `tried_at`, the tokens whose predecessors were all accepted.
     """
 
     def __init__(self):
-        self.rounds = self.drafted = self.accepted = 0
+        self.rounds = self.drafted = 0
         self.tried_at, self.accepted_at = Counter(), Counter()
 
     def add(self, length: int, accepted: int) -> None:
         """Count one row's draft of `length` tokens, of which the first `accepted` were accepted."""
         self.rounds += 1
         self.drafted += length
-        self.accepted += accepted
         self.tried_at.update(range(min(length, accepted + 1)))
         self.accepted_at.update(range(accepted))
 
     @property
     def accepted_per_step(self) -> float:
-        return self.accepted / max(1, self.rounds)
-
-    @property
-    def by_position(self) -> list[float]:
-        """Acceptance rate at each position of a draft, given that all tokens before it were accepted."""
-        return [self.accepted_at[i] / n for i, n in sorted(self.tried_at.items())]
+        return self.accepted_at.total() / max(1, self.rounds)

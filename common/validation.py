@@ -51,7 +51,7 @@ def acceptance(model, data, s) -> float:
     n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
     prompts = data.val_batch(range(n_prompts), T)[0].tolist()
     _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
-    return drafts.accepted / max(1, drafts.drafted)
+    return drafts.accepted_at.total() / max(1, drafts.drafted)
 
 
 def perplexity(nats: float) -> float:

@@ -25,7 +25,7 @@ from common.files import UserError, read_json, sha256, write_file, write_json
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
 VAL_SHARE = 0.05  # of the documents of built-in data and of texts
-TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'gpt2_vocabulary')  # in data and run folders; the last a folder
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # the last a folder
 
 # ---- writing ----
 
@@ -103,14 +103,25 @@ class ShardWriter:
             'splits': self.splits})
 
 
-def keep_tokenizer(folder, name: str) -> str:
+def special_tokens(path: Path) -> dict[str, str]:
+    """Return 'eos_token' and 'bos_token' as the files beside a tokenizer.json name them, if they do."""
+    told = {}
+    for file in map(path.with_name, ('special_tokens_map.json', 'tokenizer_config.json')):
+        told |= read_json(file, 'copy it again, or remove it') if file.is_file() else {}
+    named = {key: told.get(key) for key in ('eos_token', 'bos_token')}
+    return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
+
+
+def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     """Copy the file or folder of a tokenizer into a folder. Return what meta.json calls it.
 
-    Names that are not paths are returned as they are.
+    Names that are not paths are returned as they are. eos_token: see `load_tokenizer`; tokenizer_config.json keeps it.
     """
     path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
     if path.is_file():
         own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
+        told = special_tokens(path)
+        write_json(Path(folder) / 'tokenizer_config.json', told | ({'eos_token': eos_token} if eos_token else {}))
     elif not (path / files[0]).is_file():
         return name
     for file in files:

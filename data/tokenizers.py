@@ -15,6 +15,7 @@ import numpy as np
 
 from common.files import UserError, friendly_errors, sha256, write_file
 from common.settings import check_ranges, load_settings
+from data.shards import special_tokens
 from data.tasks import make_task, task_class
 
 GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',  # of vocab.bpe, of encoder.json
@@ -34,15 +35,17 @@ class Tokenizer:
     decode: Callable[[list[int]], bytes]
     encode_document: Callable | None = None  # encodes '<|endoftext|>' as text; ids, or an array of them
     bos_id: int | None = None  # the token that starts a document, if it has one
+    decode_text: Callable | None = None  # decodes a whole text as transformers does, to str, where that differs
     start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
 
 
-def load_tokenizer(name, bos: bool = False) -> Tokenizer:
+def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tokenizer:
     """Load a tokenizer: 'byte' (256 bytes and eos), 'gpt2' (tiktoken downloads it once), a synthetic task, or a path.
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
-    vocab.bpe. With bos, documents and prompts start with that token. Raises UserError if the tokenizer is missing or
-    damaged, or has no token that ends a document (with bos: that starts one).
+    vocab.bpe. With bos, documents and prompts start with that token. eos_token ends a document; None: the token that
+    tokenizer_config.json beside a tokenizer.json names, else a known one. Raises UserError if the tokenizer is missing
+    or damaged, or has no token that ends a document (with bos: that starts one).
     """
     name, path = str(name), Path(name)
     if name == 'byte':
@@ -52,7 +55,7 @@ def load_tokenizer(name, bos: bool = False) -> Tokenizer:
     elif name == 'gpt2' or path.is_dir():
         tokenizer = gpt2_tokenizer(name)
     elif path.exists():
-        tokenizer = sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path)
+        tokenizer = sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path, eos_token)
     else:
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
@@ -95,7 +98,8 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
 
     def decode(ids):
         return ''.join(' ' + symbols[i] for i in ids if i < len(symbols)).encode()
-    return Tokenizer(name, len(symbols) + 1, len(symbols), encode, decode)
+    return Tokenizer(name, len(symbols) + 1, len(symbols), encode, decode,
+                     decode_text=lambda ids: decode(ids).decode().removeprefix(' '))
 
 
 def symbol_pattern(symbols: list[str]) -> str:
@@ -125,17 +129,19 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
                      lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
 
 
-def huggingface_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json."""
+def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer:
+    """A tokenizer.json. eos_token: see `load_tokenizer`."""
     from tokenizers import Tokenizer as Fast
     try:
         fast = Fast.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f'{path} is not a tokenizer.json: {error}')
-    bos, eos = (next((i for i in map(fast.token_to_id, names) if i is not None), None)
-                for names in (BOS_NAMES, EOS_NAMES))
+    told, vocabulary = special_tokens(path), fast.get_vocab()
+    bos, eos = (next((vocabulary[name] for name in names if name in vocabulary), None) for names in (
+        (told.get('bos_token'), *BOS_NAMES), [eos_token] if eos_token else (told.get('eos_token'), *EOS_NAMES)))
     if eos is None:
-        raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
+        raise UserError(f'{path} has no token that ends a document: expected {eos_token or " or ".join(EOS_NAMES)}, or '
+                        'another that tokenizer_config.json beside it names as "eos_token" (importing: --eos_token)')
     fast.no_truncation()
     fast.no_padding()
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
@@ -162,7 +168,7 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
                         for i in ids if i not in (bos, eos))
-    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, encode_document, bos)
+    return Tokenizer(str(path), max(vocabulary.values()) + 1, eos, encode, decode, encode_document, bos, fast.decode)
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
@@ -185,8 +191,15 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
 
     def decode(ids):
         return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
+    n_blanks = int(decode(model.encode('a')).startswith(b' '))  # which the model puts before a text
+
+    def decode_text(ids):
+        from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
+        pieces = [model.id_to_piece(i) for i in ids if not (model.is_control(i) or model.is_unknown(i))]
+        return Sequence([Replace('\u2581', ' '), ByteFallback(), Fuse(), Strip(' ', n_blanks, 0)]).decode(pieces)
     bos = model.bos_id() if model.bos_id() >= 0 else None
-    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos)
+    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos,
+                     decode_text=decode_text)
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:

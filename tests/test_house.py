@@ -13,7 +13,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'common.settings': {'common.files'},
     'common.machine': {'common.files'},
     'common.recomputing': set(),
-    'common.decoding': {'common.files', 'common.recomputing'},
+    'common.decoding': {'common.files', 'common.recomputing', 'common.settings'},
     'data': {'data', 'common.start', 'common.decoding', *GROUND},
     'common.parallel': {'common.files'},
     'common.checkpoint': {'common.files', 'common.parallel'},

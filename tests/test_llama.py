@@ -1,6 +1,7 @@
 """Hugging Face folders become runs with the same logits, losses and gradients, and go back bit for bit."""
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from conftest import TINY, assert_sentence, run, succeeded
 from safetensors.torch import load_file, save_file
 
 from common import export, runs
+from common.decoding import generate
 from common.files import UserError
+from common.lm_eval_adapter import RunLM
+from common.scoring import Scorer
 from data.tokenizers import load_tokenizer, train_tokenizer
 
 SMALL = dict(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -51,7 +55,7 @@ def change_config(folder, **values):
 
 
 def import_run(folder, out):
-    export.import_llama(folder, out, load_tokenizer('byte'))
+    export.import_llama(folder, out, 'byte')
     return runs.load_run(out)
 
 
@@ -88,7 +92,10 @@ def test_a_llama_comes_back_bit_for_bit(name, dtype, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     again = type(theirs).from_pretrained(tmp_path / 'back', dtype=dtype)
     idx = torch.randint(0, 257, (2, 40))
-    assert torch.equal(again(input_ids=idx).logits, theirs(input_ids=idx).logits)
+    idx[:, ::5] = 0  # an id that Hugging Face would mask in a prompt if it was padding, as any other
+    logits = theirs(input_ids=idx).logits
+    assert torch.equal(again(input_ids=idx).logits, logits) and again.config.eos_token_id == 256
+    assert again.generate(idx, max_new_tokens=1, do_sample=False)[:, -1].equal(logits[:, -1].argmax(-1))
 
 
 def test_weights_are_those_that_transformers_loads(tmp_path):
@@ -109,48 +116,42 @@ def test_weights_are_those_that_transformers_loads(tmp_path):
     assert torch.equal(model.embed.weight[:257], tensors['lm_head.weight'])
 
 
-NAME = 'model.layers.1.self_attn.k_proj.weight'
+NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn.o_proj.bias'
 
 
-@pytest.mark.parametrize('change, part', [
-    (lambda tensors: tensors.pop(NAME), f"missing keys ['{NAME}']"),
-    (lambda tensors: tensors.update({'model.layers.1.self_attn.o_proj.bias': torch.zeros(48)}),
-     "unexpected keys ['model.layers.1.self_attn.o_proj.bias']"),
-    (lambda tensors: tensors.update({NAME: torch.zeros(48, 48)}),
-     'mismatched keys')])
-def test_weights_that_do_not_fit_are_a_sentence(change, part, tmp_path):
+@pytest.mark.parametrize('weights, config, part', [
+    ({NAME: None}, {}, f"missing keys ['{NAME}']"), ({BIAS: torch.zeros(48)}, {}, f"unexpected keys ['{BIAS}']"),
+    ({NAME: torch.zeros(48, 48)}, {}, 'mismatched keys'), ({}, {'num_hidden_layers': 3}, 'missing keys'),
+    ({}, {'model_type': 'gpt2'}, 'is a gpt2: expected one of llama, mistral, qwen2, qwen3'),
+    ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "its positions by 'yarn'"),
+    ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'no row for'),
+    ({}, {'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
+          'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some of its layers'),
+    ({}, {'hidden_size': 'x'}, 'could not be read')])
+def test_a_folder_that_does_not_fit_is_a_sentence(weights, config, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
-    tensors = load_file(tmp_path / 'folder/model.safetensors')
-    change(tensors)
-    save_file(tensors, tmp_path / 'folder/model.safetensors')
+    path = tmp_path / 'folder/model.safetensors'
+    tensors = load_file(path) | weights
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    change_config(tmp_path / 'folder', **config)
     with pytest.raises(UserError, match=re.escape(part)):
         import_run(tmp_path / 'folder', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize('change, part', [
-    ({'model_type': 'gpt2'}, 'is a gpt2: expected one of llama, mistral, qwen2, qwen3'),
-    ({'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "scales its positions by 'yarn'"),
-    ({'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({'vocab_size': 200}, 'no row for'),
-    ({'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
-      'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some of its layers'),
-    ({'num_hidden_layers': 3}, 'missing keys'), ({'hidden_size': 'x'}, 'could not be read')])
-def test_a_config_that_does_not_fit_is_a_sentence(change, part, tmp_path):
-    make_folder(tmp_path / 'folder', 'Llama 3')
-    change_config(tmp_path / 'folder', **change)
-    with pytest.raises(UserError, match=re.escape(part)):
-        import_run(tmp_path / 'folder', tmp_path / 'run')
-
-
 def test_command_line(tmp_path):
-    make_folder(tmp_path / 'folder', 'Llama 2')
-    command = ['-m', 'common.export', tmp_path / 'run']
-    import_it = [*command, f'--from_llama={tmp_path / "folder"}', '--tokenizer=byte']
+    """Printed commands are quoted."""
+    folder, out = tmp_path / 'a folder', tmp_path / 'a run'
+    make_folder(folder, 'Llama 2')
+    command = ['-m', 'common.export', out]
+    import_it = [*command, f'--from_llama={folder}', '--tokenizer=byte']
     assert_sentence(run(*import_it[:-1]), 'has neither tokenizer.json nor')
     assert_sentence(run(*command, f'--from_llama={tmp_path / "none"}', '--tokenizer=byte'), 'has no config.json')
-    succeeded(run(*import_it))
-    succeeded(run('sample.py', tmp_path / 'run', 'ab', '--max_new_tokens=5'))
-    assert_sentence(run('eval.py', tmp_path / 'run', '--val'), 'give --data=FOLDER')
+    assert_sentence(run('sample.py', folder, 'abc'), f"python -m common.export 'out/a folder' '--from_llama={folder}'")
+    said = succeeded(run(*import_it)).stdout
+    assert f"python sample.py '{out}' 'Once upon a time'; " in said and f"'--init_from={out}'\n" in said
+    succeeded(run('sample.py', out, 'ab', '--max_new_tokens=5'))
+    assert_sentence(run('eval.py', out, '--val'), 'give --data=FOLDER')
     succeeded(run(*command, f'--to_llama={tmp_path / "back"}/'))
     for again in ([*command, f'--to_llama={tmp_path / "back"}'], import_it):
         assert_sentence(run(*again), 'exists')
@@ -183,12 +184,6 @@ def test_training_goes_on_from_a_folder_as_any_architecture(args, keeps, tiny_da
         assert f'{keeps} ' in result.stdout.replace(',', ' ') and 'its logits change by at most' in result.stdout
 
 
-def test_a_folder_in_the_place_of_a_run_says_how_to_make_it_one(tmp_path):
-    make_folder(tmp_path / 'folder', 'Llama 2')
-    assert_sentence(run('sample.py', tmp_path / 'folder', 'abc'),
-                    f'make it a run with python -m common.export out/folder --from_llama={tmp_path}/folder')
-
-
 @pytest.mark.parametrize('name, model, parts', [
     ('Llama 2', ['--model=context_ready'], ['does not fit this model']),
     ('Mistral', ['--model=nextlat', '--horizon=2'], ['cannot become this model', 'window'])])
@@ -201,35 +196,58 @@ def test_what_another_architecture_cannot_take_is_a_sentence(name, model, parts,
         assert runs.read_run(tmp_path / 'sps')['model_config']['window'] == 64
 
 
-@pytest.mark.parametrize('bos', [True, False])
-def test_texts_start_with_bos_where_the_folder_s_do(bos, tmp_path):
+@pytest.mark.parametrize('in_config, in_generation, has_end', [
+    ('END', None, True), (256, [256, 'END'], True), (['END', 256], 256, True), (256, 256, False)])
+def test_every_end_is_named_and_ends_a_text_and_comes_back(in_config, in_generation, has_end, tmp_path, capsys):
+    """Ends are the ids of config.json, those of generation_config.json and the tokenizer's eos."""
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    model, _ = import_run(tmp_path / 'folder', tmp_path / 'plain')
+    free, = generate(model, [[97, 98]], 12, temperature=0)
+    text, end = free[:free.index(free[3]) + 1] if has_end else free, free[3]
+    for name, value in (('config', in_config), ('generation_config', in_generation)):
+        content = json.loads((tmp_path / f'folder/{name}.json').read_text()) | {'eos_token_id': value}
+        (tmp_path / f'folder/{name}.json').write_text(json.dumps(content).replace('"END"', str(end)))
+    record = import_run(tmp_path / 'folder', tmp_path / 'run')[1]
+    assert (f' ({end})' in capsys.readouterr().out) is has_end
+    for options in ([], [f'--draft={tmp_path}/plain']):
+        result = run('sample.py', tmp_path / 'run', 'ab', '--max_new_tokens=12', '--temperature=0', *options)
+        assert f'\n{len(text)} tokens in' in '\n' + succeeded(result).stderr
+    lm = RunLM(Scorer(model, 64), load_tokenizer('byte'), record['data'].get('ends'))
+    request = SimpleNamespace(args=('ab', {'until': [], 'max_gen_toks': 12}))
+    assert lm.generate_until([request]) == [load_tokenizer('byte').decode(text).decode(errors='replace')]
+    export.export_run(tmp_path / 'run', tmp_path / 'back')
+    for name in ('config', 'generation_config'):
+        ends = json.loads((tmp_path / f'back/{name}.json').read_text())['eos_token_id']
+        assert ends == (sorted([end, 256]) if has_end else 256)
+
+
+ADDED = {'__type': 'AddedToken', 'content': '<end>'}
+
+
+@pytest.mark.parametrize('known, told, option, eos', [
+    ('</s>', {}, None, '</s>'), ('</s>', {'eos_token': ADDED, 'bos_token': '<start>'}, None, '<end>'),
+    ('<x>', {'eos_token': '<end>', 'bos_token': '<end>'}, None, '<end>'), ('<x>', {}, '<end>', '<end>'),
+    ('</s>', {'eos_token': '</s>'}, '<end>', '<end>'), ('</s>', {'eos_token': '<none>'}, None, '</s>'),
+    ('<x>', {'eos_token': '<none>'}, None, None), ('</s>', {}, '<none>', None)])
+def test_eos_and_bos_are_those_of_tokenizer_config_or_known_or_given(known, told, option, eos, tmp_path):
+    """They are kept in the run. A token that the tokenizer lacks is not its eos. Texts start with bos if the folder's
+    do: here with <start>.
+    """
     from tokenizers import Tokenizer, processors
     make_folder(tmp_path / 'folder', 'more rows than ids')
-    own = Tokenizer.from_str(train_tokenizer([], 257))
-    own.add_special_tokens(['<s>'])
-    if bos:
-        own.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 257)])
-    own.save(str(tmp_path / 'folder' / 'tokenizer.json'))
-    export.import_llama(tmp_path / 'folder', tmp_path / 'run')
-    assert runs.read_run(tmp_path / 'run')['data']['bos'] is bos
-
-
-@pytest.mark.parametrize('ends, is_said', [(256, False), ([7, 256], False), (7, True), ([7, 8], True)])
-def test_another_end_of_texts_in_config_json_is_said(ends, is_said, tmp_path, capsys):
-    make_folder(tmp_path / 'folder', 'Llama 2')
-    change_config(tmp_path / 'folder', eos_token_id=ends)
-    import_run(tmp_path / 'folder', tmp_path / 'run')
-    assert (f'ends texts with the id {ends}: sample.py does not stop there' in capsys.readouterr().out) is is_said
-
-
-def test_hugging_face_generates_from_an_export_as_we_do(tmp_path):
-    """With any id in a prompt: none is padding, which Hugging Face would mask. Texts end at the tokenizer's eos."""
-    from transformers import AutoModelForCausalLM
-    make_folder(tmp_path / 'folder', 'Llama 2')
-    model, record = import_run(tmp_path / 'folder', tmp_path / 'run')
-    export.export_run(tmp_path / 'run', tmp_path / 'back')
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'back')
-    assert theirs.config.eos_token_id == record['data']['eos_id'] == 256
-    idx = torch.tensor([[0, 5, 0, 9, 0]])
-    found = theirs.generate(idx, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    assert (found.logits[0] - model.logits(idx)[:, -1, :257]).abs().max() < 1e-5
+    own = Tokenizer.from_str(train_tokenizer([], 257).replace('<|endoftext|>', known))
+    own.add_special_tokens(['<end>', '<start>'])
+    own.post_processor = processors.TemplateProcessing(single='<start> $A', special_tokens=[('<start>', 258)])
+    own.save(str(tmp_path / 'folder/tokenizer.json'))
+    (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(told))
+    command = ['-m', 'common.export', tmp_path / 'run', f'--from_llama={tmp_path}/folder']
+    result = run(*command, *([f'--eos_token={option}'] if option else []))
+    if eos is None:
+        return assert_sentence(result, f'has no token that ends a document: expected {option or "<|endoftext|>"}')
+    succeeded(result)
+    data = runs.read_run(tmp_path / 'run')['data']
+    tokenizer, bos = load_tokenizer(data['tokenizer']), told.get('bos_token')
+    assert tokenizer.eos_id == own.token_to_id(eos) and tokenizer.bos_id == (bos and own.token_to_id(bos))
+    assert data['bos'] is (bos == '<start>')
+    succeeded(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/back'))
+    assert json.loads((tmp_path / 'back/tokenizer_config.json').read_text())['eos_token'] == eos

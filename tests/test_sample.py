@@ -21,38 +21,12 @@ from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 
 
-@pytest.mark.parametrize('name, eos_id', [('standard', None), ('standard', 59), ('sps', 59)])
-def test_greedy_generation_equals_full_forwards(name, eos_id, device):
-    model = make(name, eos_id=eos_id).to(device)
-    got = generate(model, PROMPTS, 20, temperature=0)
-    for prompt, new in zip(PROMPTS, got):
-        ids = list(prompt)
-        for _ in range(20):
-            ids.append(int(model.logits(torch.tensor([ids], device=device))[0, -1].argmax()))
-        assert new == ids[len(prompt):]
-
-
 def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
     model, seen = make('standard'), []
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     with torch.autocast('cpu', torch.bfloat16):
         generate(model, PROMPTS, 3)
     assert set(seen) == {torch.float32}
-
-
-def test_draws_follow_the_distribution(device):
-    model = make('standard').to(device)
-    rows = 4000
-    got = torch.tensor(generate(model, [[1, 2, 3]] * rows, 2, temperature=0.7, top_k=5, seed=3))
-    probs = token_probs(model.logits(torch.tensor([[1, 2, 3]], device=device))[0, -1], 0.7, top_k=5).cpu()
-    counts = torch.bincount(got[:, 0], minlength=64)
-    assert (counts[probs == 0] == 0).all()
-    chi2 = ((counts - rows * probs).square() / (rows * probs).clamp(min=1e-9))[probs > 0].sum()
-    assert chi2 < 25  # 4 degrees of freedom: beyond 25 in 5 of 100,000 draws
-    first = int(probs.argmax())  # the second token, given the first
-    probs_2 = token_probs(model.logits(torch.tensor([[1, 2, 3, first]], device=device))[0, -1], 0.7, top_k=5).cpu()
-    second = torch.bincount(got[got[:, 0] == first, 1], minlength=64)
-    assert (second / second.sum() - probs_2).abs().max() < 0.06
 
 
 @pytest.mark.parametrize('options, want', [
@@ -75,22 +49,23 @@ def test_a_seed_repeats_the_text_and_rows_end_at_eos_and_at_finished(decode):
     texts, again, other = (decode(model, PROMPTS, 30, seed=seed) for seed in (3, 3, 4))
     assert texts == again != other
     free = decode(model, PROMPTS, 20, temperature=0)
-    eos = free[0][4]
-    for full, text in zip(free, decode(model, PROMPTS, 20, temperature=0, eos_id=eos)):
-        assert text == (full[:full.index(eos) + 1] if eos in full else full)
+    for ends in ([free[0][4]], [free[1][2], 999, free[0][4]]):
+        for full, text in zip(free, decode(model, PROMPTS, 20, temperature=0, eos_id=ends if ends[1:] else ends[0])):
+            assert text == full[:next((i + 1 for i, token in enumerate(full) if token in ends), 20)]
     texts = decode(model, PROMPTS, 20, temperature=0, finished=lambda row, ids: row == 1 and len(ids) == 3)
     assert [len(text) for text in texts] == [20, 3, 20]
 
 
-@pytest.mark.parametrize('temperature', [1e-6, 1e-3, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize('temperature', [0, 1e-46, 1e-6, 1e-3, 1.0, 1e3, 1e6])
 def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperature):
+    """Below 1e-6, the likeliest token has all probability."""
     sample.Settings(temperature=temperature)
     logits = torch.cat([torch.tensor([0.0, 1e-6, -80.0]), torch.full((3,), float('-inf'))])
-    want = (logits.double() / temperature).softmax(-1)
+    want = (logits.double() / max(temperature, 1e-15)).softmax(-1)
     torch.testing.assert_close(token_probs(logits, temperature).double(), want, rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize('options', [dict(temperature=1e-46), dict(temperature=-1), dict(temperature=float('nan')),
+@pytest.mark.parametrize('options', [dict(temperature=-1), dict(temperature=float('nan')),
                                      dict(top_k=0), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1)], ids=str)
 def test_sampling_settings_out_of_range_are_a_sentence(options):
     name, = options
@@ -118,17 +93,6 @@ def test_output_in_an_encoding_without_the_character_has_its_code(monkeypatch):
     quiet_start()
     print('aé日', end='', flush=True)
     assert out.buffer.getvalue() == rb'a\xe9\u65e5'
-
-
-@pytest.mark.parametrize('given, expected', [(None, '5000'), ('7', '7')])
-def test_threads_spin_as_documented_unless_the_user_says_otherwise(given, expected, monkeypatch):
-    for name in 'stdout', 'stderr':
-        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.delenv('GOMP_SPINCOUNT')
-    if given:
-        monkeypatch.setenv('GOMP_SPINCOUNT', given)
-    quiet_start()
-    assert os.environ['GOMP_SPINCOUNT'] == expected
 
 
 @pytest.mark.parametrize('threads, local_world, omp, expected', [
@@ -194,6 +158,8 @@ def test_command_line(trained, tmp_path):
     many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
     assert run('sample.py', trained, 'a\0\udcff\ud800', '--max_new_tokens=2', '--stop=\udcff').returncode == 0
+    literal = succeeded(run('sample.py', '--max_new_tokens=2', trained, '--', '--help', '-h'))
+    assert '\n--help' in literal.stdout and '\n-h' in literal.stdout
     piped = run('sample.py', trained, '--max_new_tokens=2', stdin=None, input='ab')
     assert piped.returncode == 0 and piped.stdout.startswith('ab')
 

@@ -40,13 +40,15 @@ from typing import Literal
 
 from common.files import UserError, friendly_errors, locked, read_json, sha256, write_json
 from common.settings import check_ranges, load_settings
-from data.shards import BUILT, TOKENIZER_FILES, ShardWriter, document_ids
+from data.shards import BUILT
 from data.sources import fitting_share, open_source, with_splits
-from data.tokenizers import load_tokenizer
+from data.tokenizers import TOKENIZER_FILES, load_tokenizer
+from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
 OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
 AHEAD = 100  # batches read ahead, so that workers are busy while a shard is written
+AHEAD_CHARACTERS = 2 ** 27  # of their texts
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Settings:
     text_field: str = 'text'  # field of a record that holds the document
     id_field: str | None = 'id'  # field whose hash decides between train and val; None, and for .txt: the text itself
     split_lines: bool = False  # a document is a line of a .txt file, not the whole file
+    split_at: str | None = None  # documents in a .txt file are separated by this text, such as <|endoftext|>
     tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder with GPT-2's files
     bos: bool = False  # start each document with the tokenizer's bos; its eos ends it in any case
     max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
@@ -105,11 +108,12 @@ def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple]) -> Iterator[tup
     """Yield (next state, encoded batch) in order, while up to AHEAD batches are in the workers."""
     waiting = deque()
     for state, batch in batches:
-        waiting.append((state, pool.submit(encode, batch)))
-        if len(waiting) > AHEAD:
-            state, future = waiting.popleft()
+        n_characters = sum(len(found[1]) for found in batch if found)
+        waiting.append((state, n_characters, pool.submit(encode, batch)))
+        while len(waiting) > AHEAD or sum(n for _, n, _ in waiting) > AHEAD_CHARACTERS:
+            state, _, future = waiting.popleft()
             yield state, future.result()
-    for state, future in waiting:
+    for state, _, future in waiting:
         yield state, future.result()
 
 
@@ -180,23 +184,24 @@ def prepare(name: str, s: Settings) -> None:
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
-        read, source_checksum = open_source(name, s)
+        read, source_checksum = open_source(name, s, tokenizer.eos_name)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None}
         del arguments['out_dir'], arguments['workers']
         saved = read_progress(folder)
         if saved and saved['splits']:
-            val_share = saved['arguments'].pop('fitting_share')
+            val_share, by_text = saved['arguments'].pop('fitting_share')
             check_arguments(folder, saved['arguments'], arguments)
             n_documents = sum(split['documents'] for split in saved['splits'].values())
             print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
         else:
-            val_share, saved = fitting_share(read, s, s.max_tokens), {'splits': {}, 'state': None, 'left_out': 0}
-        arguments['fitting_share'] = val_share
+            val_share, by_text = fitting_share(read, s, s.max_tokens)
+            saved = {'splits': {}, 'state': None, 'left_out': 0}
+        arguments['fitting_share'] = val_share, by_text
         writer = ShardWriter(folder, tokenizer, s.shard_tokens, saved['splits'])
         if not saved['splits']:
             save_progress(folder, arguments, writer, None, 0)  # marks the folder as ours
-        batches = with_splits(read(saved['state']), val_share, s.val_hash)
+        batches = with_splits(read(saved['state']), val_share, by_text, s.val_hash)
         left_out = fill(writer, encoded(pool, batches), s.max_tokens, arguments, saved['left_out'])
         if not writer.splits:
             raise UserError(f'{name} has no records: expected some with a field {s.text_field!r}')

@@ -21,6 +21,7 @@ GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
                '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783')
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]')
 EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'gpt2_vocabulary')  # in data and run folders; the last a folder
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Tokenizer:
     encode_document: Callable | None = None  # encodes '<|endoftext|>' as text; ids, or an array of them
     bos_id: int | None = None  # the token that starts a document, if it has one
     start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
+    eos_name: str = EOS_NAMES[0]  # how eos is spelled
 
 
 def load_tokenizer(name, bos: bool = False) -> Tokenizer:
@@ -59,7 +61,23 @@ def load_tokenizer(name, bos: bool = False) -> Tokenizer:
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no token that starts a document: leave out --bos; in a '
                         f'tokenizer.json it is one of {", ".join(BOS_NAMES)}')
-    return replace(tokenizer, start=(tokenizer.bos_id,)) if bos else tokenizer
+    plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
+    return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
+                   encode=lambda text: encode_anyhow(name, plain, text),
+                   encode_document=lambda text: encode_anyhow(name, document, text))
+
+
+def encode_anyhow(name: str, encode: Callable, text: str):
+    """Encode a text. If the library fails, for example at a million blanks, encode each half of the text."""
+    try:
+        return encode(text)
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the panic of a library in Rust is no Exception
+        if len(text) < 1000:
+            raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
+    middle = len(text) // 2
+    return [*encode_anyhow(name, encode, text[:middle]), *encode_anyhow(name, encode, text[middle:])]
 
 
 def tokenizer_digest(name) -> str | None:
@@ -70,6 +88,23 @@ def tokenizer_digest(name) -> str | None:
     if path.is_dir():  # with GPT-2's files: no other folder is a tokenizer
         return 'gpt2'
     return sha256(path) if path.is_file() else None
+
+
+def keep_tokenizer(folder, name: str) -> str:
+    """Copy the file or folder of a tokenizer into a folder. Return what meta.json calls it.
+
+    Names that are not paths are returned as they are.
+    """
+    path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
+    if path.is_file():
+        own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
+    elif not (path / files[0]).is_file():
+        return name
+    for file in files:
+        target = Path(folder) / own_name / file
+        target.parent.mkdir(exist_ok=True)
+        write_file(target, (path / file).read_bytes())
+    return own_name
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -121,7 +156,8 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
                         '--tokenizer=FOLDER, one with encoder.json and vocab.bpe')
     except ValueError as error:
         raise UserError(f'{name} has other files than those of GPT-2 that OpenAI published: {error}')
-    return Tokenizer(name, 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes,
+    # encode_ordinary panics at a million blanks, and prints a stack trace
+    return Tokenizer(name, 50257, 50256, lambda text: bpe.encode(text, disallowed_special=()), bpe.decode_bytes,
                      lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
 
 
@@ -138,6 +174,8 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f'{path} has no token that ends a document: expected one of {", ".join(EOS_NAMES)}')
     fast.no_truncation()
     fast.no_padding()
+    if getattr(fast.model, 'dropout', None):
+        fast.model.dropout = None
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
@@ -162,7 +200,8 @@ def huggingface_tokenizer(path: Path) -> Tokenizer:
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
                         for i in ids if i not in (bos, eos))
-    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, encode_document, bos)
+    return Tokenizer(str(path), max(fast.get_vocab().values()) + 1, eos, encode, decode, encode_document, bos,
+                     eos_name=fast.id_to_token(eos))
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
@@ -186,7 +225,8 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
     def decode(ids):
         return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
     bos = model.bos_id() if model.bos_id() >= 0 else None
-    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos)
+    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos,
+                     eos_name=model.id_to_piece(model.eos_id()))
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:

@@ -21,8 +21,9 @@ from analysis.documents import long_documents
 from analysis.figures import read_csv, smoothed
 from attn_kernels import rope_table
 from common.files import UserError
-from data import open_data, write_data
+from data import open_data
 from data.tokenizers import load_tokenizer
+from data.writing import write_data
 
 IDS = torch.randint(0, 59, (15,), generator=torch.Generator().manual_seed(3))  # one document
 T = len(IDS) - 1

@@ -9,9 +9,9 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 
 from common import export, runs
 from common.files import UserError
-from data import Data, write_data
-from data.shards import document_ids
+from data import Data
 from data.tokenizers import load_tokenizer, train_tokenizer
+from data.writing import document_ids, write_data
 from sample import load_draft
 
 TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40

@@ -18,7 +18,8 @@ from conftest import ROOT, TINY, assert_sentence, byte_documents, run, succeeded
 import prepare_fineweb
 from common.files import locked
 from data import sources
-from data.shards import Data, split_of
+from data.shards import Data
+from data.sources import split_of
 
 datasets = pytest.importorskip('datasets')
 pytestmark = pytest.mark.slow

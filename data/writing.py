@@ -15,7 +15,7 @@ from data.tokenizers import Tokenizer, keep_tokenizer
 PIECE = 2 ** 17  # characters of a document that are encoded at a time: a library may need 170 bytes for each
 CONTEXT = 1009  # characters before a cut by which it is judged; a prime, so that nothing repeats as often
 TRIES = 100  # places near the end of a piece where a cut is tried
-WORD_EDGE = re.compile(r'(?<=\S)(?=\s)|(?<=\s)(?=\S)|\b')
+WORD_END = re.compile(r'(?<=\S)(?=\s)|(?<=\S)\b')  # not after blanks: what a blank is part of depends on what follows
 
 
 class ShardWriter:
@@ -141,8 +141,8 @@ def next_cut(encode: Callable, text: str, start: int) -> int:
     for example in a word of a million letters, the piece is longer.
     """
     for target in range(start + PIECE, len(text), PIECE):
-        for edge in islice(WORD_EDGE.finditer(text, target), TRIES):
-            cut = edge.start()
+        for word_end in islice(WORD_END.finditer(text, target), TRIES):
+            cut = word_end.start()
             alone, continued = (list(encode(text[cut - CONTEXT:end])) for end in (cut, cut + CONTEXT))
             if continued[:len(alone)] == alone:
                 return cut

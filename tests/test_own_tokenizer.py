@@ -176,8 +176,8 @@ def use_bytes_of_tiktoken(patch):
     patch.setattr(tiktoken, 'get_encoding', lambda name: encoding)
 
 
-WORDS = ['a', 'text', 'some words', 'naïve', '日本', '語', '12345', '0', '...', '!', '</s>', '<unk>', 'e\u0301', "don't",
-         '😀', '\u00a0', 'x' * 50, 'ab' * 30]
+WORDS = ['a', 'text', 'some words', 'naïve', '日本', '語', '12345', '0', '...', '!', '</s>', '<unk>', 'e\u0301',
+         "don't", '😀', '\u00a0', 'x' * 50, 'ab' * 30]
 BLANKS = [' ', '  ', '\n', '\n\n', ' \n ', '\t', '', '', '', '\r\n', '\u3000', '   ']
 
 

@@ -5,15 +5,9 @@
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
-Datasets of the hub are streamed: only what is needed is downloaded. Local files are parquet, jsonl, jsonl.gz or txt
-(one document per file, or per line with --split_lines), given by path, pattern or folder (data/sources.py).
-
-The shards depend on the source and the settings only, not on the number of workers or on interruptions. Started again,
-it checks what it has written, and that source and settings are the same, and continues behind its last full shard. If
-it fails before its first full shard, it leaves nothing.
-
-FineWeb-Edu has its own defaults, those of the official SPS code (OF_FINEWEB). --shuffle=N holds N documents in memory,
-1 GiB at 200,000.
+Datasets of the hub are streamed: only what is needed is downloaded. Local files are given by path, pattern or folder
+(data/sources.py). The shards depend on the source and the settings only, not on the number of workers. After an
+interruption, the same command continues behind its last full shard. See docs/data.md.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -72,11 +66,11 @@ class Settings:
 
 # ---- encoding in worker processes ----
 
-def start_worker(tokenizer_name: str, bos: bool) -> None:
+def start_worker(*of_tokenizer) -> None:
     global tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=end_with_parent, daemon=True).start()
-    tokenizer = load_tokenizer(tokenizer_name, bos)
+    tokenizer = load_tokenizer(*of_tokenizer)
 
 
 def end_with_parent() -> None:
@@ -133,13 +127,11 @@ def check_folder(folder: Path) -> None:
 
 def read_progress(folder: Path) -> dict | None:
     """Return the progress of an interrupted preparation: {'arguments', 'splits', 'state', 'left_out'}."""
+    def check(saved):
+        if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
+            raise ValueError('it is not of a preparation')
     path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if nothing else is in it'
-    if not path.exists():
-        return None
-    saved = read_json(path, remedy)
-    if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
-        raise UserError(f'{path} is not of a preparation: {remedy}')
-    return saved
+    return read_json(path, remedy, check) if path.exists() else None
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
@@ -147,14 +139,6 @@ def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dic
     writer.flush()
     write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'state': state,
                                           'left_out': left_out})
-
-
-def check_arguments(folder: Path, begun_with: dict, now: dict) -> None:
-    """Raise UserError if a preparation was begun with another source, tokenizer or setting."""
-    changed = [f'{name} = {begun_with.get(name)!r} (now: {now[name]!r})' for name in now
-               if begun_with.get(name) != now[name]]
-    if changed:
-        raise UserError(f'{folder} was begun with {", ".join(changed)}: use the same, or another --out_dir')
 
 
 @contextmanager
@@ -191,7 +175,10 @@ def prepare(name: str, s: Settings) -> None:
         saved = read_progress(folder)
         if saved and saved['splits']:
             val_share, by_text = saved['arguments'].pop('fitting_share')
-            check_arguments(folder, saved['arguments'], arguments)
+            changed = [f'{key} = {saved["arguments"].get(key)!r} (now: {now!r})' for key, now in arguments.items()
+                       if saved['arguments'].get(key) != now]
+            if changed:
+                raise UserError(f'{folder} was begun with {", ".join(changed)}: use the same, or another --out_dir')
             n_documents = sum(split['documents'] for split in saved['splits'].values())
             print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
         else:
@@ -203,8 +190,6 @@ def prepare(name: str, s: Settings) -> None:
             save_progress(folder, arguments, writer, None, 0)  # marks the folder as ours
         batches = with_splits(read(saved['state']), val_share, by_text, s.val_hash)
         left_out = fill(writer, encoded(pool, batches), s.max_tokens, arguments, saved['left_out'])
-        if not writer.splits:
-            raise UserError(f'{name} has no records: expected some with a field {s.text_field!r}')
         writer.finish()
         (folder / 'progress.json').unlink()
     if left_out:

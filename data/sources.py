@@ -111,10 +111,7 @@ def open_source(name: str, s, eos_name: str = MARKERS[0]) -> tuple[Callable, str
 
 
 def checksum_of_files(files: list[str]) -> str:
-    return checksum_of([(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files])
-
-
-def checksum_of(identity: list) -> str:
+    identity = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
@@ -132,7 +129,8 @@ def open_dataset(name: str, s) -> tuple:
             identity.append((str(split), *files, files.origin_metadata))  # the revision on the hub, or the time
             if s.shuffle:
                 random.Random(SHUFFLE_SEED).shuffle(files)
-        return builder.as_streaming_dataset(split=s.split), checksum_of(identity)
+        checksum = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        return builder.as_streaming_dataset(split=s.split), checksum
     except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
 
@@ -143,20 +141,16 @@ def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
     if state:
         n_read = state['records']
         stream.load_state_dict(state['stream'])
-    tables = stream.iter(BATCH)
-    while True:
-        try:
-            table = next(tables, None)
-            if table is None:
-                return
+    try:
+        for table in stream.iter(BATCH):
             records = table.select(fields_to_read(name, table.column_names, s)).to_pylist()
-        except UserError:
-            raise
-        except Exception as error:  # each kind of file has its own; or text that is not UTF-8
-            raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
-        found = [(f'{name}, record {n:,}', record, None) for n, record in enumerate(records, n_read + 1)]
-        n_read += len(records)
-        yield {'records': n_read, 'stream': stream.state_dict()}, found
+            found = [(f'{name}, record {n:,}', record, None) for n, record in enumerate(records, n_read + 1)]
+            n_read += len(records)
+            yield {'records': n_read, 'stream': stream.state_dict()}, found
+    except UserError:
+        raise
+    except Exception as error:  # each kind of file has its own; or text that is not UTF-8
+        raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
 
 
 def file_batches(files: list[str], s, markers: set[str], state: dict | None) -> Iterator[tuple]:
@@ -306,6 +300,8 @@ def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterat
         found = [document(*record, s) for record in records]
         has_text, fields = has_text or any(found), fields or [*records[0][1]]
         yield next_state, found
+    if not (has_text or fields):
+        raise UserError(f'{name} has no records')
     if not has_text:
         raise UserError(f'{name} has no text in field {s.text_field!r}; the fields are {", ".join(fields[:20])}: set '
                         '--text_field')

@@ -160,12 +160,6 @@ def test_a_damaged_shard_is_a_sentence(copy, content, sentence):
         d.tokens('train', 0, 10000) if 'id' in sentence.split() else d.verify()
 
 
-def test_no_data_is_a_sentence():
-    with pytest.raises(UserError, match='no data at nowhere: expected a .txt file, .* or built-in data .a5, countdown, '
-                                        'manhattan, path_star, pointer_chasing, python_docs, recall'):
-        data.open_data('nowhere')
-
-
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
                            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 places = st.sampled_from([(), ('tokenizer',), ('n_ids',), ('eos_id',), ('dtype',), ('splits',), ('splits', 'val'),

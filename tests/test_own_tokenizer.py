@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import assert_sentence, run, succeeded, train_tiny
 
-from common import export, runs
+from common import runs
 from common.files import UserError
 from data import Data, writing
 from data.tokenizers import encode_anyhow, load_tokenizer, train_tokenizer
@@ -289,12 +289,3 @@ def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path)
     for damage in (lambda: path.write_text('{}'), path.unlink):
         damage()
         assert_sentence(run('sample.py', out, 'a'), str(path))
-
-
-def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
-    export.export_run(trained, tmp_path / 'llama')
-    assert (tmp_path / 'llama/tokenizer.json').read_bytes() == (trained / 'tokenizer.json').read_bytes()
-    export.import_llama(tmp_path / 'llama', tmp_path / 'back')
-    shutil.rmtree(tmp_path / 'llama')
-    succeeded(run('sample.py', tmp_path / 'back', 'a text', '--max_new_tokens=3'))
-    assert runs.same_vocabulary(runs.read_run(tmp_path / 'back')['data'], runs.read_run(trained)['data'])

@@ -196,16 +196,6 @@ def test_a_preparation_continues_with_the_same_source_tokenizer_and_settings_onl
     os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def test_ctrl_c_when_all_is_written_takes_nothing_away(source, tmp_path, monkeypatch):
-    class Interrupted(prepare_fineweb.ProcessPoolExecutor):
-        def shutdown(self, *args, **options):
-            super().shutdown(*args, **options)
-            raise KeyboardInterrupt
-    monkeypatch.setattr(prepare_fineweb, 'ProcessPoolExecutor', Interrupted)
-    assert prepare(source, tmp_path / 'out').returncode == 130
-    Data(tmp_path / 'out').verify()
-
-
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_the_workers_of_a_killed_preparation_end_and_the_folder_is_free(source, tmp_path):
     out = tmp_path / 'out'
@@ -247,7 +237,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, name, content, options, sen
 
 @pytest.mark.parametrize('name, content, sentence', [
     ('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'), ('meta.json', '{}', 'is complete'),
-    ('progress.json', '{"mine": 1}', 'progress.json is not of a preparation'),
+    ('progress.json', '{"mine": 1}', 'it is not of a preparation'),
     ('progress.json', '[', 'progress.json is damaged'), (None, 'a file', 'Not a directory')])
 def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, source, name, content, sentence):
     path = tmp_path / 'out' / (name or '')

@@ -92,10 +92,10 @@ def open_source(name: str, s, eos_name: str = MARKERS[0]) -> tuple[Callable, str
     """Return (read, a checksum of the source). s: as prepare_fineweb.Settings; s.shuffle shuffles.
 
     read(state) yields (next state, [document]) in batches. It starts at the beginning if the state is None, and a next
-    state, which is JSON, continues behind its batch. A document is (split, key, text); for a record without a text it
-    is None. If the split is None, the hash of the key decides between train and val, or that of the text if the key is
-    None. The checksum covers names, sizes and times of local files, and the revision of a dataset of the hub. eos_name:
-    how the tokenizer's end of text is spelled.
+    state, which is JSON, continues behind its batch. A document is (split, key, text), where the hash of the key (the
+    id, or the text) decides between train and val if the split is None; for a record without a text it is None. The
+    checksum covers names, sizes and times of local files, and the revision of a dataset of the hub. eos_name: how the
+    tokenizer's end of text is spelled.
     """
     files = local_files(name, s.config)
     if files:
@@ -321,11 +321,8 @@ def document(place: str, record, split: str | None, s) -> tuple | None:
     if not isinstance(key, str | int | None):
         raise UserError(f'{place} has {key!r:.60} in field {s.id_field!r}, expected an id: set --id_field')
     # half surrogate pairs, which UTF-8 cannot encode, become question marks
-    return split, key if key is None else encodable(str(key)), encodable(text)
-
-
-def encodable(text: str) -> str:
-    return text if text.isascii() else text.encode(errors='replace').decode()
+    text = text.encode(errors='replace').decode()
+    return split, text if key is None else str(key).encode(errors='replace').decode(), text
 
 
 def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
@@ -343,14 +340,8 @@ def hash_share(text: str, val_hash: str) -> float:
 def with_splits(batches: Iterator[tuple], val_share: float, by_text: bool, val_hash: str) -> Iterator[tuple]:
     """Yield (next state, [(split, text) or None]) of batches of documents. by_text: whatever keys they have."""
     for state, batch in batches:
-        yield state, [found and (found[0] or split_of(deciding(found, by_text), val_share, val_hash), found[2])
+        yield state, [found and (found[0] or split_of(found[2 if by_text else 1], val_share, val_hash), found[2])
                       for found in batch]
-
-
-def deciding(document: tuple, by_text: bool) -> str:
-    """Return the key or the text whose hash decides between train and val."""
-    _, key, text = document
-    return text if by_text or key is None else key
 
 
 def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: bool = False) -> tuple[float, bool]:
@@ -361,17 +352,17 @@ def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: boo
     max_tokens: a document rarely has more tokens than bytes.
     """
     shares, n_val, n_bytes = [], 0, 0
-    for found in (found for _, batch in read(None) for found in batch if found):
-        if found[0]:
+    for split, key, text in (found for _, batch in read(None) for found in batch if found):
+        if split:
             print(f'one text: its last {TAIL:.0%} are the validation data', flush=True)
             return s.val_share, False
-        shares.append(hash_share(deciding(found, by_text), s.val_hash))
+        shares.append(hash_share(text if by_text else key, s.val_hash))
         n_val += shares[-1] < s.val_share
-        n_bytes += len(found[2].encode()) + 1
+        n_bytes += len(text.encode()) + 1
         if (n_val >= ENOUGH and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
             break
     n, n_ids = len(shares), len(set(shares))
-    if n_ids < n and s.id_field and not by_text and found[1] is not None:
+    if n_ids < n and not by_text and key != text:
         print(f'ids repeat: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
               + ('all documents of an id are in the same split (--id_field=None: the text decides)' if n_ids > 1 else
                  'the text decides between train and val'), flush=True)

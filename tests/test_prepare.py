@@ -86,21 +86,6 @@ def test_a_streamed_dataset_and_its_local_files_become_the_same_shards(streamed,
     assert contents(prepared(fineweb, tmp_path / 'local', '--workers=2')) == contents(streamed)
 
 
-def test_fields_a_limit_and_records_without_a_text(records, tmp_path):
-    with open(tmp_path / 'a.jsonl', 'w') as file:
-        for i, r in enumerate(records[:500]):
-            file.write(json.dumps({'body': None if i == 3 else r['text'], 'n': i}) + '\n')
-    result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--text_field=body', '--id_field=n',
-                               '--max_tokens=30_000'))
-    assert "1 records without a text in field 'body' were left out" in result.stdout
-    splits = Data(tmp_path / 'out').splits
-    assert 30_000 <= sum(info['tokens'] for info in splits.values()) < 33_000
-    taken = [i for i in range(sum(info['documents'] for info in splits.values()) + 1) if i != 3]
-    for split in ('train', 'val'):
-        assert byte_documents(tmp_path / 'out', split) == [records[i]['text'] for i in taken
-                                                           if split_of(str(i), 0.1) == split]
-
-
 @pytest.mark.parametrize('n', [2, 40, 1000])
 def test_the_command_that_preparation_prints_can_run(n, tmp_path):
     """However few documents there are."""

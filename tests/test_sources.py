@@ -248,7 +248,8 @@ def test_ids_that_repeat_are_said_and_shares_are_of_documents(n_ids, said, tmp_p
 
 def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
-    prepared(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03')
+    result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))
+    assert "1 records without a text in field 'text' were left out" in result.stdout  # as far as it has read
     splits = Data(tmp_path / 'out').splits
     assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
     assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is why it was raised

@@ -273,7 +273,8 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f'{s.out} exists: write to another --out')
         batches = (batch for name in names for _, batch in open_source(name, TEXTS)[0](None))
         texts = (found[2] for batch in batches for found in batch if found)
-        write_file(s.out, train_tokenizer(texts, s.vocab_size).encode())
+        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))  # whole takes 80 times it
+        write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 
 

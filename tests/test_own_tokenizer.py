@@ -164,8 +164,8 @@ WORDS = ['a', 'text', 'some words', 'naïve', '日本', '語', '12345', '0', '..
 BLANKS = [' ', '  ', '\n', '\n\n', ' \n ', '\t', '', '', '', '\r\n', '\u3000', '   ']
 
 
-@pytest.mark.parametrize('seed', range(6))
-def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed, monkeypatch):
+@pytest.mark.parametrize('seed, blank', [*enumerate(' \n\n \n')])
+def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed, blank, monkeypatch):
     monkeypatch.setattr(writing, 'PIECE', 2000)
     rng = random.Random(seed)
     words, blanks = rng.sample(WORDS, rng.randint(3, len(WORDS))), rng.sample(BLANKS, rng.randint(2, 5))
@@ -174,6 +174,7 @@ def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed,
     for run_of_one in runs:
         i = rng.randrange(len(text))
         text = text[:i] + run_of_one + text[i:]
+    text = f'{"a " * 700}{blank * 1500}{text}'  # the first piece ends in blanks, whose ids depend on what follows
     for name, encode in kinds.items():
         lengths = []
 
@@ -182,15 +183,16 @@ def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed,
             return encode(part)
         pieces = [[*ids] for ids in writing.encoded_pieces(counted, text)]
         assert [i for ids in pieces for i in ids] == [*encode(text)], name
-        assert len(pieces) > 1 and max(lengths) <= 2000 + 1009 + 500 + sum(map(len, runs)), name
+        assert len(pieces) > 1 and max(lengths) <= 2000 + 1009 + 2000 + sum(map(len, runs)), name
 
 
 @pytest.mark.parametrize('blank', [' ', '\n'])
-def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatch):
+def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatch, capfd):
     use_bytes_of_tiktoken(monkeypatch)
     tokenizer, text = load_tokenizer('gpt2'), f'a{blank * 10 ** 6}b'
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids).decode() == text and document_ids(tokenizer, text).tolist() == [*ids, 50256]
+    assert capfd.readouterr().err == ''  # no stack trace of the library
 
 
 def test_what_no_tokenizer_can_encode_is_a_sentence_though_a_panic_is_no_exception():

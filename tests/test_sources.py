@@ -246,6 +246,12 @@ def test_ids_that_repeat_are_said_and_shares_are_of_documents(n_ids, said, tmp_p
     assert f'which leaves {n_val}\n' in result.stdout and Data(tmp_path / 'out').splits['val']['documents'] == n_val
 
 
+def test_ids_of_a_source_in_order_decide_though_the_first_of_them_would_all_be_validation_data():
+    s = options(val_share=hash_share('a', 'sha256') + 0.01)
+    documents = [(None, key, 'a text') for key in 'aaaaaaaaaaaabbbbb']
+    assert sources.fitting_share(lambda state: [(None, documents)], s) == (s.val_share, False)
+
+
 def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
     result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))

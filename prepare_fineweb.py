@@ -66,11 +66,11 @@ class Settings:
 
 # ---- encoding in worker processes ----
 
-def start_worker(*of_tokenizer) -> None:
+def start_worker(tokenizer_name: str, bos: bool) -> None:
     global tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=end_with_parent, daemon=True).start()
-    tokenizer = load_tokenizer(*of_tokenizer)
+    tokenizer = load_tokenizer(tokenizer_name, bos)
 
 
 def end_with_parent() -> None:

@@ -11,7 +11,7 @@ from common.files import UserError
 from data import Data, writing
 from data.tokenizers import encode_anyhow, load_tokenizer, train_tokenizer
 from data.writing import document_ids, write_data
-from sample import load_draft
+from sample import Settings, load_draft, read_prompts
 
 TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40
 
@@ -193,6 +193,11 @@ def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatc
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids).decode() == text and document_ids(tokenizer, text).tolist() == [*ids, 50256]
     assert capfd.readouterr().err == ''  # no stack trace of the library
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    (tmp_path / 'prompts.txt').write_text('\ufeffab\n', encoding='utf-8')
+    assert read_prompts(Settings(file=str(tmp_path / 'prompts.txt')), []) == ['ab']
 
 
 def test_what_no_tokenizer_can_encode_is_a_sentence_though_a_panic_is_no_exception():

@@ -130,7 +130,13 @@ def open_dataset(name: str, s) -> tuple:
             if s.shuffle:
                 random.Random(SHUFFLE_SEED).shuffle(files)
         checksum = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        return builder.as_streaming_dataset(split=s.split), checksum
+        stream = builder.as_streaming_dataset(split=s.split)
+        if stream.features and hasattr(builder.config, 'columns'):  # of parquet: the others may differ between files
+            builder.config.columns = fields_to_read(name, [*stream.features], s)
+            stream = builder.as_streaming_dataset(split=s.split)
+        return stream, checksum
+    except UserError:
+        raise
     except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
 

@@ -136,6 +136,14 @@ def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path
             read(tmp_path / 'source', split='test')
 
 
+def test_other_columns_of_a_configuration_may_differ_between_its_files(tmp_path):
+    write(tmp_path / 'files', 'parquet', RECORDS)
+    (tmp_path / 'files/README.md').write_text('---\nconfigs:\n- config_name: all\n  data_files: "*.parquet"\n---\n')
+    assert texts(read(tmp_path / 'files', config='all')) == WITH_TEXT
+    with pytest.raises(UserError, match="has no field 'url'"):
+        read(tmp_path / 'files', config='all', id_field='url')
+
+
 def test_a_record_may_lack_its_text_but_not_all_of_them(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)

@@ -5,15 +5,9 @@
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
-Datasets of the hub are streamed: only what is needed is downloaded. Local files are parquet, jsonl, jsonl.gz or txt
-(one document per file, or per line with --split_lines), given by path, pattern or folder (data/sources.py).
-
-The shards depend on the source and the settings only, not on the number of workers or on interruptions. Started again,
-it checks what it has written, and that source and settings are the same, and continues behind its last full shard. If
-it fails before its first full shard, it leaves nothing.
-
-FineWeb-Edu has its own defaults, those of the official SPS code (OF_FINEWEB). --shuffle=N holds N documents in memory,
-1 GiB at 200,000.
+Datasets of the hub are streamed: only what is needed is downloaded. Local files are given by path, pattern or folder
+(data/sources.py). The shards depend on the source and the settings only, not on the number of workers. After an
+interruption, the same command continues behind its last full shard. See docs/data.md.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -40,13 +34,15 @@ from typing import Literal
 
 from common.files import UserError, friendly_errors, locked, read_json, sha256, write_json
 from common.settings import check_ranges, load_settings
-from data.shards import BUILT, TOKENIZER_FILES, ShardWriter, document_ids
+from data.shards import BUILT
 from data.sources import fitting_share, open_source, with_splits
-from data.tokenizers import load_tokenizer
+from data.tokenizers import TOKENIZER_FILES, load_tokenizer
+from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
 OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
 AHEAD = 100  # batches read ahead, so that workers are busy while a shard is written
+AHEAD_CHARACTERS = 2 ** 27  # of their texts
 
 
 @dataclass
@@ -57,6 +53,7 @@ class Settings:
     text_field: str = 'text'  # field of a record that holds the document
     id_field: str | None = 'id'  # field whose hash decides between train and val; None, and for .txt: the text itself
     split_lines: bool = False  # a document is a line of a .txt file, not the whole file
+    split_at: str | None = None  # documents in a .txt file are separated by this text, such as <|endoftext|>
     tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder with GPT-2's files
     bos: bool = False  # start each document with the tokenizer's bos; its eos ends it in any case
     max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
@@ -105,11 +102,12 @@ def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple]) -> Iterator[tup
     """Yield (next state, encoded batch) in order, while up to AHEAD batches are in the workers."""
     waiting = deque()
     for state, batch in batches:
-        waiting.append((state, pool.submit(encode, batch)))
-        if len(waiting) > AHEAD:
-            state, future = waiting.popleft()
+        n_characters = sum(len(found[1]) for found in batch if found)
+        waiting.append((state, n_characters, pool.submit(encode, batch)))
+        while len(waiting) > AHEAD or sum(n for _, n, _ in waiting) > AHEAD_CHARACTERS:
+            state, _, future = waiting.popleft()
             yield state, future.result()
-    for state, future in waiting:
+    for state, _, future in waiting:
         yield state, future.result()
 
 
@@ -129,13 +127,11 @@ def check_folder(folder: Path) -> None:
 
 def read_progress(folder: Path) -> dict | None:
     """Return the progress of an interrupted preparation: {'arguments', 'splits', 'state', 'left_out'}."""
+    def check(saved):
+        if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
+            raise ValueError('it is not of a preparation')
     path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if nothing else is in it'
-    if not path.exists():
-        return None
-    saved = read_json(path, remedy)
-    if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
-        raise UserError(f'{path} is not of a preparation: {remedy}')
-    return saved
+    return read_json(path, remedy, check) if path.exists() else None
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
@@ -143,14 +139,6 @@ def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dic
     writer.flush()
     write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'state': state,
                                           'left_out': left_out})
-
-
-def check_arguments(folder: Path, begun_with: dict, now: dict) -> None:
-    """Raise UserError if a preparation was begun with another source, tokenizer or setting."""
-    changed = [f'{name} = {begun_with.get(name)!r} (now: {now[name]!r})' for name in now
-               if begun_with.get(name) != now[name]]
-    if changed:
-        raise UserError(f'{folder} was begun with {", ".join(changed)}: use the same, or another --out_dir')
 
 
 @contextmanager
@@ -180,26 +168,28 @@ def prepare(name: str, s: Settings) -> None:
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
-        read, source_checksum = open_source(name, s)
+        read, source_checksum = open_source(name, s, tokenizer.eos_name)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None}
         del arguments['out_dir'], arguments['workers']
         saved = read_progress(folder)
         if saved and saved['splits']:
-            val_share = saved['arguments'].pop('fitting_share')
-            check_arguments(folder, saved['arguments'], arguments)
+            val_share, by_text = saved['arguments'].pop('fitting_share')
+            changed = [f'{key} = {saved["arguments"].get(key)!r} (now: {now!r})' for key, now in arguments.items()
+                       if saved['arguments'].get(key) != now]
+            if changed:
+                raise UserError(f'{folder} was begun with {", ".join(changed)}: use the same, or another --out_dir')
             n_documents = sum(split['documents'] for split in saved['splits'].values())
             print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
         else:
-            val_share, saved = fitting_share(read, s, s.max_tokens), {'splits': {}, 'state': None, 'left_out': 0}
-        arguments['fitting_share'] = val_share
+            val_share, by_text = fitting_share(read, s, s.max_tokens)
+            saved = {'splits': {}, 'state': None, 'left_out': 0}
+        arguments['fitting_share'] = val_share, by_text
         writer = ShardWriter(folder, tokenizer, s.shard_tokens, saved['splits'])
         if not saved['splits']:
             save_progress(folder, arguments, writer, None, 0)  # marks the folder as ours
-        batches = with_splits(read(saved['state']), val_share, s.val_hash)
+        batches = with_splits(read(saved['state']), val_share, by_text, s.val_hash)
         left_out = fill(writer, encoded(pool, batches), s.max_tokens, arguments, saved['left_out'])
-        if not writer.splits:
-            raise UserError(f'{name} has no records: expected some with a field {s.text_field!r}')
         writer.finish()
         (folder / 'progress.json').unlink()
     if left_out:

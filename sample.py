@@ -55,7 +55,7 @@ class Settings:
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
     """Return the prompts from the command line and the file, else from standard input; UserError if there is none."""
     if s.file:
-        lines = Path(s.file).read_text(encoding='utf-8', errors='replace').splitlines()
+        lines = Path(s.file).read_text(encoding='utf-8-sig', errors='replace').splitlines()
         texts = texts + [line for line in lines if line.strip()]
     elif not texts:
         text = sys.stdin.buffer.read().decode(errors='replace')

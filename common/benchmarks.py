@@ -23,7 +23,7 @@ def local_records(folder, task: str) -> list[dict]:
         raise UserError(f'{folder} has no file for {task}: expected {task}.jsonl')
     records, labels = [], path.with_name(f'{path.stem}_labels.lst')
     try:
-        lines = [line for line in path.read_text(encoding='utf-8').split('\n') if line.strip()]
+        lines = [line for line in path.read_text(encoding='utf-8-sig').split('\n') if line.strip()]
         added = [{}] * len(lines)
         if labels.is_file():
             added = [{'label': int(label)} for label in labels.read_text().split()]

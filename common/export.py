@@ -28,8 +28,7 @@ from common import checkpoint, runs
 from common.files import ROOT, UserError, first_line, friendly_errors, read_json, write_file
 from common.hf_tokenizer import fast_tokenizer, save_tokenizer
 from common.settings import load_settings
-from data.shards import keep_tokenizer
-from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
+from data.tokenizers import Tokenizer, keep_tokenizer, load_tokenizer, padded_vocab
 
 LINEAR = ',1e9,2e9,1'  # the end of a rope_scaling that divides all frequencies by one factor
 CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported folder, kept in the run folder

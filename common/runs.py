@@ -32,9 +32,8 @@ from common.checkpoint import checkpoints, load_checkpoint, load_weights
 from common.files import ROOT, UserError, first_line, locked, read_json, write_file, write_json
 from common.settings import make_settings, typed
 from data import Data, open_data
-from data.shards import TOKENIZER_FILES, keep_tokenizer
 from data.tasks import Generated
-from data.tokenizers import tokenizer_digest
+from data.tokenizers import TOKENIZER_FILES, keep_tokenizer, tokenizer_digest
 
 NEEDED = {  # what the scripts read of config.json, besides the settings of training and the model's Config
     'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,

@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 
 from common.files import UserError
-from data.shards import BUILT, Data, write_data
+from data.shards import BUILT, Data
 from data.tasks import Generated, builtin_data, task_class
 
 
@@ -36,6 +36,7 @@ def open_data(name) -> Data | Generated:
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
                 from data.tokenizers import load_tokenizer  # here, as that file can be run as a program
+                from data.writing import write_data
                 write_data(folder, load_tokenizer('byte'), documents)
     return Data(folder)
 
@@ -59,6 +60,6 @@ def text_data(path: Path) -> tuple[Path, Iterator | None]:
 
     def documents():
         read, _ = open_source(str(path), TEXTS)
-        for _, batch in with_splits(read(None), fitting_share(read, TEXTS), TEXTS.val_hash):
+        for _, batch in with_splits(read(None), *fitting_share(read, TEXTS), TEXTS.val_hash):
             yield from batch
     return BUILT / f'{path.resolve().name}-{checksum_of_files(files)[:12]}', documents()

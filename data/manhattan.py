@@ -174,10 +174,9 @@ def read_edges(path: str) -> list[tuple[str, str, str]]:
         with open(path, encoding='utf-8') as file:
             edges = [(str(a), str(direction), str(b)) for a, direction, b in json.load(file)['edges']]
         nodes, directions = {node for a, _, b in edges for node in (a, b)}, {direction for _, direction, _ in edges}
-        if not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions):
-            raise ValueError('a word is missing or at a wrong place')
-        if len({(a, direction) for a, direction, _ in edges}) < len(edges):
-            raise ValueError('two streets have the same node and direction')
+        if (not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions)
+                or len({(a, direction) for a, direction, _ in edges}) < len(edges)):
+            raise ValueError('a word is missing or at a wrong place, or two streets leave a node in one direction')
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f'edges = {path} is no city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
                         'direction, neighbour], ...]}, words or numbers; without edges the city is a grid')

@@ -8,7 +8,7 @@ import ast
 import sysconfig
 from pathlib import Path
 
-from data.shards import split_of
+from data.sources import split_of
 
 LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
 MIN_CHARACTERS = 80  # shorter docstrings repeat the name of their function

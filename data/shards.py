@@ -1,4 +1,4 @@
-"""The shard format: writing it, reading it, and the order in which training reads it.
+"""The shard format, reading it, and the order in which training reads it. writing.py writes it.
 
 A data folder holds shards of token ids (integers without a header) and meta.json, which describes them:
 
@@ -12,168 +12,16 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import re
-import secrets
-import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.files import UserError, read_json, sha256, write_file, write_json
+from common.files import UserError, read_json, sha256
 
 BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
-VAL_SHARE = 0.05  # of the documents of built-in data and of texts
-TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # the last a folder
 
-# ---- writing ----
-
-class ShardWriter:
-    """Write the shards of a data folder: `add` documents, then `finish`. The document that fills a shard ends it.
-
-    splits {split: {'tokens', 'documents', 'bytes', 'shards'}}: what an interrupted writer had written at its last
-    `flush`. The shards are compared with their checksums, and writing continues behind them.
-    """
-
-    def __init__(self, folder, tokenizer, shard_tokens, splits=None):
-        self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
-        self.dtype = dtype_of(tokenizer)
-        self.splits = splits or {}
-        self.files = {}  # by split: the shard that is being written
-        for split, info in self.splits.items():
-            for shard in info['shards']:
-                self._continue(split, shard)
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(info['tokens'] for info in self.splits.values())
-
-    def _continue(self, split: str, shard: dict) -> None:
-        """Cut a shard of an interrupted writer to its recorded size and check it. If it isn't full, open it."""
-        path, size = self.folder / shard['file'], shard['tokens'] * np.dtype(self.dtype).itemsize
-        is_whole = path.is_file() and path.stat().st_size >= size
-        if is_whole:
-            os.truncate(path, size)
-        if not is_whole or sha256(path) != shard['sha256']:
-            raise UserError(f'{path} is missing or does not match its checksum in progress.json: remove {self.folder} '
-                            'and start again')
-        if shard['tokens'] < self.shard_tokens:
-            self.files[split] = open(path, 'ab')
-
-    def add(self, split: str, ids, n_bytes: int) -> bool:
-        """Add a document (its eos included) of n_bytes of text. Return True if it fills a shard."""
-        info = self.splits.setdefault(split, {'tokens': 0, 'documents': 0, 'bytes': 0, 'shards': []})
-        if split not in self.files:
-            name = f'{split}_{len(info["shards"]):05d}.bin'
-            info['shards'].append({'file': name, 'tokens': 0, 'sha256': ''})
-            self.files[split] = open(self.folder / name, 'wb')
-        self.files[split].write(np.asarray(ids, self.dtype).tobytes())
-        shard = info['shards'][-1]
-        shard['tokens'] += len(ids)
-        info['tokens'] += len(ids)
-        info['documents'] += 1
-        info['bytes'] += n_bytes
-        is_full = shard['tokens'] >= self.shard_tokens
-        if is_full:
-            self.flush()
-            self.files.pop(split).close()
-        return is_full
-
-    def flush(self) -> None:
-        """Write everything added so far to disk, so that `splits` describes the files."""
-        for split, file in self.files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            shard = self.splits[split]['shards'][-1]
-            shard['sha256'] = sha256(self.folder / shard['file'])
-
-    def finish(self) -> None:
-        """Complete the data folder. Raises UserError if a split has no text."""
-        self.flush()
-        for file in self.files.values():
-            file.close()
-        n_bytes = [self.splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')]
-        if 0 in n_bytes:
-            raise UserError(f'the data would have {n_bytes[0]:,} bytes of text in its split train and {n_bytes[1]:,} '
-                            'in val, expected some in both: give more text, or a larger --max_tokens')
-        write_json(self.folder / 'meta.json', {
-            'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name), 'n_ids': self.tokenizer.n_ids,
-            'eos_id': self.tokenizer.eos_id, 'bos': bool(self.tokenizer.start), 'dtype': self.dtype,
-            'splits': self.splits})
-
-
-def special_tokens(path: Path) -> dict[str, str]:
-    """Return 'eos_token' and 'bos_token' as the files beside a tokenizer.json name them, if they do."""
-    told = {}
-    for file in map(path.with_name, ('special_tokens_map.json', 'tokenizer_config.json')):
-        told |= read_json(file, 'copy it again, or remove it') if file.is_file() else {}
-    named = {key: told.get(key) for key in ('eos_token', 'bos_token')}
-    return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
-
-
-def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
-    """Copy the file or folder of a tokenizer into a folder. Return what meta.json calls it.
-
-    Names that are not paths are returned as they are. eos_token: see `load_tokenizer`; tokenizer_config.json keeps it.
-    """
-    path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
-    if path.is_file():
-        own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
-        told = special_tokens(path)
-        write_json(Path(folder) / 'tokenizer_config.json', told | ({'eos_token': eos_token} if eos_token else {}))
-    elif not (path / files[0]).is_file():
-        return name
-    for file in files:
-        target = Path(folder) / own_name / file
-        target.parent.mkdir(exist_ok=True)
-        write_file(target, (path / file).read_bytes())
-    return own_name
-
-
-def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) -> None:
-    """Build a data folder from documents, an iterable of (split, text) with the splits 'train' and 'val'.
-
-    The folder appears when it is complete. Raises UserError if it exists or if a split has no text.
-    """
-    folder = Path(folder)
-    if folder.exists():
-        raise UserError(f'{folder} exists: remove it first, or write to another folder')
-    temporary = folder.with_name(f'.{folder.name}.{secrets.token_hex(4)}')
-    temporary.mkdir(parents=True)
-    try:
-        writer = ShardWriter(temporary, tokenizer, shard_tokens)
-        for split, text in documents:
-            writer.add(split, document_ids(tokenizer, text), len(text.encode()))
-        writer.finish()
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def dtype_of(tokenizer) -> str:
-    return 'uint16' if tokenizer.n_ids <= 2 ** 16 else 'uint32'
-
-
-def document_ids(tokenizer, text: str) -> np.ndarray:
-    """Return the ids of a document with its eos, and with bos if the tokenizer was loaded with it."""
-    encode, dtype = tokenizer.encode_document or tokenizer.encode, dtype_of(tokenizer)
-    return np.concatenate([np.asarray(ids, dtype) for ids in (tokenizer.start, encode(text), [tokenizer.eos_id])])
-
-
-def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
-    """Return 'train' or 'val' by a hash of a document's text or id, so that duplicates are in the same split."""
-    return 'val' if hash_share(text, val_hash) < val_share else 'train'
-
-
-def hash_share(text: str, val_hash: str) -> float:
-    """Return the first 8 bytes of a text's hash as a share of 2^64. md5 with '42:' is the official SPS code's."""
-    if val_hash == 'md5':
-        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
-
-
-# ---- reading ----
 
 def check_meta(meta: dict) -> None:
     """Raise ValueError if meta.json has a value of the wrong type or out of range."""

@@ -2,47 +2,51 @@
 
 Each format has one reader, whether a file, a pattern or a folder names the files:
 
-    .jsonl .json (.gz)   by `json`: a record per line; a .json file may also be one list of records
-    .parquet             by pyarrow: only the text and id columns
-    .txt                 one document; with `split_lines`, one per line; the only .txt of a source is cut: its last 10%
-                         are the validation data. train.py --data reads texts the same way
-    everything else      by `datasets`: datasets of the hub, folders with .csv, .arrow or .zst, or from `save_to_disk`
+    .jsonl .json      by `json`: a record per line; a .json file may also be one list of records
+    .parquet          by pyarrow: only the text and id columns
+    .csv              by `csv`: a record per row, the first row names the fields
+    .txt              one document; with `split_lines` or `split_at`, several; the only .txt of a source is cut: its
+                      last 10% are the validation data. train.py --data reads texts the same way
+    everything else   by `datasets`: datasets of the hub, folders with .arrow files, or from `save_to_disk`
+
+All but .parquet may be compressed: .jsonl.gz, .txt.zst.
 """
+import csv
 import glob
 import gzip
 import hashlib
-import itertools
+import io
 import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-from common.files import UserError
-from data.shards import VAL_SHARE, hash_share, split_of
+from common.files import UserError, say_once
 
-FORMATS = {'json': ('.jsonl', '.json', '.jsonl.gz', '.json.gz'), 'parquet': ('.parquet',), 'txt': ('.txt',)}
-FOR_DATASETS = ('.arrow', '.csv', '.zst')  # in a folder, for the library
-EXPECTED = f'expected files of one format of {", ".join(itertools.chain(*FORMATS.values()))}'
+FORMATS = {'.jsonl': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt', '.arrow': 'datasets'}
+EXPECTED = 'expected files of one format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet'
+MARKERS = ('<|endoftext|>', '</s>')  # ends of text that may be spelled out in .txt files
+VAL_SHARE = 0.05  # of the documents of built-in data and of texts
 BATCH = 250  # records read, and then encoded, at a time
+BATCH_CHARACTERS = 2 ** 22  # after which a batch ends
 TAIL = 0.1  # share of the only text that becomes validation data, as in nanoGPT
 ENOUGH = 10  # validation documents; 5% of fewer than 200 documents
 SHUFFLE_SEED = 2357  # official SPS code
 TEXTS = SimpleNamespace(  # how train.py --data reads texts, as `s` in the functions below
-    config=None, split='train', text_field='text', id_field=None, split_lines=False, val_share=VAL_SHARE,
+    config=None, split='train', text_field='text', id_field=None, split_lines=False, split_at=None, val_share=VAL_SHARE,
     val_hash='sha256', shuffle=0)
 
 # ---- which files ----
 
 
 def format_of(file: str) -> str | None:
-    if file.endswith(FOR_DATASETS):
-        return 'datasets'
-    return next((name for name, endings in FORMATS.items() if file.endswith(endings)), None)
+    return FORMATS.get(Path(file.removesuffix('.gz').removesuffix('.zst')).suffix)
 
 
 def visible_files(folder: str) -> list[str]:
@@ -60,53 +64,54 @@ def text_files(path: str) -> list[str]:
 def local_files(name: str, config: str | None = None) -> list[str]:
     """Return the files of one format that a path, a pattern or a folder names; [] if `datasets` is to read it.
 
-    In a folder, .txt files beside records (a licence, say) are ignored.
+    Files of no format are ignored, and so are .txt files beside records (a licence, for example).
     """
     if os.path.isdir(name):
-        found = [file for file in visible_files(name) if format_of(file)]
-        files = [file for file in found if format_of(file) != 'txt'] or found
-        if config or 'datasets' in map(format_of, files):
-            return []
-        if not files:
-            raise UserError(f'{name} has no files that can be read: {EXPECTED}')
+        matches = visible_files(name)
+    elif os.path.isfile(name):
+        matches = [name]
     else:
-        files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
-        if not files and (glob.has_magic(name) or format_of(name)):
-            raise UserError(f'no file matches {name}')
+        matches = sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
+        if not matches and not glob.has_magic(name) and not format_of(name):
+            return []  # a dataset of the hub
+    if not matches:
+        raise UserError(f'no file matches {name}')
+    found = [file for file in matches if format_of(file)]
+    files = [file for file in found if format_of(file) != 'txt'] or found
     formats = {format_of(file) for file in files}
-    if len(formats) > 1 or formats & {'datasets', None}:
-        raise UserError(f'{name} matches {", ".join(files[:3])}{" ..." if files[3:] else ""}: {EXPECTED}')
+    if os.path.isdir(name) and (config or 'datasets' in formats):
+        return []
+    if len(formats) != 1 or 'datasets' in formats:
+        raise UserError(f'{name} matches {", ".join(matches[:3])}{" ..." if matches[3:] else ""}: {EXPECTED}')
     return files
 
 
 # ---- reading them ----
 
-def open_source(name: str, s) -> tuple[Callable, str]:
+def open_source(name: str, s, eos_name: str = MARKERS[0]) -> tuple[Callable, str]:
     """Return (read, a checksum of the source). s: as prepare_fineweb.Settings; s.shuffle shuffles.
 
     read(state) yields (next state, [document]) in batches. It starts at the beginning if the state is None, and a next
-    state, which is JSON, continues behind its batch. A document is (split, key, text), where the hash of the key
-    decides between train and val if the split is None; for a record without a text it is None. The checksum covers
-    names, sizes and times of local files, and the revision of a dataset of the hub.
+    state, which is JSON, continues behind its batch. A document is (split, key, text), where the hash of the key (the
+    id, or the text) decides between train and val if the split is None; for a record without a text it is None. The
+    checksum covers names, sizes and times of local files, and the revision of a dataset of the hub. eos_name: how the
+    tokenizer's end of text is spelled.
     """
     files = local_files(name, s.config)
     if files:
         checksum = checksum_of_files(files)
         if s.shuffle:
             random.Random(SHUFFLE_SEED).shuffle(files)
-        read = partial(file_batches, files, s)
+        read = partial(file_batches, files, s, {*MARKERS, eos_name})
     else:
         stream, checksum = open_dataset(name, s)
         read = partial(stream_batches, name, stream, s)
-    read = partial(document_batches, read, s)
+    read = partial(document_batches, name, read, s)
     return (partial(shuffled_batches, read, s.shuffle) if s.shuffle else read), checksum
 
 
 def checksum_of_files(files: list[str]) -> str:
-    return checksum_of([(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files])
-
-
-def checksum_of(identity: list) -> str:
+    identity = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
@@ -124,7 +129,14 @@ def open_dataset(name: str, s) -> tuple:
             identity.append((str(split), *files, files.origin_metadata))  # the revision on the hub, or the time
             if s.shuffle:
                 random.Random(SHUFFLE_SEED).shuffle(files)
-        return builder.as_streaming_dataset(split=s.split), checksum_of(identity)
+        checksum = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        stream = builder.as_streaming_dataset(split=s.split)
+        if stream.features and hasattr(builder.config, 'columns'):  # of parquet: the others may differ between files
+            builder.config.columns = fields_to_read(name, [*stream.features], s)
+            stream = builder.as_streaming_dataset(split=s.split)
+        return stream, checksum
+    except UserError:
+        raise
     except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
 
@@ -135,35 +147,38 @@ def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
     if state:
         n_read = state['records']
         stream.load_state_dict(state['stream'])
-    tables = stream.iter(BATCH)
-    while True:
-        try:
-            table = next(tables, None)
-            if table is None:
-                return
+    try:
+        for table in stream.iter(BATCH):
             records = table.select(fields_to_read(name, table.column_names, s)).to_pylist()
-        except UserError:
-            raise
-        except Exception as error:  # each kind of file has its own; or text that is not UTF-8
-            raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
-        found = [(f'{name}, record {n:,}', record, None) for n, record in enumerate(records, n_read + 1)]
-        n_read += len(records)
-        yield {'records': n_read, 'stream': stream.state_dict()}, found
+            found = [(f'{name}, record {n:,}', record, None) for n, record in enumerate(records, n_read + 1)]
+            n_read += len(records)
+            yield {'records': n_read, 'stream': stream.state_dict()}, found
+    except UserError:
+        raise
+    except Exception as error:  # each kind of file has its own; or text that is not UTF-8
+        raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
 
 
-def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [(place, record, split)]) of local files."""
-    found = file_records(files, s, state or {'file': 0, 'line': 0})
-    while batch := list(islice(found, BATCH)):
-        yield batch[-1][0], [record for _, *record in batch]
+def file_batches(files: list[str], s, markers: set[str], state: dict | None) -> Iterator[tuple]:
+    """Yield (next state, [(place, record, split)]) of local files: BATCH records, or fewer that are long."""
+    batch, size = [], 0
+    for next_state, *found in file_records(files, s, markers, state or {'file': 0, 'line': 0}):
+        batch.append(found)
+        size += len(str(found[1].get(s.text_field))) if isinstance(found[1], dict) else 0
+        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
+            yield next_state, batch
+            batch, size = [], 0
+    if batch:
+        yield next_state, batch
 
 
-def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
+def file_records(files: list[str], s, markers: set[str], state: dict) -> Iterator[tuple]:
     """Yield (next state, place, record, split) from a state on: the number of a file and of a line or record."""
-    read = {'json': json_records, 'parquet': partial(parquet_records, s), 'txt': partial(text_records, s, len(files))}
+    read = {'json': json_records, 'parquet': partial(parquet_records, s), 'csv': partial(csv_records, s),
+            'txt': partial(text_records, s, markers, len(files))}
     for i in range(state['file'], len(files)):
         file, n = files[i], state['line'] if i == state['file'] else 0  # n: lines or rows that have been read
-        unit = 'row' if format_of(file) == 'parquet' else 'line'
+        unit = 'row' if format_of(file) in ('parquet', 'csv') else 'line'
         try:
             for found in islice(read[format_of(file)](file), n, None):
                 n += 1
@@ -186,9 +201,22 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
     return wanted
 
 
+def opened(file: str) -> io.BufferedIOBase:
+    """Open a file for reading bytes. It may be compressed."""
+    if file.endswith('.gz'):
+        return gzip.open(file)
+    if not file.endswith('.zst'):
+        return open(file, 'rb')
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f'{file} needs a package that is not installed: pip install zstandard')
+    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open(file, 'rb'), read_across_frames=True))
+
+
 def json_records(file: str) -> Iterator[tuple | None]:
     """Yield (record, None) of the lines of a file, or of the list that .json may be; None for an empty line."""
-    with (gzip.open if file.endswith('.gz') else open)(file, 'rb') as lines:
+    with opened(file) as lines:
         begin = lines.peek(64).lstrip(b'\xef\xbb\xbf \t\r\n')
         if '.jsonl' not in Path(file).name and begin.startswith(b'['):
             yield from ((record, None) for record in json.load(lines))
@@ -205,17 +233,43 @@ def parquet_records(s, file: str) -> Iterator[tuple]:
                 yield record, None
 
 
-def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
+def csv_records(s, file: str) -> Iterator[tuple]:
+    """Yield (record, None) of the rows of a file. An empty cell is a missing one; NA is text."""
+    csv.field_size_limit(sys.maxsize)
+    with opened(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig', newline='') as lines:
+        rows = csv.DictReader(lines)
+        fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
+        for row in rows:
+            yield {field: row[field] or None for field in fields}, None
+
+
+def text_records(s, markers: set[str], n_files: int, file: str) -> Iterator[tuple | None]:
     """Yield (record, split) of a .txt file, of two parts of the only one, or of its lines; None for an empty one."""
-    with open(file, encoding='utf-8-sig') as lines:
-        if s.split_lines:
-            parts = ((line.rstrip('\n'), None) for line in lines)
+    with opened(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig') as lines:
+        if s.split_lines or s.split_at:
+            parts = ((part, None) for part in parts_between(lines, s.split_at or '\n'))
         else:
             text = lines.read()
             cut = int(len(text) * (1 - TAIL))
             parts = [(text, None)] if n_files > 1 else [(text[:cut], 'train'), (text[cut:], 'val')]
         for part, split in parts:
-            yield ({s.id_field: part, s.text_field: part}, split) if part.strip() else None
+            for marker in markers:
+                if marker in part:
+                    say_once(f'a text spells the end of text, {marker}, which is read as text like any other: with '
+                             f"prepare_fineweb.py --split_at='{marker}' a new document starts behind it")
+            yield ({s.id_field: None, s.text_field: part}, split) if part.strip() else None
+
+
+def parts_between(lines: Iterable[str], marker: str) -> Iterator[str]:
+    """Yield the texts between markers, which do not span lines, without the newlines around them."""
+    held = []
+    for line in lines:
+        *ends, rest = line.split(marker)
+        for end in ends:
+            yield ''.join([*held, end]).strip('\n')
+            held = []
+        held.append(rest)
+    yield ''.join(held).strip('\n')
 
 
 def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tuple]:
@@ -245,16 +299,18 @@ def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tup
 
 # ---- documents ----
 
-def document_batches(read: Callable, s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [document]) of batches of records. Checks the fields if the first batch has no text."""
-    is_first = state is None
+def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterator[tuple]:
+    """Yield (next state, [document]) of batches of records. Raises UserError if none of a source's has a text."""
+    has_text, fields = state is not None, []
     for next_state, records in read(state):
         found = [document(*record, s) for record in records]
-        if is_first and not any(found):
-            place, record, _ = records[0]
-            fields_to_read(place, [*record], s)
+        has_text, fields = has_text or any(found), fields or [*records[0][1]]
         yield next_state, found
-        is_first = False
+    if not (has_text or fields):
+        raise UserError(f'{name} has no records')
+    if not has_text:
+        raise UserError(f'{name} has no text in field {s.text_field!r}; the fields are {", ".join(fields[:20])}: set '
+                        '--text_field')
 
 
 def document(place: str, record, split: str | None, s) -> tuple | None:
@@ -265,42 +321,63 @@ def document(place: str, record, split: str | None, s) -> tuple | None:
     if text is None:
         return None
     fields_to_read(place, [*record], s)
-    key = record[s.id_field] if s.id_field else text
+    key = record[s.id_field] if s.id_field else None
     if not isinstance(text, str):
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}, expected text: set --text_field')
-    if not isinstance(key, str | int):
+    if not isinstance(key, str | int | None):
         raise UserError(f'{place} has {key!r:.60} in field {s.id_field!r}, expected an id: set --id_field')
     # half surrogate pairs, which UTF-8 cannot encode, become question marks
-    return split, *(part.encode(errors='replace').decode() for part in (str(key), text))
+    text = text.encode(errors='replace').decode()
+    return split, text if key is None else str(key).encode(errors='replace').decode(), text
 
 
-def with_splits(batches: Iterator[tuple], val_share: float, val_hash: str) -> Iterator[tuple]:
-    """Yield (next state, [(split, text) or None]) of batches of documents."""
+def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
+    """Return 'train' or 'val' by a hash of a document's text or id, so that duplicates are in the same split."""
+    return 'val' if hash_share(text, val_hash) < val_share else 'train'
+
+
+def hash_share(text: str, val_hash: str) -> float:
+    """Return the first 8 bytes of a text's hash as a share of 2^64. md5 with '42:' is the official SPS code's."""
+    if val_hash == 'md5':
+        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
+
+
+def with_splits(batches: Iterator[tuple], val_share: float, by_text: bool, val_hash: str) -> Iterator[tuple]:
+    """Yield (next state, [(split, text) or None]) of batches of documents. by_text: whatever keys they have."""
     for state, batch in batches:
-        yield state, [found and (found[0] or split_of(found[1], val_share, val_hash), found[2]) for found in batch]
+        yield state, [found and (found[0] or split_of(found[2 if by_text else 1], val_share, val_hash), found[2])
+                      for found in batch]
 
 
-def fitting_share(read: Callable, s, max_tokens: int | None = None) -> float:
-    """Return val_share, or a larger one, which it prints, if val_share leaves too few documents for validation.
+def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: bool = False) -> tuple[float, bool]:
+    """Return (val_share, by_text) for `with_splits`, and print what differs from the settings.
 
-    Enough are ENOUGH documents, or 5% of fewer than 200. It reads until it has found enough, or as many bytes as
+    val_share is raised if it leaves too few documents for validation: fewer than ENOUGH, or than 5% of fewer than 200.
+    The texts decide (by_text) if all documents have one id. It reads until it has found enough, or as many bytes as
     max_tokens: a document rarely has more tokens than bytes.
     """
-    shares, n_val, n_bytes = set(), 0, 0
+    shares, n_val, n_bytes = [], 0, 0
     for split, key, text in (found for _, batch in read(None) for found in batch if found):
         if split:
             print(f'one text: its last {TAIL:.0%} are the validation data', flush=True)
-            return s.val_share
-        share = hash_share(key, s.val_hash)
-        n_val += share < s.val_share and share not in shares
-        shares.add(share)
+            return s.val_share, False
+        shares.append(hash_share(text if by_text else key, s.val_hash))
+        n_val += shares[-1] < s.val_share
         n_bytes += len(text.encode()) + 1
-        if n_val == ENOUGH or (max_tokens and n_bytes >= max_tokens):
+        if (n_val >= ENOUGH and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
             break
-    enough = min(ENOUGH, max(1, len(shares) // 20))
-    if n_val >= enough or len(shares) < 2:
-        return s.val_share
+    n, n_ids = len(shares), len(set(shares))
+    if n_ids < n and not by_text and key != text:
+        print(f'ids repeat: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
+              + ('all documents of an id are in the same split (--id_field=None: the text decides)' if n_ids > 1 else
+                 'the text decides between train and val'), flush=True)
+        if n_ids == 1:
+            return fitting_share(read, s, max_tokens, by_text=True)
+    enough = min(ENOUGH, max(1, n // 20))
+    if n_val >= enough or n_ids < 2:
+        return s.val_share, by_text
     val_share = math.nextafter(sorted(shares)[enough - 1], 1)
-    print(f'val_share = {s.val_share:g} leaves {n_val} of {len(shares):,} documents for validation: it is raised to '
-          f'{val_share:.2g}, which leaves {enough}', flush=True)
-    return val_share
+    print(f'val_share = {s.val_share:g} leaves {n_val} of {n:,} documents for validation: it is raised to '
+          f'{val_share:.2g}, which leaves {sum(share < val_share for share in shares):,}', flush=True)
+    return val_share, by_text

@@ -29,7 +29,7 @@ from common.files import UserError
 from common.settings import Text, make_settings
 from data.shards import shuffled
 
-NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers'}  # files of this folder that are no built-in data
+NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers', 'writing'}  # files of this folder that are no built-in data
 KEPT_IDS = 2 ** 28  # a fixed training set of at most so many ids, 1 GiB, is made once and kept in memory
 
 # ---- tasks by name ----

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import UserError, friendly_errors, sha256, write_file
+from common.files import UserError, friendly_errors, read_json, sha256, write_file, write_json
 from common.settings import check_ranges, load_settings
-from data.shards import special_tokens
 from data.tasks import make_task, task_class
 
 GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',  # of vocab.bpe, of encoder.json
                '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783')
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]')
 EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # the last a folder
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Tokenizer:
     bos_id: int | None = None  # the token that starts a document, if it has one
     decode_text: Callable | None = None  # decodes a whole text as transformers does, to str, where that differs
     start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
+    eos_name: str = EOS_NAMES[0]  # how eos is spelled
 
 
 def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tokenizer:
@@ -62,7 +63,23 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no token that starts a document: leave out --bos; in a '
                         f'tokenizer.json it is one of {", ".join(BOS_NAMES)}')
-    return replace(tokenizer, start=(tokenizer.bos_id,)) if bos else tokenizer
+    plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
+    return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
+                   encode=lambda text: encode_anyhow(name, plain, text),
+                   encode_document=lambda text: encode_anyhow(name, document, text))
+
+
+def encode_anyhow(name: str, encode: Callable, text: str):
+    """Encode a text. If the library fails, for example at a million blanks, encode each half of the text."""
+    try:
+        return encode(text)
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the panic of a library in Rust is no Exception
+        if len(text) < 1000:
+            raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
+    middle = len(text) // 2
+    return [*encode_anyhow(name, encode, text[:middle]), *encode_anyhow(name, encode, text[middle:])]
 
 
 def tokenizer_digest(name) -> str | None:
@@ -73,6 +90,34 @@ def tokenizer_digest(name) -> str | None:
     if path.is_dir():  # with GPT-2's files: no other folder is a tokenizer
         return 'gpt2'
     return sha256(path) if path.is_file() else None
+
+
+def special_tokens(path: Path) -> dict[str, str]:
+    """Return 'eos_token' and 'bos_token' as the files beside a tokenizer.json name them, if they do."""
+    told = {}
+    for file in map(path.with_name, ('special_tokens_map.json', 'tokenizer_config.json')):
+        told |= read_json(file, 'copy it again, or remove it') if file.is_file() else {}
+    named = {key: told.get(key) for key in ('eos_token', 'bos_token')}
+    return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
+
+
+def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
+    """Copy the file or folder of a tokenizer into a folder. Return what meta.json calls it.
+
+    Names that are not paths are returned as they are. eos_token: see `load_tokenizer`; tokenizer_config.json keeps it.
+    """
+    path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
+    if path.is_file():
+        own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
+        told = special_tokens(path)
+        write_json(Path(folder) / 'tokenizer_config.json', told | ({'eos_token': eos_token} if eos_token else {}))
+    elif not (path / files[0]).is_file():
+        return name
+    for file in files:
+        target = Path(folder) / own_name / file
+        target.parent.mkdir(exist_ok=True)
+        write_file(target, (path / file).read_bytes())
+    return own_name
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -125,7 +170,8 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
                         '--tokenizer=FOLDER, one with encoder.json and vocab.bpe')
     except ValueError as error:
         raise UserError(f'{name} has other files than those of GPT-2 that OpenAI published: {error}')
-    return Tokenizer(name, 50257, 50256, bpe.encode_ordinary, bpe.decode_bytes,
+    # encode_ordinary panics at a million blanks, and prints a stack trace
+    return Tokenizer(name, 50257, 50256, lambda text: bpe.encode(text, disallowed_special=()), bpe.decode_bytes,
                      lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
 
 
@@ -144,6 +190,8 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
                         'another that tokenizer_config.json beside it names as "eos_token" (importing: --eos_token)')
     fast.no_truncation()
     fast.no_padding()
+    if getattr(fast.model, 'dropout', None):
+        fast.model.dropout = None
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
@@ -168,7 +216,8 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
                         for i in ids if i not in (bos, eos))
-    return Tokenizer(str(path), max(vocabulary.values()) + 1, eos, encode, decode, encode_document, bos, fast.decode)
+    return Tokenizer(str(path), max(vocabulary.values()) + 1, eos, encode, decode, encode_document, bos, fast.decode,
+                     eos_name=fast.id_to_token(eos))
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
@@ -199,7 +248,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
         return Sequence([Replace('\u2581', ' '), ByteFallback(), Fuse(), Strip(' ', n_blanks, 0)]).decode(pieces)
     bos = model.bos_id() if model.bos_id() >= 0 else None
     return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos,
-                     decode_text=decode_text)
+                     decode_text=decode_text, eos_name=model.id_to_piece(model.eos_id()))
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
@@ -246,7 +295,8 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f'{s.out} exists: write to another --out')
         batches = (batch for name in names for _, batch in open_source(name, TEXTS)[0](None))
         texts = (found[2] for batch in batches for found in batch if found)
-        write_file(s.out, train_tokenizer(texts, s.vocab_size).encode())
+        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))  # whole takes 80 times it
+        write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 
 

@@ -30,8 +30,8 @@ if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in t
 import attn_kernels
 import scans.gpn  # noqa: F401  its kernels
 from common import runs
-from data import write_data
 from data.tokenizers import load_tokenizer
+from data.writing import write_data
 
 os.environ.pop('TRITON_INTERPRET', None)
 attn_kernels.KERNELS_ON_CPU = False

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import data
 from common.files import UserError
 from common.validation import validation_loss
-from data import python_docs, shards
+from data import python_docs, sources, writing
 from data.shards import Data, epoch_keys, permute, shuffled
 from data.tokenizers import load_tokenizer, padded_vocab
 
@@ -120,7 +120,7 @@ def test_a_validation_loss_is_of_so_many_tokens_or_of_all_in_order_if_there_are_
 def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash():
     found = [*python_docs.documents()]
     assert found == [*python_docs.documents()] and len({text for _, text in found}) == len(found)
-    assert all(split == shards.split_of(text) for split, text in found)
+    assert all(split == sources.split_of(text) for split, text in found)
     n_bytes = {name: sum(len(text.encode()) for split, text in found if split == name) for name in ('train', 'val')}
     assert 1.5e6 < n_bytes['train'] < 4e6 and n_bytes['val'] > 3e4
 
@@ -160,12 +160,6 @@ def test_a_damaged_shard_is_a_sentence(copy, content, sentence):
         d.tokens('train', 0, 10000) if 'id' in sentence.split() else d.verify()
 
 
-def test_no_data_is_a_sentence():
-    with pytest.raises(UserError, match='no data at nowhere: expected a .txt file, .* or built-in data .a5, countdown, '
-                                        'manhattan, path_star, pointer_chasing, python_docs, recall'):
-        data.open_data('nowhere')
-
-
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
                            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 places = st.sampled_from([(), ('tokenizer',), ('n_ids',), ('eos_id',), ('dtype',), ('splits',), ('splits', 'val'),
@@ -196,9 +190,9 @@ def test_writing_never_replaces_data_and_is_all_or_nothing(tiny_data, tmp_path):
         raise KeyboardInterrupt
     byte = load_tokenizer('byte')
     with pytest.raises(UserError, match='exists: remove it first'):
-        shards.write_data(tiny_data, byte, [('train', 'a'), ('val', 'b')])
+        writing.write_data(tiny_data, byte, [('train', 'a'), ('val', 'b')])
     with pytest.raises(UserError, match='bytes of text in its split train and 0 in val'):
-        shards.write_data(tmp_path / 'x', byte, [('train', 'a')])
+        writing.write_data(tmp_path / 'x', byte, [('train', 'a')])
     with pytest.raises(KeyboardInterrupt):
-        shards.write_data(tmp_path / 'x', byte, interrupted())
+        writing.write_data(tmp_path / 'x', byte, interrupted())
     assert list(tmp_path.iterdir()) == []

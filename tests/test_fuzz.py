@@ -35,8 +35,8 @@ from hypothesis import strategies as st
 import train
 from common import runs
 from common.start import quiet_start
-from data.shards import write_data
 from data.tokenizers import load_tokenizer
+from data.writing import write_data
 
 try:
     from common import lm_eval_adapter

@@ -18,8 +18,9 @@ import model_standard
 from analysis import gradient_flow, restricted_state
 from analysis.figures import long_documents, read_csv, smoothed
 from common.files import UserError
-from data import open_data, write_data
+from data import open_data
 from data.tokenizers import load_tokenizer
+from data.writing import write_data
 
 IDS = torch.randint(0, 59, (15,), generator=torch.Generator().manual_seed(3))  # one document
 T = len(IDS) - 1

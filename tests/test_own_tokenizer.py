@@ -1,18 +1,17 @@
 """Tokenizers by path: they give texts back, and a run owns a copy of its own."""
 import json
-import os
+import random
 import shutil
-from pathlib import Path
 
 import pytest
 from conftest import assert_sentence, run, succeeded, train_tiny
 
-from common import export, runs
+from common import runs
 from common.files import UserError
-from data import Data, write_data
-from data.shards import document_ids
-from data.tokenizers import load_tokenizer, train_tokenizer
-from sample import load_draft
+from data import Data, writing
+from data.tokenizers import encode_anyhow, load_tokenizer, train_tokenizer
+from data.writing import document_ids, write_data
+from sample import Settings, load_draft, read_prompts
 
 TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40
 
@@ -69,15 +68,18 @@ def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
     assert document_ids(own, 'a </s> b').tolist().count(own.eos_id) == 1
 
 
-def test_added_tokens_decode_to_themselves_and_stored_padding_and_truncation_are_not_obeyed(tokenizers, tmp_path):
+def test_added_tokens_decode_to_themselves_and_padding_truncation_and_dropout_are_off(tokenizers, tmp_path):
     library = pytest.importorskip('tokenizers')
     fast, path = library.Tokenizer.from_file(str(tokenizers / 'own.json')), tmp_path / 'tokenizer.json'
     fast.add_tokens(['caf\u00e9'])
     fast.enable_padding(length=16, pad_id=0, pad_token='<|endoftext|>')
     fast.enable_truncation(2)
+    fast.model.dropout = 0.9
     fast.save(str(path))
     tokenizer = load_tokenizer(path)
     ids = tokenizer.encode('caf\u00e9 \u00e9')
+    assert {tuple(tokenizer.encode(TEXTS[0])) for _ in range(9)} == {
+        tuple(load_tokenizer(tokenizers / 'own.json').encode(TEXTS[0]))}
     assert 2 < len(ids) < 5 and tokenizer.decode(ids).decode() == 'caf\u00e9 \u00e9'
     fast.decoder = library.decoders.WordPiece()
     fast.save(str(path))
@@ -102,21 +104,6 @@ def test_a_tokenizer_is_trained_to_a_size_from_whatever_preparation_reads(tmp_pa
     assert_sentence(run('-m', 'data.tokenizers', tmp_path / 'no.txt', f'--out={tmp_path}/no.json'), 'no file matches')
 
 
-@pytest.mark.skipif('GPT2_VOCABULARY' not in os.environ,
-                    reason='needs GPT2_VOCABULARY, a folder with encoder.json and vocab.bpe')
-def test_gpt2_from_files_equals_tiktokens(tmp_path, monkeypatch):
-    import tiktoken
-    folder = Path(os.environ['GPT2_VOCABULARY'])
-    for name, file in (('6d1cbeee0f20b3d9449abfede4726ed8212e3aee', 'vocab.bpe'),
-                       ('6c7ea1a7e38e3a7f062df639a5b80947f075ffe6', 'encoder.json')):
-        shutil.copy(folder / file, tmp_path / name)  # as tiktoken keeps its downloads
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
-    want, got = tiktoken.get_encoding('gpt2'), load_tokenizer(folder)
-    for text in [*TEXTS[:2], ' <|endoftext|> 12345 \r\n\t  don’t', ''.join(map(chr, range(32, 0x3000)))]:
-        assert got.encode(text) == want.encode_ordinary(text) == got.encode_document(text).tolist()
-        assert got.decode(got.encode(text)).decode() == text
-
-
 def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
     tiktoken = pytest.importorskip('tiktoken')
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))
@@ -126,6 +113,104 @@ def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
         load_tokenizer('gpt2')
     with pytest.raises(UserError, match=f'could not be loaded from {tmp_path}'):
         load_tokenizer(tmp_path)
+
+
+# ---- long documents, and what the libraries cannot encode ----
+
+@pytest.fixture(scope='module')
+def kinds(tmp_path_factory):
+    """{name: encode_document} of tokenizers that split texts in different ways."""
+    library, sentencepiece = pytest.importorskip('tokenizers'), pytest.importorskip('sentencepiece')
+    folder, found = tmp_path_factory.mktemp('kinds'), {}
+    models, trainers, pre, norm = library.models, library.trainers, library.pre_tokenizers, library.normalizers
+    special = {'special_tokens': ['</s>', '<unk>'], 'show_progress': False}
+    bpe = trainers.BpeTrainer(vocab_size=320, initial_alphabet=pre.ByteLevel.alphabet(), **special)
+    unigram = trainers.UnigramTrainer(vocab_size=90, unk_token='<unk>', **special)
+    by_bytes, spaces = library.decoders.ByteLevel(), library.decoders.Metaspace()
+    llama = norm.Sequence([norm.Prepend('\u2581'), norm.Replace(' ', '\u2581')])
+    for name, model, trainer, normalizer, splitter, decoder in (
+            ('words', models.BPE(), bpe, norm.NFC(), pre.ByteLevel(add_prefix_space=False), by_bytes),
+            ('prefix', models.BPE(), bpe, norm.NFC(), pre.ByteLevel(), by_bytes),
+            ('no words', models.BPE(), bpe, norm.NFC(), pre.ByteLevel(False, use_regex=False), by_bytes),
+            ('unigram', models.Unigram(), unigram, norm.NFKC(), pre.Metaspace(), spaces),
+            ('llama', models.BPE(unk_token='<unk>', fuse_unk=True), bpe, llama, pre.Split(' ', 'isolated'), spaces)):
+        fast = library.Tokenizer(model)
+        fast.normalizer, fast.pre_tokenizer, fast.decoder = normalizer, splitter, decoder
+        fast.train_from_iterator(TEXTS, trainer)
+        fast.add_tokens(['some words'])
+        fast.save(str(folder / f'{name}.json'))
+        found[name] = load_tokenizer(folder / f'{name}.json').encode_document
+    for name in ('unigram', 'bpe'):
+        for is_plain in (False, True):
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(TEXTS), model_prefix=str(folder / name), vocab_size=320, byte_fallback=True,
+                hard_vocab_limit=False, minloglevel=2, model_type=name, add_dummy_prefix=not is_plain,
+                remove_extra_whitespaces=not is_plain, normalization_rule_name='identity' if is_plain else 'nmt_nfkc')
+            found[f'{name} {is_plain}'] = load_tokenizer(folder / f'{name}.model').encode_document
+    with pytest.MonkeyPatch.context() as patch:
+        use_bytes_of_tiktoken(patch)
+        found['gpt2'] = load_tokenizer('gpt2').encode_document
+    return found | {'byte': load_tokenizer('byte').encode_document}
+
+
+def use_bytes_of_tiktoken(patch):
+    """Make 'gpt2' an encoding of tiktoken with GPT-2's rules for words, but few merges."""
+    tiktoken, public = pytest.importorskip('tiktoken'), pytest.importorskip('tiktoken_ext.openai_public')
+    ranks = {bytes([i]): i for i in range(256)} | {b'\n\n': 257, b' a': 258, b'te': 259, b'xt': 260, b'text': 261}
+    encoding = tiktoken.Encoding('gpt2', pat_str=public.r50k_pat_str, mergeable_ranks=ranks,
+                                 special_tokens={'<|endoftext|>': 50256})
+    patch.setattr(tiktoken, 'get_encoding', lambda name: encoding)
+
+
+WORDS = ['a', 'text', 'some words', 'naïve', '日本', '語', '12345', '0', '...', '!', '</s>', '<unk>', 'e\u0301',
+         "don't", '😀', '\u00a0', 'x' * 50, 'ab' * 30]
+BLANKS = [' ', '  ', '\n', '\n\n', ' \n ', '\t', '', '', '', '\r\n', '\u3000', '   ']
+
+
+@pytest.mark.parametrize('seed, blank', [*enumerate(' \n\n \n')])
+def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed, blank, monkeypatch):
+    monkeypatch.setattr(writing, 'PIECE', 2000)
+    rng = random.Random(seed)
+    words, blanks = rng.sample(WORDS, rng.randint(3, len(WORDS))), rng.sample(BLANKS, rng.randint(2, 5))
+    text = ''.join(rng.choice(words) + rng.choice(blanks) for _ in range(3000))
+    runs = [rng.choice([' ', '\n', 'a', '0', '!', '日', 'ab']) * rng.randint(1000, 5000) for _ in range(seed % 3)]
+    for run_of_one in runs:
+        i = rng.randrange(len(text))
+        text = text[:i] + run_of_one + text[i:]
+    text = f'{"a " * 700}{blank * 1500}{text}'  # the first piece ends in blanks, whose ids depend on what follows
+    for name, encode in kinds.items():
+        lengths = []
+
+        def counted(part, encode=encode):
+            lengths.append(len(part))
+            return encode(part)
+        pieces = [[*ids] for ids in writing.encoded_pieces(counted, text)]
+        assert [i for ids in pieces for i in ids] == [*encode(text)], name
+        assert len(pieces) > 1 and max(lengths) <= 2000 + 1009 + 2000 + sum(map(len, runs)), name
+
+
+@pytest.mark.parametrize('blank', [' ', '\n'])
+def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatch, capfd):
+    use_bytes_of_tiktoken(monkeypatch)
+    tokenizer, text = load_tokenizer('gpt2'), f'a{blank * 10 ** 6}b'
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids).decode() == text and document_ids(tokenizer, text).tolist() == [*ids, 50256]
+    assert capfd.readouterr().err == ''  # no stack trace of the library
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    (tmp_path / 'prompts.txt').write_text('\ufeffab\n', encoding='utf-8')
+    assert read_prompts(Settings(file=str(tmp_path / 'prompts.txt')), []) == ['ab']
+
+
+def test_what_no_tokenizer_can_encode_is_a_sentence_though_a_panic_is_no_exception():
+    def encode(text):
+        if 'x' in text or len(text) > 5000:
+            raise type('PanicException', (BaseException,), {})('index out of range')
+        return [len(text)]
+    assert sum(encode_anyhow('own', encode, 'a' * 12_345)) == 12_345
+    with pytest.raises(UserError, match='own cannot encode .*x.*index out of range'):
+        encode_anyhow('own', encode, 'a' * 6000 + 'x' * 6000)
 
 
 # ---- of data and runs ----
@@ -189,12 +274,3 @@ def test_a_tokenizer_that_is_damaged_or_missing_is_a_sentence(trained, tmp_path)
     for damage in (lambda: path.write_text('{}'), path.unlink):
         damage()
         assert_sentence(run('sample.py', out, 'a'), str(path))
-
-
-def test_a_tokenizer_goes_to_hugging_face_and_comes_back(trained, tmp_path):
-    export.export_run(trained, tmp_path / 'llama')
-    assert (tmp_path / 'llama/tokenizer.json').read_bytes() == (trained / 'tokenizer.json').read_bytes()
-    export.import_llama(tmp_path / 'llama', tmp_path / 'back')
-    shutil.rmtree(tmp_path / 'llama')
-    succeeded(run('sample.py', tmp_path / 'back', 'a text', '--max_new_tokens=3'))
-    assert runs.same_vocabulary(runs.read_run(tmp_path / 'back')['data'], runs.read_run(trained)['data'])

@@ -18,7 +18,8 @@ from conftest import ROOT, TINY, assert_sentence, byte_documents, run, succeeded
 import prepare_fineweb
 from common.files import locked
 from data import sources
-from data.shards import Data, split_of
+from data.shards import Data
+from data.sources import split_of
 
 datasets = pytest.importorskip('datasets')
 pytestmark = pytest.mark.slow
@@ -83,21 +84,6 @@ def test_a_streamed_dataset_and_its_local_files_become_the_same_shards(streamed,
     shards = {shard['file'] for info in d.splits.values() for shard in info['shards']}
     assert len(shards) > 5 and contents(streamed).keys() == {'meta.json', *shards}
     assert contents(prepared(fineweb, tmp_path / 'local', '--workers=2')) == contents(streamed)
-
-
-def test_fields_a_limit_and_records_without_a_text(records, tmp_path):
-    with open(tmp_path / 'a.jsonl', 'w') as file:
-        for i, r in enumerate(records[:500]):
-            file.write(json.dumps({'body': None if i == 3 else r['text'], 'n': i}) + '\n')
-    result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--text_field=body', '--id_field=n',
-                               '--max_tokens=30_000'))
-    assert "1 records without a text in field 'body' were left out" in result.stdout
-    splits = Data(tmp_path / 'out').splits
-    assert 30_000 <= sum(info['tokens'] for info in splits.values()) < 33_000
-    taken = [i for i in range(sum(info['documents'] for info in splits.values()) + 1) if i != 3]
-    for split in ('train', 'val'):
-        assert byte_documents(tmp_path / 'out', split) == [records[i]['text'] for i in taken
-                                                           if split_of(str(i), 0.1) == split]
 
 
 @pytest.mark.parametrize('n', [2, 40, 1000])
@@ -195,16 +181,6 @@ def test_a_preparation_continues_with_the_same_source_tokenizer_and_settings_onl
     os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def test_ctrl_c_when_all_is_written_takes_nothing_away(source, tmp_path, monkeypatch):
-    class Interrupted(prepare_fineweb.ProcessPoolExecutor):
-        def shutdown(self, *args, **options):
-            super().shutdown(*args, **options)
-            raise KeyboardInterrupt
-    monkeypatch.setattr(prepare_fineweb, 'ProcessPoolExecutor', Interrupted)
-    assert prepare(source, tmp_path / 'out').returncode == 130
-    Data(tmp_path / 'out').verify()
-
-
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_the_workers_of_a_killed_preparation_end_and_the_folder_is_free(source, tmp_path):
     out = tmp_path / 'out'
@@ -246,7 +222,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, name, content, options, sen
 
 @pytest.mark.parametrize('name, content, sentence', [
     ('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'), ('meta.json', '{}', 'is complete'),
-    ('progress.json', '{"mine": 1}', 'progress.json is not of a preparation'),
+    ('progress.json', '{"mine": 1}', 'it is not of a preparation'),
     ('progress.json', '[', 'progress.json is damaged'), (None, 'a file', 'Not a directory')])
 def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, source, name, content, sentence):
     path = tmp_path / 'out' / (name or '')

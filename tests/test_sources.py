@@ -1,23 +1,26 @@
 """What each kind of source is read as: files, patterns and folders; training and preparation read texts alike."""
+import csv
 import gzip
 import json
 import re
 import shutil
+import sys
 
 import pytest
-from conftest import byte_documents, prepared
+from conftest import byte_documents, prepare, prepared, succeeded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
 import prepare_fineweb
-from common.files import UserError
+from common.files import UserError, say_once
 from data import sources
-from data.shards import Data, hash_share, split_of
+from data.shards import Data
+from data.sources import hash_share, split_of
 
 pa = pytest.importorskip('pyarrow')
 datasets = pytest.importorskip('datasets')
-LINES = [f'Line {i} of a long naïve text.' for i in range(400)]
+LINES = ['NA', *(f'Line {i} of a long naïve text.' for i in range(399))]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,15 @@ def write(folder, kind, records, n_files=3):
             pa.parquet.write_table(table.append_column('when', unreadable), path, row_group_size=50)
         elif kind == 'jsonl.gz':
             path.write_bytes(gzip.compress(lines.encode()))
+        elif kind == 'jsonl.zst':  # of two frames, as if two files were joined
+            half = lines.index('\n', len(lines) // 2) + 1
+            path.write_bytes(b''.join(map(pytest.importorskip('zstandard').compress, (
+                lines[:half].encode(), lines[half:].encode()))))
+        elif kind == 'csv':
+            with open(path, 'w', encoding='utf-8-sig', newline='') as file:
+                table = csv.DictWriter(file, part[0])
+                table.writeheader()
+                table.writerows(part)
         else:
             mark = '\ufeff' if i else ''  # a byte order mark is not text
             path.write_text(mark + (lines if kind == 'jsonl' else json.dumps(part)), encoding='utf-8')
@@ -64,20 +76,22 @@ RECORDS = [{'id': str(i), 'text': None if i in (7, 300) else line} for i, line i
 WITH_TEXT = [record['text'] for record in RECORDS if record['text']]
 
 
-@pytest.fixture(scope='module', params=['jsonl', 'jsonl.gz', 'json', 'parquet'])
+@pytest.fixture(scope='module', params=['jsonl', 'jsonl.gz', 'jsonl.zst', 'json', 'parquet', 'csv'])
 def files(request, tmp_path_factory):
-    """A folder of one format, with older copies in a hidden folder, and a licence."""
+    """A folder of one format, with older copies in a hidden folder, a licence and a picture."""
     folder = tmp_path_factory.mktemp('files') / 'files'
     write(folder, request.param, RECORDS)
     shutil.copytree(folder, folder / '.cache')
     (folder / 'LICENSE.txt').write_text('Do as you like.')
+    (folder / 'map.png').touch()
     return folder, request.param
 
 
 def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_they_have(files):
     folder, kind = files
     by_file = [found for i in range(3) for found in texts(read(folder / f'{i}.{kind}'))]
-    assert by_file == texts(read(folder)) == texts(read(f'{folder}/*.{kind}')) == WITH_TEXT
+    assert by_file == WITH_TEXT
+    assert all(texts(read(source)) == by_file for source in (folder, f'{folder}/*.{kind}', f'{folder}/*'))
     left_out = [found for _, batch in read(folder) for found in batch].count(None)
     assert left_out == 2  # records without a text
     with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
@@ -102,13 +116,14 @@ def test_shuffling_mixes_files_and_documents(tmp_path):
     assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # a block is five files
 
 
-@pytest.mark.parametrize('kind', ['saved', 'saved dict', 'csv'])
+@pytest.mark.parametrize('kind', ['saved', 'saved dict', 'arrow'])
 def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, 'BATCH', 30)
     found = datasets.Dataset.from_list([{'id': str(i), 'text': line, 'other': i} for i, line in enumerate(LINES)])
-    if kind == 'csv':
+    if kind == 'arrow':
+        found.save_to_disk(tmp_path / 'saved')
         (tmp_path / 'source').mkdir()
-        found.to_csv(tmp_path / 'source/a.csv')
+        shutil.copy(next((tmp_path / 'saved').glob('*.arrow')), tmp_path / 'source/a.arrow')
     else:
         found = found.with_format('numpy')  # is saved with it
         (datasets.DatasetDict(train=found) if kind == 'saved dict' else found).save_to_disk(tmp_path / 'source')
@@ -119,6 +134,36 @@ def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path
     if kind != 'saved':
         with pytest.raises(UserError, match='could not be opened'):
             read(tmp_path / 'source', split='test')
+
+
+def test_other_columns_of_a_configuration_may_differ_between_its_files(tmp_path):
+    write(tmp_path / 'files', 'parquet', RECORDS)
+    (tmp_path / 'files/README.md').write_text('---\nconfigs:\n- config_name: all\n  data_files: "*.parquet"\n---\n')
+    assert texts(read(tmp_path / 'files', config='all')) == WITH_TEXT
+    with pytest.raises(UserError, match="has no field 'url'"):
+        read(tmp_path / 'files', config='all', id_field='url')
+
+
+def test_a_record_may_lack_its_text_but_not_all_of_them(tmp_path):
+    path = tmp_path / 'a.jsonl'
+    path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)
+    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; the fields are id, body: set --text_fi"):
+        read(path)
+    path.write_text(path.read_text() + '{"id": 3, "text": "at last"}\n')
+    assert texts(read(path)) == ['at last'] and sum(len(batch) for _, batch in read(path)) == 601
+
+
+def test_a_batch_of_long_texts_has_few_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'BATCH_CHARACTERS', 200)
+    write(tmp_path / 'files', 'jsonl', RECORDS)
+    assert {len(batch) for _, batch in read(tmp_path / 'files')} <= {*range(1, 10)}
+
+
+def test_a_zst_file_names_the_package_that_it_needs(tmp_path, monkeypatch):
+    (tmp_path / 'a.jsonl.zst').write_bytes(b'(\xb5/\xfd')
+    monkeypatch.setitem(sys.modules, 'zstandard', None)
+    with pytest.raises(UserError, match='pip install zstandard'):
+        read(tmp_path / 'a.jsonl.zst')
 
 
 def test_a_checksum_knows_names_sizes_and_times(files, tmp_path):
@@ -168,6 +213,18 @@ def test_split_lines_makes_each_line_a_document_wherever_reading_continues(tmp_p
     assert read(tmp_path / 'all.txt', whole[20][0], split_lines=True) == whole[21:]
 
 
+STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in range(40)]
+
+
+@pytest.mark.parametrize('marker', ['<|endoftext|>', '</s>', '[the end]'])
+def test_an_end_of_text_that_is_spelled_out_is_said_and_separates_documents_on_demand(marker, tmp_path, capfd):
+    say_once.cache_clear()
+    (tmp_path / 'stories.txt').write_text(f'\n{marker}\n'.join(STORIES) + marker)
+    assert texts(read(tmp_path / 'stories.txt', split_at=marker)) == STORIES and capfd.readouterr().err == ''
+    batches = sources.open_source(str(tmp_path / 'stories.txt'), options(), marker)[0](None)
+    assert len(texts(batches)) == 2 and capfd.readouterr().err.count(f"--split_at='{marker}'") == 1
+
+
 # ---- which documents are validation data ----
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -176,18 +233,37 @@ def test_split_lines_makes_each_line_a_document_wherever_reading_continues(tmp_p
 def test_val_share_is_raised_where_it_leaves_too_few_and_no_further(n, share, val_hash):
     s = options(val_share=share, val_hash=val_hash)
     keys = [str(i) for i in range(n)]
-    fitting = sources.fitting_share(lambda state: [(None, [(None, key, 'a text') for key in keys])], s)
+    fitting, by_text = sources.fitting_share(lambda state: [(None, [(None, key, 'a text') for key in keys])], s)
     n_val = sum(split_of(key, fitting, val_hash) == 'val' for key in keys)
     enough = min(10, max(1, n // 20))
+    assert not by_text
     if fitting == share:
         assert n_val >= enough
     else:
         assert n_val == enough and sum(hash_share(key, val_hash) < share for key in keys) < enough
 
 
+@pytest.mark.parametrize('n_ids, said', [(90, ''), (3, '90 documents have 3 in field'), (1, '90 documents have 1 in')])
+def test_ids_that_repeat_are_said_and_shares_are_of_documents(n_ids, said, tmp_path):
+    records = [{'id': i % n_ids, 'text': line} for i, line in enumerate(LINES[:90])]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, records)))
+    result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_share=1e-9'))
+    assert said in result.stdout and ('ids repeat' in result.stdout) == (said != '')
+    n_val = {90: 4, 3: 30, 1: 4}[n_ids]  # 5% of the documents, or all of an id
+    assert 'leaves 0 of 90 documents for validation: it is raised to' in result.stdout
+    assert f'which leaves {n_val}\n' in result.stdout and Data(tmp_path / 'out').splits['val']['documents'] == n_val
+
+
+def test_ids_of_a_source_in_order_decide_though_the_first_of_them_would_all_be_validation_data():
+    s = options(val_share=hash_share('a', 'sha256') + 0.01)
+    documents = [(None, key, 'a text') for key in 'aaaaaaaaaaaabbbbb']
+    assert sources.fitting_share(lambda state: [(None, documents)], s) == (s.val_share, False)
+
+
 def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
-    prepared(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03')
+    result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))
+    assert "1 records without a text in field 'text' were left out" in result.stdout  # as far as it has read
     splits = Data(tmp_path / 'out').splits
     assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
     assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is why it was raised
@@ -208,8 +284,8 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; the fields are text"),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
-    ('a.csv', b'1,2', 'a.csv matches'),
-    ('docs/page.md', b'# A page', 'docs has no files that can be read: expected files'),
+    ('a.csv', b'1,2', "a.csv has no field 'text'; the fields are 1, 2"),
+    ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),
     ('none*.jsonl', None, 'no file matches'),
 ])
 def test_a_source_that_cannot_be_read_is_a_sentence_that_names_file_and_line(tmp_path, name, content, sentence):

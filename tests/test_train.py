@@ -28,8 +28,8 @@ from common.files import UserError
 from common.memory import LiveBytes, bytes_by_rows
 from common.validation import counted
 from data import open_data
-from data.shards import write_data
 from data.tokenizers import load_tokenizer
+from data.writing import write_data
 
 
 @pytest.fixture(scope='module')

@@ -7,8 +7,8 @@
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   continue a finished run in a new folder
 
 Read from top to bottom: settings, schedule and optimizer, one training step, evaluation, and `train` with the loop.
-common/run_settings.py decides what --resume, --extend and --init_from take over from another run. A model needs
-`forward` and `logits`; docs/own_model.md lists what else it may have.
+common/continuing.py has what --resume, --extend and --init_from take over from another run. A model needs `forward`
+and `logits`; docs/own_model.md lists what else it may have.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -23,16 +23,17 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from common import checkpoint, parallel, run_settings, runs
-from common.files import UserError, friendly_errors
+from common.files import UserError, command, friendly_errors
 from common.machine import Device, DType, caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import acceptance, counted, validation_loss
-from data import open_data
+from data import has_data, open_data
 
 
 @dataclass
@@ -240,14 +241,13 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
     """Return the model on its device, with seeded or s.init_from's weights, sharded if asked. Sets machine.dtype."""
-    source_step, weights = run_settings.initial_weights(s, record)
     torch.manual_seed(s.seed)
     model = runs.model_file(s.model).Model(config).to(machine.device)
     run_settings.describe(s, model, data)
-    if weights:
+    if s.init_from:
+        from common.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)
-        runs.start_from(model, s.init_from, weights, idx.to(machine.device))
-        print(f'weights of step {source_step} of {s.init_from}')
+        load_initial_weights(s, record, model, idx.to(machine.device))
     machine.dtype = pick_dtype(s.dtype, machine.device.type, runs.count_parameters(model) >= BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, products in '
@@ -268,12 +268,15 @@ class Records:
             return
         if not s.resume:
             runs.start_run(s, config, data, machine)
-        if run_settings.extension_starts(s):
+        if runs.extension_starts(s):
             runs.copy_log(s.extend, s.out_dir, step)
         self.log = runs.open_log(s.out_dir, step)
         if s.wandb_project:
             import wandb
-            self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)})
+            id_file = Path(s.out_dir) / 'wandb_id'  # of the run that --resume continues there
+            self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)},
+                                    id=id_file.read_text() if id_file.exists() else None, resume='allow')
+            id_file.write_text(self.wandb.id)
 
     def write(self, line: dict) -> None:
         """Append a line to the log, without values that are not finite: JSON has none."""
@@ -288,7 +291,9 @@ class Records:
         if self.log:
             os.fsync(self.log.fileno())  # never behind the checkpoint
         checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
-                                 run_settings.last_before_decay(self.s))
+                                 runs.last_before_decay(self.s))
+        if self.log:
+            self.log.write(json.dumps({'saved': step}) + '\n')
 
 
 class Meter:
@@ -319,12 +324,15 @@ def train(s, config, data, record, machine, argv):
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     optimizer = make_optimizer(model, s)
-    step, seconds = run_settings.restore(s, record, model, optimizer)
+    step, seconds = 0, 0.0
+    if record:
+        from common.continuing import restore
+        step, seconds = restore(s, model, optimizer)
     ddp = parallel.averaging_gradients(model, compiled, machine.device)
     records = Records(s, config, data, machine, step)
-    if run_settings.extension_starts(s):
+    if runs.extension_starts(s):
         records.save(model, optimizer, step, seconds)
-    n_steps, last_before_decay = run_settings.n_steps(s), run_settings.last_before_decay(s)
+    n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
 
@@ -359,8 +367,7 @@ def train(s, config, data, record, machine, argv):
     if records.wandb:
         records.wandb.finish()
     if stopping:
-        command = run_settings.resume_command(argv, machine.world, s.out_dir)
-        say(f'stopped after step {step}. Continue with: {command}')
+        say(f'stopped after step {step}. Continue with: {run_settings.resume_command(argv, machine.world, s.out_dir)}')
     else:
         finish(s, model, data, machine, meter.seconds)
 
@@ -373,13 +380,13 @@ def finish(s, model, data, machine, seconds):
         runs.plot_loss(s.out_dir)
         if s.sample_tokens:
             print_sample(s, model, data, machine)
-    look = f'python sample.py {s.out_dir} "Return the"    generates text'
+    look = f'{command("sample.py", s.out_dir, "Return the")}    generates text'
     if hasattr(data, 'score'):
-        look = f'python -m analysis.scores {s.out_dir}    plots its scores'
+        look = f'{command("-m", "analysis.scores", s.out_dir)}    plots its scores'
     print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
           f'  {look}\n'
           f'  {s.out_dir}/loss.png is the loss curve, log.jsonl has its numbers\n'
-          '  python train.py --help    lists every setting')
+          f'  {command("train.py", "--help")}    lists every setting')
 
 
 def print_sample(s, model, data, machine):
@@ -404,6 +411,9 @@ def main(argv: list[str] | None = None) -> None:
                 dry_run(s, given, record, machine)
             else:
                 with parallel.rank_0_first():  # it builds data that do not exist yet
+                    if not has_data(s.data):
+                        from common.dry_run import explain_missing_data
+                        explain_missing_data(s, record)
                     data = open_data(s.data)
                 if s.verify:
                     data.verify()

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from common.files import UserError, say_once, sha256, sync, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
 
-# torch.distributed.checkpoint is imported where it is used: the import takes a second.
+# common.checkpoint_shards is imported where it is used: the import takes a second.
 
 
 # ---- weights ----
@@ -114,6 +113,7 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
             temporary.mkdir(parents=True)
             write_json(temporary / 'state.json', state)
         if is_sharded:
+            from common.checkpoint_shards import save_shards
             torch.distributed.barrier()
             save_shards(temporary, tensors)
         else:
@@ -126,19 +126,6 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f'the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are whole: '
                         'free some space, then continue with --resume')
-
-
-def save_shards(folder: Path, tensors: dict) -> None:
-    """Write this process's shards to a folder. All processes call it together, and fail together with an OSError."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.api import CheckpointException
-    file_numbers = {key: 2 if '/' in key else 1 for key in tensors}
-    writer = checkpoint.HuggingFaceStorageWriter(str(folder), file_numbers, save_distributed=True)
-    try:
-        checkpoint.save(tensors, storage_writer=writer)
-    except CheckpointException as error:  # not an Exception
-        failed, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise OSError(f'process {failed}: {cause}')
 
 
 def last_good(folder) -> str:
@@ -220,9 +207,13 @@ def read_checkpoint(path: Path, moments: bool, model, folder) -> tuple[dict, dic
     if model is None and not shards:
         tensors = {key: tensor for name in files for key, tensor in load_file(path / name).items()}
     else:
+        from common.checkpoint_shards import fill, places_in, tensors_in_files
         tensors = {key: t for key, t in tensors_in_files(path).items() if moments or '/' not in key}
-        tensors = places_in(model, tensors, folder) if model is not None else {
-            key: torch.empty_like(tensor, device='cpu') for key, tensor in tensors.items()}
+        if model is None:
+            tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in tensors.items()}
+        else:
+            check_weights(model, {key: tensor for key, tensor in tensors.items() if '/' not in key}, folder)
+            tensors = places_in(own_tensors(model), tensors)
         fill(tensors, path)
     if bad := not_finite(tensors):
         raise ValueError(f'{bad} holds numbers that are not finite')
@@ -239,27 +230,3 @@ def checked_state(path: Path, files) -> dict:
         if sha256(path / name) != sums[name]:
             raise ValueError(f'{name} does not match its checksum')
     return json.loads((path / 'state.json').read_text())
-
-
-def tensors_in_files(path: Path) -> dict[str, torch.Tensor]:
-    """Return {name: meta tensor} of the tensors in a folder's safetensors files, sharded or not."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return {name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device='meta')
-            for name, tensor in found.items()}
-
-
-def places_in(model: torch.nn.Module, tensors: dict, folder) -> dict:
-    """Return {name: tensor to read into} for a sharded model: its weights, and new moments with the same shards."""
-    own, params = own_tensors(model), dict(model.named_parameters())
-    check_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
-    return {name: own[name].detach() if name in own else torch.zeros(()) if tensor.dim() == 0
-            else torch.zeros_like(params[name.partition('/')[2]]) for name, tensor in tensors.items()}
-
-
-def fill(tensors: dict, path: Path) -> None:
-    """Fill named tensors from a folder's safetensors files. Each process reads its own shard of a sharded tensor."""
-    from torch.distributed import checkpoint
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='.*torch.distributed is disabled')
-        checkpoint.load(tensors, storage_reader=checkpoint.HuggingFaceStorageReader(str(path)), no_dist=True)

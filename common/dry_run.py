@@ -1,14 +1,15 @@
 """A dry run of train.py: checks the settings, prints sizes and costs, and estimates the memory of a step."""
 import math
-import shlex
+import os
 import sys
 from types import SimpleNamespace
 
 from common import checkpoint, parallel, runs
-from common.files import UserError, first_line
+from common.continuing import adopted
+from common.files import ROOT, UserError, command, first_line
 from common.machine import pick_dtype
 from common.memory import bytes_by_rows
-from common.run_settings import check_settings, describe, initial_weights, model_config
+from common.run_settings import check_settings, describe, model_config
 from data import has_data, open_data
 
 
@@ -25,30 +26,45 @@ def dry_run(s, given: dict, record, machine) -> None:
             print(f'training would stop here: {error}', file=sys.stderr)
     model = runs.blank_model(s.model, config)
     describe(s, model, data)
-    _, weights = initial_weights(s, record)
-    if weights:
-        checkpoint.check_weights(model, runs.adopted(model, weights, s.init_from), s.init_from)
+    if s.init_from and not record:
+        _, weights = checkpoint.load_checkpoint(s.init_from)
+        checkpoint.check_weights(model, adopted(model, weights, s.init_from), s.init_from)
     print_memory(s, model, n_processes)
 
 
 def assumed_data(s, record) -> SimpleNamespace:
-    """Return a stand-in for data that do not exist: with the vocabulary of a run, or of s.assumed_ids ids.
-
-    Prints the command that makes the data: the config's if it names that folder, else FineWeb-Edu's.
-    """
-    record = record or (runs.read_run(s.init_from) if s.init_from else None)
-    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
-            'eos_id': s.assumed_ids - 1, 'sha256': '', **(record['data'] if record else {})}
-    command = s.make_data
-    if not command or s.data not in command:
-        n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
-        option = '' if like['tokenizer'] == 'gpt2' else f'--tokenizer={shlex.quote(like["tokenizer"])} '
-        command = f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} {option}--max_tokens={n_tokens}'
+    """Return a stand-in for data that do not exist: with the vocabulary of a run, or of s.assumed_ids ids."""
+    like = assumed_vocabulary(s, record)
     print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
-          f'enough text. To make it:\n  {command}')
-    return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
-                           bos=False, sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
-                           n_windows=lambda split, T: 1)
+          f'enough text. To make it:\n  {data_command(s, record)}')
+    return SimpleNamespace(folder=s.data, bos=False, splits={'train': {'tokens': s.max_tokens}},
+                           n_windows=lambda split, T: 1, **like)
+
+
+def assumed_vocabulary(s, record) -> dict:
+    """Return tokenizer, n_ids, eos_id and sha256 of the data of a run, or of data with s.assumed_ids ids."""
+    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
+            'eos_id': s.assumed_ids - 1, 'sha256': ''}
+    record = record or (runs.read_run(s.init_from) if s.init_from else None)
+    return {name: record['data'][name] for name in like} if record else like
+
+
+def data_command(s, record) -> str:
+    """Return the command that makes the data: the config's if it names that folder, else FineWeb-Edu's."""
+    if s.make_data and s.data in s.make_data:
+        return s.make_data.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
+    tokenizer = assumed_vocabulary(s, record)['tokenizer']
+    options = [] if tokenizer == 'gpt2' else [f'--tokenizer={tokenizer}']
+    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
+    return command('prepare_fineweb.py', f'--out_dir={s.data}', *options, f'--max_tokens={n_tokens}')
+
+
+def explain_missing_data(s, record) -> None:
+    """Raise the UserError of opening s.data with the command that makes it."""
+    try:
+        open_data(s.data)
+    except UserError as error:
+        raise UserError(f'{error}. To make it: {data_command(s, record)}')
 
 
 def print_memory(s, model, n_processes: int) -> None:

@@ -4,7 +4,8 @@ A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
     tokenizer.json          a copy of the tokenizer's file, if it has one (or tokenizer.model, or gpt2_vocabulary/)
-    log.jsonl               one line per logged step, and {"resumed_from": step} where a run was resumed
+    log.jsonl               one line per logged step, {"saved": step} after each checkpoint, and {"resumed_from": step}
+                            where a run was resumed
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
 
@@ -15,6 +16,7 @@ import difflib
 import importlib
 import inspect
 import json
+import math
 import os
 import platform
 import shutil
@@ -28,7 +30,7 @@ from typing import TextIO
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import ROOT, UserError, first_line, locked, read_json, write_file, write_json
+from common.files import ROOT, UserError, command, first_line, locked, read_json, write_file, write_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.shards import TOKENIZER_FILES, keep_tokenizer
@@ -91,37 +93,6 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
-    """Return the tensors of another run as this model takes them: through its `adopt` if it has one, else unchanged."""
-    try:
-        return model.adopt(tensors) if hasattr(model, 'adopt') else tensors
-    except ValueError as error:
-        raise UserError(f'{source} does not fit this model: {error}')
-
-
-def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
-    """Load the weights of another run, `source`, into a model.
-
-    If `adopt` adds weights, UserError unless the model still computes the source's logits on idx (B, T).
-    """
-    converted = adopted(model, tensors, source)
-    load_weights(model, converted, source)
-    new = sorted(converted.keys() - tensors.keys())
-    if not new:
-        return
-    original, _ = load_run(source, idx.device)
-    with torch.no_grad():
-        want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
-    model.train()
-    worst = (have - want).abs().max().item()
-    if not worst < 1e-4:
-        raise UserError(f'{source} cannot become this model: its logits change by {worst:.1e} before any training. '
-                        'Settings that are not about the new weights (window, documents, n_head) must equal the '
-                        "source's, and this model must have them")
-    print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
-          f'{worst:.1e} at step 0')
-
-
 # ---- a trained run ----
 
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
@@ -147,13 +118,14 @@ def read_run(folder) -> dict:
     path = Path(folder) / 'config.json'
     if not path.is_file():
         known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
+        quickstart = command('train.py', os.path.relpath(ROOT / 'config/quickstart.py'))
         raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); runs here: '
-                        + (known or 'none, train one with python train.py config/quickstart.py'))
+                        + (known or f'none, train one with {quickstart}'))
     remedy = 'copy the run again or train it anew'
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
-        raise UserError(f'{folder} is a Hugging Face folder: make it a run with python -m common.export {name} '
-                        f'--from_llama={folder}, and use {name}')
+        raise UserError(f'{folder} is a Hugging Face folder: make it a run with '
+                        f'{command("-m", "common.export", name, f"--from_llama={folder}")}, and use {name}')
     record = read_json(path, remedy, check_record)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:
@@ -198,6 +170,23 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
                         f'{want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
 
 
+# ---- the length of a run ----
+
+def n_steps(s) -> int:
+    return math.ceil(s.max_tokens / (s.batch_size * s.block_size))
+
+
+def last_before_decay(s) -> int | None:
+    """Return the last step of wsd's constant phase, whose checkpoint is kept for --extend; None for other schedules."""
+    tokens_per_step = s.batch_size * s.block_size
+    return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
+
+
+def extension_starts(s) -> bool:
+    """Return True if the run starts from the checkpoint of the run s.extend, because it has none of its own."""
+    return bool(s.extend) and not (s.resume and checkpoints(s.out_dir))
+
+
 # ---- the records of a run in training ----
 
 def check_out_dir(folder, overwrite: bool) -> None:
@@ -222,11 +211,8 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     was_there = folder.exists()
     if is_new:
         check_out_dir(folder, overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         try:
-            if is_new:
-                check_out_dir(folder, overwrite)  # again, because another run may have started here meanwhile
             yield
         finally:
             if not was_there and os.listdir(folder) == ['.lock']:
@@ -238,7 +224,7 @@ def remove_run(folder) -> None:
     folder = Path(folder)
     for checkpoint in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png', *EVALUATION_FILES):
+    for name in ('log.jsonl', 'loss.png', 'wandb_id', *EVALUATION_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -289,7 +275,7 @@ def read_log(folder) -> list[dict]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-            step = record.get('step', record.get('resumed_from'))
+            step = record.get('step', record.get('resumed_from', record.get('saved')))
             if type(step) is not int:
                 raise ValueError
         except (ValueError, AttributeError, RecursionError):
@@ -297,7 +283,7 @@ def read_log(folder) -> list[dict]:
             continue
         if 'resumed_from' in record:
             records = [earlier for earlier in records if earlier['step'] <= step]
-        else:
+        elif 'step' in record:
             records.append(record)
     if n_damaged:
         print(f'{path}: left out {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)

@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable
 
-from common.files import ROOT, UserError, first_line
+from common.files import ROOT, UserError, command, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: up to here, integers are exact as floats and in JSON
 SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size'}  # at least 1
@@ -39,11 +39,13 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
 
     Settings is a dataclass; argv None means the process's arguments. With config_of, one positional argument is a
     config file, and the fields of the dataclass config_of(settings.model), a model's Config, are settings too; their
-    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. `--help`
-    prints all settings and exits.
+    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. All
+    arguments after `--` are positional. `--help` prints all settings and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
-    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h']
+    end = argv.index('--') if '--' in argv else len(argv)
+    argv, positional = argv[:end], argv[end + 1:]
+    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h'] + positional
     options = [arg[2:].partition('=') for arg in argv if arg.startswith('--') and arg != '--help']
     given = {name: Text(text) if equals else True for name, equals, text in options}
     where = dict.fromkeys(given, 'on the command line')
@@ -79,9 +81,11 @@ def read_config_file(path: str) -> dict:
     if os.path.isfile(f'{path}/config.json'):
         raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
     if not os.path.isfile(path):
-        known = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'config').rglob('*.py'))
-        near = difflib.get_close_matches(path, known, 3, 0.4) or ['config/quickstart.py']
-        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
+        known = sorted(os.path.relpath(p) for p in (ROOT / 'config').rglob('[a-z]*.py'))
+        quickstart = os.path.relpath(ROOT / 'config/quickstart.py')
+        near = difflib.get_close_matches(path, known, 3, 0.4) or [quickstart]
+        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}? The smallest run is '
+                        + command('train.py', quickstart))
     try:
         names = runpy.run_path(str(path))
     except Exception as error:
@@ -104,7 +108,7 @@ def expected(annotation) -> str:
     """Return the choices or types of a setting in words: "'a', 'b' or None", 'int or None'."""
     options, choices = kinds(annotation)
     names = [repr(choice) for choice in choices] or [o.__name__.replace('NoneType', 'None') for o in options]
-    return ' or '.join(filter(None, [', '.join(names[:-1]), names[-1]]))
+    return ', '.join(names[:-1]) + ' or ' * (len(names) > 1) + names[-1]
 
 
 def typed(name: str, value, annotation, where: str):

@@ -5,13 +5,14 @@ import json
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart, succeeded
 
 import train
-from common import checkpoint, run_settings, runs
+from common import checkpoint, machine, run_settings, runs
 from common.dry_run import held_bytes
 from common.files import UserError
 from common.machine import Machine
@@ -136,6 +137,53 @@ def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
     assert is_close(losses(trained / f'{model}_fsdp'), losses(trained / f'{model}_ddp'))
     assert {path.name for path in checkpoint.checkpoints(trained / f'{model}_fsdp')[0].glob('*.safetensors')} == {
         f'shard-0000{rank}-model-0000{number}-of-00002.safetensors' for rank in (1, 2) for number in (1, 2)}
+
+
+@pytest.mark.parametrize('environment, ranks, is_child', [
+    (dict(RANK='3', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='2', MASTER_ADDR='a'), (3, 8, 1, 2), False),
+    (dict(RANK='1', WORLD_SIZE='2', LOCAL_RANK='1', TORCHELASTIC_RUN_ID='x'), (1, 2, 1, 1), True),
+    (dict(RANK='3', WORLD_SIZE='8', MASTER_ADDR='a'), (0, 1, 0, 1), False), ({}, (0, 1, 0, 1), False)])
+def test_a_process_is_a_worker_under_torchrun_or_where_its_place_is_set(monkeypatch, environment, ranks, is_child):
+    """Only torchrun's workers end with their parent."""
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, 'join_processes', lambda backend: None)
+    assert machine.ranks() == ranks
+    found = machine.start_processes(train.Settings(device='cpu', threads=1))
+    assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
+
+
+def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, capsys):
+    for name, value in dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_PORT', '1')
+    timers = []
+
+    def never_fires(seconds, function, args, kwargs):
+        timers.append((seconds, function, args, kwargs))
+        return SimpleNamespace(start=lambda: None, cancel=lambda: timers.append('cancelled'))
+    monkeypatch.setattr(machine.threading, 'Timer', never_fires)
+    monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
+    machine.join_processes('gloo')
+    (seconds, function, args, kwargs), *rest = timers
+    function(*args, **kwargs)
+    assert seconds == 10 and rest == ['gloo', 'cancelled']
+    assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('files, cores', [
+    ({}, 6), ({'cpu.max': 'max 100\n'}, 6), ({'cpu.max': '250 100\n'}, 3),
+    ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100\n'}, 6),
+    ({'cpu/cpu.cfs_quota_us': '50\n', 'cpu/cpu.cfs_period_us': '100\n'}, 1)])
+def test_usable_cores_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, 'CGROUP', tmp_path)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(6), raising=False)
+    assert machine.usable_cores() == cores
 
 
 def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):

@@ -1,7 +1,10 @@
 """The run folder: one writer, an append-only log, whole checkpoints of finite numbers, nothing foreign removed."""
 import contextlib
+import errno
+import fcntl
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from common import checkpoint, machine, runs
-from common.files import UserError, friendly_errors, locked, sha256
+from common.files import UserError, friendly_errors, locked, sha256, sync
 
 
 @pytest.fixture(scope='module')
@@ -81,14 +84,34 @@ def processes_with(argument):
     return found
 
 
-def test_a_run_that_starts_between_the_check_and_the_lock_is_not_replaced(tmp_path, monkeypatch):
-    @contextlib.contextmanager
-    def locked_late(folder):
-        (folder / 'config.json').write_text('{}')
-        yield
-    monkeypatch.setattr(runs, 'locked', locked_late)
-    with pytest.raises(UserError, match='holds a run already'), runs.claimed(tmp_path / 'run', True, False):
-        raise AssertionError('it was claimed')
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, number):
+    def flock(*args):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with pytest.raises(UserError, match=f'{tmp_path}/run cannot be locked .*--out_dir'), locked(tmp_path / 'run'):
+        pass
+
+
+# ---- the disk ----
+
+@pytest.mark.parametrize('number, kind, is_error', [
+    (errno.EINVAL, 'folder', False), (errno.ENOTSUP, 'folder', False), (errno.EIO, 'folder', True),
+    (errno.EINVAL, 'file', True)])
+def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch, number, kind, is_error):
+    """CIFS and FUSE refuse it. Any other error names its path."""
+    def fsync(fd):
+        raise OSError(number, os.strerror(number))
+    path = tmp_path if kind == 'folder' else tmp_path / 'file'
+    (tmp_path / 'file').write_text('')
+    monkeypatch.setattr(os, 'fsync', fsync)
+    with pytest.raises(OSError, match=re.escape(str(path))) if is_error else contextlib.nullcontext():
+        sync(path)
+
+
+def test_an_error_of_the_disk_names_the_run(tmp_path):
+    with pytest.raises(OSError, match=str(tmp_path / 'run')), runs.claimed(tmp_path / 'run', True, False):
+        raise OSError(errno.ENOSPC, 'No space left on device')
 
 
 # ---- log.jsonl ----
@@ -110,6 +133,33 @@ def test_a_log_is_only_appended_to(trained, tmp_path):
     after = (out / 'log.jsonl').read_bytes()
     assert after.startswith(before) and b'{"resumed_from": 9}\n' in after[len(before):]
     assert losses(out) == losses(trained) and len(losses(out)) == 10
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_are_gone_is_not_started_anew_unasked(tiny_data, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / 'run')
+    shutil.rmtree(out / 'ckpt')
+    before = contents(out)
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'copy', '--overwrite')
+    assert contents(out) == before
+    log = (out / 'log.jsonl').read_text()
+    (out / 'log.jsonl').write_text(log[:log.index('{"saved"')])  # killed before its first checkpoint
+    assert 'from step 0;' in succeeded(run('train.py', f'--out_dir={out}', '--resume')).stdout
+    assert losses(out) == losses(trained)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_its_run_of_wandb(tiny_data, tmp_path, monkeypatch):
+    (tmp_path / 'wandb.py').write_text(
+        'import types\ncalls = []\ndef init(id, resume, **rest):\n    calls.append((id, resume))\n'
+        '    return types.SimpleNamespace(id=id or f"new{len(calls)}", log=lambda *a, **k: 0, finish=lambda: 0)\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    out, option = tmp_path / 'run', '--wandb_project=p'
+    succeeded(train_tiny(tiny_data, out, option, steps=2))
+    succeeded(run('train.py', f'--out_dir={out}', '--resume'))
+    succeeded(train_tiny(tiny_data, out, option, '--overwrite', steps=2))
+    assert sys.modules['wandb'].calls == [(None, 'allow'), ('new1', 'allow'), (None, 'allow')]
+    del sys.modules['wandb']
 
 
 # ---- what is removed, and what is there ----

@@ -23,7 +23,7 @@ from conftest import (
 )
 
 import train
-from common import checkpoint, machine, run_settings, runs
+from common import checkpoint, continuing, machine, run_settings, runs
 from common.files import UserError
 from common.memory import LiveBytes, bytes_by_rows
 from common.validation import counted
@@ -212,7 +212,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_p
     (['--schedule=cosin'], ["schedule is 'cosin'", "expected 'wsd', 'cosine' or 'constant'; did you mean 'cosine'?"]),
     (['--block_size=100000'], ['too few for windows of block_size = 100000']),
     (['--dtype=float8'], ["dtype is 'float8'"]),
-    (['--data=/nowhere'], ['no data at /nowhere']),
+    (['--data=/no where'], ['no data at /no where', "python prepare_fineweb.py '--out_dir=/no where' --max_tokens="]),
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),
     (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
@@ -410,10 +410,10 @@ def test_a_dry_run_says_how_a_configs_own_data_are_made_and_has_the_papers_size(
 
 
 def test_false_and_none_are_not_taken_for_a_run_to_go_on_with(tiny_data, tmp_path):
-    assert run_settings.with_model_of_run(['--resume=false', f'--out_dir={tmp_path}']) == [
+    assert continuing.with_model_of_run(['--resume=false', f'--out_dir={tmp_path}']) == [
         '--resume=false', f'--out_dir={tmp_path}']
     with pytest.raises(UserError, match='no_such_run is not a run folder'):
-        run_settings.with_model_of_run(['--extend=None', '--init_from=no_such_run'])
+        continuing.with_model_of_run(['--extend=None', '--init_from=no_such_run'])
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason='there is an Apple GPU')
@@ -424,6 +424,5 @@ def test_an_apple_gpu_that_is_not_there_is_a_sentence():
 
 def test_the_command_to_go_on_names_the_folder_and_the_processes_of_a_machine(monkeypatch):
     assert run_settings.resume_command(['--init_from=out/A'], 1, 'out/sps').endswith('--out_dir=out/sps --resume')
-    for name, value in (('RANK', 0), ('WORLD_SIZE', 16), ('LOCAL_RANK', 0), ('LOCAL_WORLD_SIZE', 8)):
-        monkeypatch.setenv(name, str(value))
-    assert run_settings.resume_command([], 16, 'out/A').startswith('torchrun --nnodes=2 --nproc_per_node=8 ')
+    monkeypatch.setattr(run_settings, 'ranks', lambda: (0, 16, 0, 8))
+    assert run_settings.resume_command([], 16, 'out/A').startswith('torchrun --nnodes=2 --nproc_per_node=8 train.py ')

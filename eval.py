@@ -37,7 +37,8 @@ import torch.distributed as dist
 
 from common.benchmarks import local_records
 from common.files import UserError, friendly_errors
-from common.machine import Device, DType, decoding_dtype, join_processes, pick_device, pick_dtype, ranks, take_gpu
+from common.gpu import take_gpu
+from common.machine import Device, DType, decoding_dtype, join_processes, pick_device, pick_dtype, ranks
 from common.parallel import rank, world
 from common.runs import load_run, run_data
 from common.scoring import Scorer

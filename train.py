@@ -6,9 +6,7 @@
     python train.py config/quickstart.py --resume             continue an interrupted run, on the same batches
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   continue a finished run in a new folder
 
-Read from top to bottom: settings, schedule and optimizer, one training step, evaluation, and `train` with the loop.
-common/continuing.py has what --resume, --extend and --init_from take over from another run. A model needs `forward`
-and `logits`; docs/own_model.md lists what else it may have.
+Read from top to bottom. A model needs `forward` and `logits`; docs/own_model.md lists what else it may have.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -30,7 +28,7 @@ import torch
 
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, command, friendly_errors
-from common.machine import Device, DType, caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
+from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import acceptance, counted, validation_loss
 from data import has_data, open_data
@@ -137,9 +135,8 @@ def make_optimizer(model: torch.nn.Module, s: Settings):
 def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
     """Yield this process's micro-batches of a step: (idx, targets, share, loss_share, is_last).
 
-    idx, targets: (n, T) on the device. share: the micro-batch's part of the counted tokens of the global batch.
-    loss_share: its part of the loss; differs from share if the model's loss is a mean over something other than tokens
-    (`model.loss_count`).
+    idx, targets: (n, T) on the device. share: its part of the counted tokens of the global batch. loss_share: its part
+    of what the loss is a mean over, if that is something other than tokens (`model.loss_count`).
     """
     rank, world, device = machine.rank, machine.world, machine.device
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
@@ -160,7 +157,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
 def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[dict, torch.Tensor]:
     """Run one optimizer step. Returns this process's share of the mean of each loss part, and the gradient norm.
 
-    ddp: the model as it is called (compiled, wrapped for several processes). skips: see `skip_if_not_finite`.
+    ddp: the model as it is called (compiled, wrapped). skips: see `skip_if_not_finite`.
     """
     torch.manual_seed(((s.seed << 32) + (step << 10) + machine.rank) % 2 ** 63)  # for dropout
     if hasattr(model, 'begin_step'):
@@ -208,20 +205,13 @@ def read_skips(s, step, skips, lr) -> dict[str, int]:
     return {'skipped': n_skipped}
 
 
-def read_numbers(parts, norm) -> dict[str, float]:
-    """Return the means of the loss parts over the global batch, and the gradient norm. Waits for the device."""
-    values = parallel.all_reduce(torch.stack([value.float() for value in parts.values()]))
-    return {**dict(zip(parts, values.tolist())), 'grad_norm': norm.item()}
-
-
 # ---- evaluation ----
 
 @torch.no_grad()
 def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
     """Return 'val', the validation loss in nats per token, 'val_<name>' for each further part of the loss, and scores.
 
-    The tokens are the same each time and for any number of processes. Only rank 0 computes scores: those of a task, and
-    with acceptance_prompts 'acceptance', the fraction of accepted drafts.
+    Only rank 0 computes scores: those of a task, and with acceptance_prompts the fraction of accepted drafts.
     """
     model.eval()
     with machine.autocast():
@@ -254,7 +244,8 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
           f'{str(machine.dtype)[6:]}'
           + (f', weights sharded over {s.shard or machine.world} processes' if is_sharded else ''))
     if is_sharded:
-        parallel.shard_model(model, machine.device, s.shard)
+        from common.sharding import shard_model
+        shard_model(model, machine.device, s.shard)
     return model
 
 
@@ -262,7 +253,6 @@ class Records:
     """What a run leaves in its folder: log.jsonl (and wandb), which rank 0 writes, and checkpoints."""
 
     def __init__(self, s, config, data, machine, step):
-        """Open the log, in a new run folder or in that of the run that is continued from `step`."""
         self.s, self.log, self.wandb = s, None, None
         if machine.rank > 0:
             return
@@ -302,14 +292,14 @@ class Meter:
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
         self.flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-        self.peak = peak_flops(machine.device, machine.dtype)
+        self.peak = machine.peak_flops()
         self.restart(step)
 
     def restart(self, step):
         self.since, self.since_step = time.perf_counter(), step
 
     def read(self, step) -> dict[str, float]:
-        """Return what the log says about speed: seconds, tokens/s, memory, and MFU if the GPU's peak is known."""
+        """Return the log's values about speed and memory."""
         elapsed = time.perf_counter() - self.since
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
@@ -348,8 +338,9 @@ def train(s, config, data, record, machine, argv):
             if not (log_due or save_due or eval_due):
                 continue
             lr = optimizer.param_groups[0]['lr']
-            line = {'step': step, 'tokens': step * s.batch_size * s.block_size, 'lr': lr,
-                    **read_numbers(parts, norm), **meter.read(step), **read_skips(s, step, skips, lr)}
+            values = parallel.all_reduce(torch.stack([value.float() for value in parts.values()])).tolist()
+            line = {'step': step, 'tokens': step * meter.tokens_per_step, 'lr': lr, **dict(zip(parts, values)),
+                    'grad_norm': norm.item(), **meter.read(step), **read_skips(s, step, skips, lr)}
             minutes_left = (n_steps - step) * meter.tokens_per_step / line['tokens_per_s'] / 60
             progress(f'step {step}/{n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')

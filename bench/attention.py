@@ -15,7 +15,7 @@ import model_sps
 import model_standard
 from attn_kernels import Mask, Tokens, attention, make_mask
 from bench import alternate, options, write_results
-from common import machine
+from common import gpu
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if DEVICE == 'cuda' else (8, 4096, 64)  # TOKENS: of a call
@@ -91,7 +91,7 @@ def figures(toy: bool) -> Iterator[dict]:
 def main(argv: list[str] | None = None) -> None:
     toy = '--toy' in options(argv, '--toy')
     if torch.cuda.is_available():
-        machine.set_compiler_options()
+        gpu.set_compiler_options()
     write_results('attention', figures(toy), markdown=True, toy=toy)
 
 

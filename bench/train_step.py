@@ -28,7 +28,7 @@ import torch
 import model_standard
 import train
 from bench import FAMILY, alternate, apart, make_model, nanogpt, options, over_standard, resident, write_results
-from common import export, machine, runs
+from common import export, gpu, machine, runs
 from common.start import SPIN_COUNT
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -56,7 +56,7 @@ def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callab
 
 def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]:
     """A step of one of our models as train.py does it."""
-    called = machine.compile_model(model) if compile else model
+    called = machine.Machine(0, 1, DEVICE).compiled(model, compile)
     optimizer = train.make_optimizer(model, train.Settings())
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
@@ -166,7 +166,7 @@ def two_streams(toy: bool = False) -> Iterator[dict]:
 
 def scales(toy: bool = False) -> Iterator[dict]:
     """On a GPU, compiled, bf16, T = 4096 with documents: SPS-S over Standard-S, FLOPs over the GPU's."""
-    peak = machine.peak_flops(DEVICE, torch.bfloat16)
+    peak = gpu.peak_flops(DEVICE, torch.bfloat16)
     block_size, sizes = 4096, [('s', 8, dict(n_layer=12, n_head=12, n_embd=768)),
                                ('l', 4, dict(n_layer=36, n_head=20, n_embd=1280))]
     if toy:

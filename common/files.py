@@ -27,7 +27,7 @@ class UserError(ValueError):
 def friendly_errors() -> Iterator[None]:
     """Exit with status 1 and a sentence at a UserError, a failure to read or write, or a lack of memory.
 
-    Any other error is a bug, and keeps its traceback.
+    Any other error is a bug and keeps its traceback.
     """
     program = Path(sys.argv[0]).name
     try:

@@ -3,7 +3,6 @@ import ctypes
 import math
 import os
 import platform
-import re
 import resource
 import signal
 import sys
@@ -22,11 +21,6 @@ from common.files import UserError
 
 Device = Literal['auto', 'cuda', 'cpu', 'mps']  # settings of the scripts
 DType = Literal['auto', 'bfloat16', 'float32']
-
-PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
-    'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
-    'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
-
 
 CGROUP = Path('/sys/fs/cgroup')  # where Linux shows the quota of a container
 
@@ -47,10 +41,18 @@ class Machine:
 
     def compiled(self, model: torch.nn.Module, on: bool | None):
         """Return the model as training calls it, compiled if `on`; None: on GPUs only."""
-        on_gpu = self.device.type == 'cuda'
-        if on_gpu:  # FlexAttention is compiled, even if the model is not
-            set_compiler_options()
-        return compile_model(model) if on or on is None and on_gpu else model
+        if self.device.type == 'cuda' or on:
+            from common import gpu
+            gpu.set_compiler_options()  # FlexAttention is compiled, even if the model is not
+            return model if on is False else torch.compile(model)
+        return model
+
+    def peak_flops(self) -> float | None:
+        """Return the FLOP/s that the GPU can reach; None if that is not known."""
+        if self.device.type == 'cuda':
+            from common.gpu import peak_flops
+            return peak_flops(self.device, self.dtype)
+        return None
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -65,7 +67,7 @@ class Machine:
 
 def pick_device(name: Device) -> str:
     """Return 'cuda', 'cpu' or 'mps'. auto: cuda if PyTorch sees a GPU, else cpu."""
-    available = {'cpu': True, 'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
+    available = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     if name == 'auto':
         return 'cuda' if available['cuda'] else 'cpu'
     if not available[name]:
@@ -98,6 +100,7 @@ def start_processes(s) -> Machine:
     rank, world, local, local_world = ranks()
     device = torch.device(pick_device(s.device))
     if device.type == 'cuda':
+        from common.gpu import take_gpu
         take_gpu(local)
         device = torch.device('cuda', local)
     else:
@@ -158,44 +161,12 @@ def set_threads(n_threads: int | None, local_world: int) -> None:
         torch.set_num_threads(n_threads)
 
 
-def take_gpu(local: int) -> None:
-    """Select the GPU of the process with this local rank; UserError if there is none."""
-    if local >= torch.cuda.device_count():
-        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
-                        'Start fewer processes, or use --device=cpu')
-    torch.cuda.set_device(local)
-
-
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed blocks instead of returning them to the kernel: page faults slow CPU training down."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')
         for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap, trim thresholds, top pad
             libc.mallopt(parameter, value)
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that a GPU can reach, from its data sheet, for the log's MFU; None if it is not in the list."""
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' and dtype == torch.bfloat16 else ''
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)
-
-
-# ---- torch.compile ----
-
-def compile_model(model: torch.nn.Module):
-    set_compiler_options()
-    return torch.compile(model)
-
-
-def set_compiler_options():
-    """Set the options of torch.compile that training needs."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled again, for its layer number
-    torch._dynamo.config.recompile_limit = 64  # block masks are one function for all patterns and pairs of streams
-    torch._dynamo.config.optimize_ddp = False  # DDP's graph splitter does not support FlexAttention
-    functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32
-    inductor.triton.mix_order_reduction = False  # silently wrong gradients: pytorch issue 193061
 
 
 # ---- terminal and signals ----

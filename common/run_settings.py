@@ -19,8 +19,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
 
     The values are given by the user or taken from --init_from. Settings: train.py's dataclass.
     """
-    takes_over = any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv)
-    if takes_over:
+    if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
         from common import continuing
         argv = continuing.with_model_of_run(argv)
     s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)

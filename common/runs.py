@@ -8,8 +8,6 @@ A run folder holds
                             where a run was resumed
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
-
-Read `load_run` first, which every script uses to load a trained run, then the functions that write a run's records.
 """
 import dataclasses
 import difflib
@@ -49,8 +47,7 @@ EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder 
 def model_file(name: str) -> ModuleType | SimpleNamespace:
     """Return the module model_<name>.py of the repository.
 
-    'gpn.NoDecay' is model_gpn.py with its Model replaced by the subclass NoDecay of analysis/edits.py. Only these names
-    are accepted, so that a run folder from somewhere else cannot import other code.
+    'gpn.NoDecay' is model_gpn.py with its Model replaced by the subclass NoDecay of analysis/edits.py.
     """
     base, _, subclass = str(name).partition('.')
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
@@ -199,8 +196,7 @@ def check_out_dir(folder, overwrite: bool) -> None:
         read_run(folder)  # what is replaced is a run
     elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
-        was_starting = '.lock' in names and names <= {'.lock', *TOKENIZER_FILES}  # a run that was killed early
-        if names and not was_starting:
+        if names and not {'.lock'} <= names <= {'.lock', *TOKENIZER_FILES}:  # these are of a run that was killed early
             raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
 
 
@@ -231,8 +227,8 @@ def remove_run(folder) -> None:
 def save_run(folder, record: dict) -> None:
     """Write a new run folder's config.json, which `read_run` reads, and a copy of the tokenizer's file."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    tokenizer = keep_tokenizer(folder, record['data']['tokenizer'])
-    write_json(Path(folder) / 'config.json', {**record, 'data': {**record['data'], 'tokenizer': tokenizer}})
+    data = {**record['data'], 'tokenizer': keep_tokenizer(folder, record['data']['tokenizer'])}
+    write_json(Path(folder) / 'config.json', {**record, 'data': data})
 
 
 def start_run(s, config, data, machine) -> None:
@@ -269,16 +265,14 @@ def copy_log(source, folder, step: int) -> None:
 def read_log(folder) -> list[dict]:
     """Return the records of a run's logged steps, without steps that a resumed run repeated.
 
-    Prints the number of lines that are not records, such as one that was cut off, to stderr.
+    Says on stderr if lines are not records, such as one that was cut off.
     """
     path, records, n_damaged = Path(folder) / 'log.jsonl', [], 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-            step = record.get('step', record.get('resumed_from', record.get('saved')))
-            if type(step) is not int:
-                raise ValueError
-        except (ValueError, AttributeError, RecursionError):
+            step = int(record.get('step', record.get('resumed_from', record.get('saved'))))
+        except (ValueError, TypeError, AttributeError, RecursionError):
             n_damaged += bool(line)
             continue
         if 'resumed_from' in record:

@@ -3,8 +3,6 @@
 The settings of a training run are `train.Settings` and the `Config` of the chosen model file. A config file is plain
 Python assignments; `--key=value` on the command line overrides it. Unknown names, wrong types and values that are not
 among a setting's `Literal` choices are errors, in a file as on the command line.
-
-Scripts call `load_settings`. `make_settings` builds a dataclass from values, such as those of a run's config.json.
 """
 import ast
 import dataclasses
@@ -51,8 +49,7 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     where = dict.fromkeys(given, 'on the command line')
     if config_of and positional:
         if len(positional) > 1:
-            raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. '
-                            'Overrides are --key=value')
+            raise UserError(f'expected one config file, and overrides as --key=value; got {" ".join(positional)}')
         from_file = read_config_file(positional[0])
         if 'model' in given and 'model' in from_file:  # leave out the settings that only the file's model has
             theirs, ours = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
@@ -67,9 +64,7 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     types_of = {name: kind for cls in classes for name, kind in typing.get_type_hints(cls).items()}
     for name in given:
         if name not in types_of:
-            near = difflib.get_close_matches(name, types_of)
-            if OTHER_NAMES.get(name) in types_of:
-                near = [OTHER_NAMES[name]]
+            near = {OTHER_NAMES.get(name)} & types_of.keys() or difflib.get_close_matches(name, types_of)
             hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
             raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
         given[name] = typed(name, given[name], types_of[name], where[name])
@@ -150,8 +145,7 @@ def parsed(text: str, options: list):
 def make_settings(Settings: type, values: dict, where: str):
     """Return a dataclass of settings, or a model's Config, with these values and defaults for the rest.
 
-    Raises UserError for an unknown name, for a value that `typed` rejects, and for values that __post_init__ rejects
-    with a ValueError. where: the source of the values, for the message.
+    Raises UserError for an unknown name and for values that `typed` or __post_init__ reject. where: their source.
     """
     types_of = typing.get_type_hints(Settings)
     if unknown := sorted(values.keys() - types_of.keys()):

@@ -20,9 +20,8 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     """Return ({loss part: mean over the counted tokens}, number of counted tokens) on validation windows of T tokens.
 
     The windows hold n_tokens tokens, at random offsets drawn with `seed` or, if it is None, in order from the start.
-    None, or as many as there are: every token of the validation data, in order, so that the tokens do not depend on T.
-    They are the same for any number of processes. A part that averages over other positions than 'nll' is the mean of
-    its batch means.
+    None, or as many as there are: every token of the validation data, whatever T is. A part that averages over other
+    positions than 'nll' is the mean of its batch means.
     """
     n_all = data.splits['val']['tokens']
     if n_tokens is None or n_tokens >= n_all:

@@ -322,7 +322,7 @@ def test_compiled_cuda_training_equals_eager_and_is_compiled_once(variant, monke
     torch.compiler.reset()  # what another test has compiled
     counters.clear()
     model = make(variant, device).train()
-    compiled, graphs = machine.compile_model(model), []
+    compiled, graphs = machine.Machine(0, 1, torch.device(device)).compiled(model, True), []
     for seed in range(3):
         idx = some_tokens(2, 64 if device == 'cuda' else 20, seed).to(device)
         results = []
@@ -350,7 +350,7 @@ def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
     layer, x = InFp32(32, 32), torch.randn(64, 32)
     gradients = []
     torch.compiler.reset()
-    for called in (layer, machine.compile_model(layer)):
+    for called in (layer, machine.Machine(0, 1, x.device).compiled(layer, True)):
         layer.zero_grad()
         with torch.autocast('cpu', torch.bfloat16):
             y = called(x)

@@ -52,7 +52,7 @@ COMPILED_IN_PARTS = '''
 import torch
 import model_standard
 from attn_kernels import Mask
-from common.parallel import shard_model
+from common.sharding import shard_model
 from model_standard import Config, Model
 
 model_standard.make_mask = lambda *args, **options: Mask('causal')
@@ -268,8 +268,8 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
     model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
-    assert held_bytes(model, 1, 64, 0, False) == held
-    assert held_bytes(model, 1, 1, 0, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, 0, True) * 16 / 20
+    assert held_bytes(model, 1, 64, False) == held
+    assert held_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, True) * 16 / 20
     assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
     assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 

@@ -1,6 +1,8 @@
-"""Sharded checkpoints, by torch.distributed.checkpoint in its safetensors format.
+"""FSDP: a model's weights, gradients and moments in shards, and checkpoints of them.
 
-Each process writes its shards of the weights and of the moments. Any number of processes reads them.
+The weights of each of model.blocks are gathered from all processes when the block is called, all others for the whole
+step (docs/scale.md). A model whose blocks read each other's weights sets `shard_blocks = False`. In a checkpoint, each
+process writes its shards of the weights and of the moments; any number of processes reads them.
 """
 import warnings
 from pathlib import Path
@@ -8,7 +10,32 @@ from pathlib import Path
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from common.parallel import world
+
+# ---- the model ----
+
+def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules whose weights are gathered one module at a time."""
+    return list(dict.fromkeys(getattr(model, 'blocks', ()))) if getattr(model, 'shard_blocks', True) else []
+
+
+def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
+    """Shard the weights in place. They must be the same on all processes before.
+
+    Each group of n_shards processes with neighbouring ranks (None: all processes) holds one copy of the weights.
+    """
+    n_shards = n_shards or world()
+    mesh = init_device_mesh(device.type, (world() // n_shards, n_shards), mesh_dim_names=('copies', 'parts'))
+    if n_shards == world():
+        mesh = mesh['parts']
+    for module in (*gathered_modules(model), model):
+        fully_shard(module, mesh=mesh)
+
+
+# ---- checkpoints ----
 
 def save_shards(folder: Path, tensors: dict) -> None:
     """Write this process's shards to a folder. All processes call it together, and fail together with an OSError."""

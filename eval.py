@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from common.benchmarks import local_records
-from common.files import UserError, friendly_errors
+from common.files import UserError, friendly_errors, naming
 from common.gpu import take_gpu
 from common.machine import Device, DType, decoding_dtype, join_processes, pick_device, pick_dtype, ranks
 from common.parallel import rank, world
@@ -183,7 +183,7 @@ def append_line(folder, line: dict) -> None:
     """Append a line to eval.jsonl. Numbers that are not finite become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with open(Path(folder) / 'eval.jsonl', 'a') as file:
+    with naming(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 

@@ -30,7 +30,7 @@ from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, command, friendly_errors
 from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
-from common.validation import acceptance, counted, validation_loss
+from common.validation import counted, validation_loss
 from data import has_data, open_data
 
 
@@ -222,6 +222,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
             if hasattr(data, 'score'):
                 found |= data.score(model, machine.device, s.micro_batch_size)
             if s.acceptance_prompts:
+                from common.speculative import acceptance
                 found['acceptance'] = acceptance(model, data, s)
     model.train()
     return found
@@ -259,7 +260,8 @@ class Records:
         if not s.resume:
             runs.start_run(s, config, data, machine)
         if runs.extension_starts(s):
-            runs.copy_log(s.extend, s.out_dir, step)
+            from common.continuing import copy_log
+            copy_log(s.extend, s.out_dir, step)
         self.log = runs.open_log(s.out_dir, step)
         if s.wandb_project:
             import wandb

@@ -4,13 +4,14 @@ With --resume, settings that are not given are those of the run in out_dir; with
 extended; with --init_from, the model's settings are those of the run whose weights are loaded. A resumed or extended
 run refuses changed settings, except `MAY_CHANGE`.
 """
+import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
 from common import checkpoint, runs
-from common.files import UserError
+from common.files import UserError, write_file
 from common.settings import make_settings
 
 MAY_CHANGE = {  # on --resume; the last line has settings of models that only change memory and speed
@@ -100,7 +101,7 @@ def continued_config(s, given: dict, data, record: dict):
     return runs.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
 
 
-# ---- weights ----
+# ---- weights and log ----
 
 def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
     """Load the checkpoint that a run continues from. Returns (step, seconds of training so far); (0, 0.0) for none."""
@@ -116,6 +117,12 @@ def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
         raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train a new run')
     return checkpoint.restore_training(s.extend, model, optimizer, up_to)
+
+
+def copy_log(source, folder, step: int) -> None:
+    """Start the log of a run that extends another with the other's lines up to a step."""
+    lines = [json.dumps(record) + '\n' for record in runs.read_log(source) if record['step'] <= step]
+    write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
 
 
 def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -> None:

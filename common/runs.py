@@ -4,8 +4,7 @@ A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
     tokenizer.json          a copy of the tokenizer's file, if it has one (or tokenizer.model, or gpt2_vocabulary/)
-    log.jsonl               one line per logged step, {"saved": step} after each checkpoint, and {"resumed_from": step}
-                            where a run was resumed
+    log.jsonl               one line per logged step; {"saved": step} and {"resumed_from": step}
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
 """
@@ -28,7 +27,7 @@ from typing import TextIO
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import ROOT, UserError, command, first_line, locked, read_json, write_file, write_json
+from common.files import ROOT, UserError, command, first_line, locked, read_json, write_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.shards import TOKENIZER_FILES, keep_tokenizer
@@ -254,12 +253,6 @@ def open_log(folder, step: int) -> TextIO:
         log.write('' if before.endswith(b'\n') else '\n')  # end a line that was cut off
         log.write(json.dumps({'resumed_from': step}) + '\n')
     return log
-
-
-def copy_log(source, folder, step: int) -> None:
-    """Start the log of a run that extends another with the other's lines up to a step."""
-    lines = [json.dumps(record) + '\n' for record in read_log(source) if record['step'] <= step]
-    write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
 
 
 def read_log(folder) -> list[dict]:

@@ -263,3 +263,15 @@ class DraftStatistics:
     def by_position(self) -> list[float]:
         """Acceptance rate at each position of a draft, given that all tokens before it were accepted."""
         return [self.accepted_at[i] / n for i, n in sorted(self.tried_at.items())]
+
+
+def acceptance(model, data, s) -> float:
+    """Return the fraction of drafted tokens that are accepted when validation text is continued.
+
+    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
+    """
+    length, T = min(5, model.longest_draft), s.block_size // 2
+    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
+    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
+    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
+    return drafts.accepted / max(1, drafts.drafted)

@@ -41,19 +41,6 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     return {name: total / sum(counts) for name, total in sums.items()}, sum(counts)
 
 
-def acceptance(model, data, s) -> float:
-    """Return the fraction of drafted tokens that are accepted when validation text is continued.
-
-    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
-    """
-    from common.speculative import speculative_generate
-    length, T = min(5, model.longest_draft), s.block_size // 2
-    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
-    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
-    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
-    return drafts.accepted / max(1, drafts.drafted)
-
-
 def perplexity(nats: float) -> float:
     """Return exp of nats per token; infinity where a float cannot hold it."""
     return math.exp(nats) if nats < 709 else math.inf

@@ -22,7 +22,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'common.sharding': {'common.parallel'},
     'common.continuing': {'common.runs', 'common.checkpoint', *GROUND},
     'common.run_settings': {'common.runs', 'common.continuing', 'common.machine', 'data', *GROUND},
-    'common.validation': {'common.parallel', 'common.speculative'},
+    'common.validation': {'common.parallel'},
     'common.muon': {'common.files', 'common.machine'},
     'common.memory': set(),
     'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.sharding',
@@ -41,7 +41,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'scans': {'attn_kernels', 'scans'},
     'attn_kernels': set(),
 }
-LOADED_BY_QUICKSTART = 4400  # lines, at most
+LOADED_BY_QUICKSTART = 4025  # lines, at most
 
 # Documented settings of PyTorch, made once.
 ALLOWED_WRITES = {('common/gpu.py', name) for name in (

@@ -53,8 +53,8 @@ def test_a_run_learns_and_leaves_its_records(undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize('args', [['--model=sps', '--window=4', '--predict_input=token'],
                                   ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--bptt_len=12'],
-                                  ['--model=gdn', '--d_k=8', '--d_v=8', '--chunk_len=12']])
-def test_a_run_of_another_model_resumes_on_the_same_losses_and_generates(args, tiny_data, tmp_path):
+                                  ['--model=gdn', '--d_k=8', '--d_v=8', '--chunk_len=12'], ['--optimizer=muon']])
+def test_a_run_of_another_model_or_optimizer_resumes_on_the_same_losses_and_generates(args, tiny_data, tmp_path):
     out = tmp_path / 'run'
     succeeded(train_tiny(tiny_data, out, *args))
     want = losses(out)

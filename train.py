@@ -141,8 +141,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
     rank, world, device = machine.rank, machine.world, machine.device
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
     idx, targets = data.train_batch(step, s.batch_size, s.block_size, s.seed, mine)
-    most = math.ceil(s.batch_size / world)  # FSDP needs the same number of micro-batches on all processes
-    n = min(len(idx), math.ceil(most / s.micro_batch_size))
+    n = math.ceil(len(idx) / s.micro_batch_size)
     parts = list(zip(idx.tensor_split(n), targets.tensor_split(n)))
     counts = [counted(x, y, model.config.eos_id) for x, y in parts]
     loss_counts = [model.loss_count(x, y) for x, y in parts] if hasattr(model, 'loss_count') else counts

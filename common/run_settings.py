@@ -94,10 +94,8 @@ def check_settings(s, data, world) -> None:
              'GPUs per machine'),
             (s.batch_size < world,
              f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one'),
-            (s.parallel == 'fsdp' and s.micro_batch_size == 1 and s.batch_size % world,
-             f'batch_size = {s.batch_size} with micro_batch_size = 1 gives some of the {world} processes one '
-             'micro-batch more than others, which parallel = fsdp does not allow: use --micro_batch_size=2, or a '
-             f'batch_size that is a multiple of {world}'),
+            (s.parallel == 'fsdp' and s.batch_size % world,
+             f'batch_size is {s.batch_size}: parallel = fsdp needs a multiple of the {world} processes'),
             (s.acceptance_prompts and hasattr(data, 'score'),
              f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0'),
             (s.wandb_project and importlib.util.find_spec('wandb') is None,

@@ -1,6 +1,4 @@
 """Several processes: FSDP trains as DDP does, and any number of processes goes on from what any other has saved."""
-import dataclasses
-import itertools
 import json
 import os
 import random
@@ -8,14 +6,12 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart, succeeded
 
 import train
 from common import checkpoint, machine, run_settings, runs
 from common.dry_run import held_bytes
 from common.files import UserError
-from common.machine import Machine
 from data import open_data
 
 STEPS = 50
@@ -192,33 +188,6 @@ def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):
     assert is_whole == 'True' and float(difference) < 1e-6
 
 
-def test_all_processes_have_as_many_micro_batches(tiny_data):
-    """Each of FSDP's micro-batches gathers weights from all processes: with one more, a process would wait for ever."""
-    data, c = open_data(str(tiny_data)), runs.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16))
-    model, refused, rows = runs.model_file('standard').Model(c), [], []
-
-    def forward(x, y):
-        rows.append(len(x))
-        return {'loss': model.embed.weight.sum()}
-    for batch_size, micro, world in itertools.product((3, 4, 5, 7), (1, 2, 3), (2, 3)):
-        s = train.Settings(batch_size=batch_size, micro_batch_size=micro, block_size=8, parallel='fsdp')
-        try:
-            run_settings.check_settings(dataclasses.replace(s, sample_tokens=0), data, world)
-        except UserError as error:
-            refused.append((batch_size, micro, world))
-            assert '--micro_batch_size=2' in str(error)
-            continue
-        calls = []
-        for rank in range(world):
-            rows.clear()
-            train.train_step(model, forward, train.make_optimizer(model, s), data, s, 0,
-                             Machine(rank, world, torch.device('cpu')), torch.zeros(3))
-            assert max(rows) <= micro
-            calls.append(len(rows))
-        assert len(set(calls)) == 1, (batch_size, micro, world, calls)
-    assert refused == [(3, 1, 2), (4, 1, 3), (5, 1, 2), (5, 1, 3), (7, 1, 2), (7, 1, 3)]
-
-
 @pytest.mark.slow
 def test_one_process_goes_on_from_what_two_have_saved_in_parts(trained, tmp_path):
     out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 20)
@@ -255,6 +224,7 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
 @pytest.mark.parametrize('settings, sentence', [
     (dict(parallel='ddp', shard=2), 'shard is 2, but with parallel = ddp'),
     (dict(parallel='fsdp', optimizer='muon'), 'optimizer = muon needs whole matrices'),
+    (dict(parallel='fsdp', batch_size=6), 'batch_size is 6: parallel = fsdp needs a multiple of the 4 processes'),
     (dict(parallel='fsdp', shard=3), 'shard is 3, which does not divide the 4 processes')])
 def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
     with pytest.raises(UserError, match=sentence):

@@ -266,7 +266,8 @@ class Records:
             import wandb
             id_file = Path(s.out_dir) / 'wandb_id'  # of the run that --resume continues there
             self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)},
-                                    id=id_file.read_text() if id_file.exists() else None, resume='allow')
+                                    id=id_file.read_text() if id_file.exists() else None, resume='allow',
+                                    allow_val_change=True)
             id_file.write_text(self.wandb.id)
 
     def write(self, line: dict) -> None:

@@ -173,13 +173,19 @@ def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, caps
     ({}, 6), ({'cpu.max': 'max 100\n'}, 6), ({'cpu.max': '250 100\n'}, 3),
     ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100\n'}, 6),
     ({'cpu/cpu.cfs_quota_us': '50\n', 'cpu/cpu.cfs_period_us': '100\n'}, 1)])
-def test_usable_cores_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, files, cores):
+def test_cores_and_threads_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, files, cores):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(machine, 'CGROUP', tmp_path)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(6), raising=False)
-    assert machine.usable_cores() == cores
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setattr(machine.torch, 'get_num_threads', lambda: 8)
+    chosen = []
+    monkeypatch.setattr(machine.torch, 'set_num_threads', chosen.append)
+    machine.set_threads(None, 1)
+    machine.set_threads(None, 3)
+    assert machine.usable_cores() == cores and chosen == [cores, max(1, cores // 3)]
 
 
 def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):

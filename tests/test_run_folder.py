@@ -93,6 +93,13 @@ def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch, numb
         sync(path)
 
 
+@pytest.mark.slow
+def test_built_data_can_be_elsewhere_than_the_checkout(tmp_path):
+    environment = {**os.environ, 'BUILT_DATA': str(tmp_path / 'built')}
+    code = 'from data import open_data; print("in", open_data("python_docs").folder)'
+    assert f'in {tmp_path}/built/python_docs' in succeeded(run('-c', code, env=environment)).stdout
+
+
 def test_an_error_of_the_disk_names_the_run(tmp_path):
     with pytest.raises(OSError, match=str(tmp_path / 'run')), runs.claimed(tmp_path / 'run', True, False):
         raise OSError(errno.ENOSPC, 'No space left on device')

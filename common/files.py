@@ -74,7 +74,8 @@ def naming(path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno and not error.filename:  # errors of libraries may only have a text
+            error.filename = str(path)
         raise
 
 

@@ -100,9 +100,13 @@ def test_built_data_can_be_elsewhere_than_the_checkout(tmp_path):
     assert f'in {tmp_path}/built/python_docs' in succeeded(run('-c', code, env=environment)).stdout
 
 
-def test_an_error_of_the_disk_names_the_run(tmp_path):
-    with pytest.raises(OSError, match=str(tmp_path / 'run')), runs.claimed(tmp_path / 'run', True, False):
-        raise OSError(errno.ENOSPC, 'No space left on device')
+@pytest.mark.parametrize('error, said', [(OSError(errno.ENOSPC, 'No space left'), "No space left: '{}'"),
+                                         (OSError(errno.EIO, 'broken', 'file'), "broken: 'file'"),
+                                         (OSError('no network'), '^no network$')])
+def test_an_error_of_the_disk_names_its_path_or_the_run(tmp_path, error, said):
+    run = tmp_path / 'run'
+    with pytest.raises(OSError, match=said.format(run)), runs.claimed(run, True, False):
+        raise error
 
 
 # ---- log.jsonl ----

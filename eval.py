@@ -37,8 +37,9 @@ import torch
 import torch.distributed as dist
 
 from common.benchmarks import local_records
-from common.files import UserError, friendly_errors
-from common.machine import Device, DType, decoding_dtype, pick_device, pick_dtype, take_gpu, torchrun_ranks
+from common.files import UserError, friendly_errors, naming
+from common.gpu import take_gpu
+from common.machine import Device, DType, decoding_dtype, join_processes, pick_device, pick_dtype, ranks
 from common.parallel import rank, world
 from common.runs import load_run, run_data
 from common.scoring import Scorer
@@ -137,7 +138,7 @@ def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     device = pick_device(s.device)
     dtype = decoding_dtype(s.dtype, device)
     if device == 'cuda' and world() > 1:
-        local = torchrun_ranks()[2]
+        local = ranks()[2]
         take_gpu(local)
         device = f'cuda:{local}'
     model, record = load_run(folder, device, dtype)
@@ -181,7 +182,7 @@ def append_line(folder, line: dict) -> None:
     """Append a line to eval.jsonl. Numbers that are not finite become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with open(Path(folder) / 'eval.jsonl', 'a') as file:
+    with naming(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 
@@ -213,8 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         if not runs:
             raise UserError('which run? python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
-        if torchrun_ranks()[1] > 1:
-            dist.init_process_group('gloo')
+        join_processes('gloo')
         columns = {}
         for run in runs:
             line = evaluate(run, s, tasks, corpora)

@@ -17,7 +17,6 @@ import dataclasses
 import multiprocessing
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -32,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.files import UserError, friendly_errors, locked, read_json, sha256, write_json
+from common.files import ROOT, UserError, command, friendly_errors, locked, read_json, sha256, write_json
+from common.machine import usable_cores
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT
 from data.sources import fitting_share, open_source, with_splits
@@ -61,7 +61,7 @@ class Settings:
     val_hash: Literal['sha256', 'md5'] = 'sha256'  # of the id, by which documents are chosen for that. FineWeb-Edu: md5
     shuffle: int = 0  # documents shuffled at a time, and the files' order; 0: as in the source. FineWeb-Edu: 200,000
     shard_tokens: int = 100_000_000  # tokens of a shard; the document that fills it is its last
-    workers: int | None = None  # processes that encode; None: one per core
+    workers: int | None = None  # processes that encode; None: OMP_NUM_THREADS, or one per usable core
 
 
 # ---- encoding in worker processes ----
@@ -88,7 +88,8 @@ def encode(batch: list[tuple | None]) -> list[tuple | None]:
 def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecutor]:
     """Processes that `encode`. To be started before the source, which may run threads: a fork copies none of them."""
     method = 'fork' if sys.platform == 'linux' else 'spawn'  # a fork spares the workers the imports
-    pool = ProcessPoolExecutor(s.workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
+    workers = s.workers or int(os.environ.get('OMP_NUM_THREADS') or usable_cores())
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
     try:
         pool.submit(os.getpid)
         yield pool
@@ -166,7 +167,6 @@ def prepare(name: str, s: Settings) -> None:
     folder = Path(s.out_dir or BUILT / own_name)
     check_folder(folder)  # before anything is written there, the lock included
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
-    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), removed_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
         read, source_checksum = open_source(name, s, tokenizer.eos_name)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
@@ -225,8 +225,8 @@ def training_command(folder: Path, splits: dict) -> str:
     n_train, longest = splits['train']['tokens'], min(splits['train']['tokens'] // 2, splits['val']['tokens'] - 1)
     config = 'standard_xs' if n_train >= 10 ** 8 and longest >= 4096 else 'quickstart'
     window = [f'--block_size={longest}'] if longest < 256 else []
-    return shlex.join(['python', 'train.py', f'config/{config}.py', f'--data={folder}',
-                       f'--out_dir=out/{folder.resolve().name}', *window])
+    return command('train.py', os.path.relpath(ROOT / f'config/{config}.py'), f'--data={folder}',
+                   f'--out_dir=out/{folder.resolve().name}', *window)
 
 
 def main(argv: list[str] | None = None) -> None:

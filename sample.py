@@ -1,7 +1,8 @@
 """Generate text from a trained run.
 
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
-    python sample.py out/quickstart --file=prompts.txt --temperature=0        one prompt per line, greedy
+    python sample.py out/quickstart --temperature=0 -- "--all"               a prompt that begins with dashes, greedy
+    python sample.py out/quickstart --file=prompts.txt                        one prompt per line
     echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
     python sample.py out/quickstart --seed=1 -- "--help"                      what follows -- is a prompt
     python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself

@@ -6,9 +6,7 @@
     python train.py config/quickstart.py --resume             continue an interrupted run, on the same batches
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   continue a finished run in a new folder
 
-Read from top to bottom: settings, schedule and optimizer, one training step, evaluation, and `train` with the loop.
-common/run_settings.py decides what --resume, --extend and --init_from take over from another run. A model needs
-`forward` and `logits`; docs/own_model.md lists what else it may have.
+Read from top to bottom. A model needs `forward` and `logits`; docs/own_model.md lists what else it may have.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -23,16 +21,17 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from common import checkpoint, parallel, run_settings, runs
-from common.files import UserError, friendly_errors
-from common.machine import Device, DType, caught_signals, make_progress, peak_flops, pick_dtype, say, start_processes
+from common.files import UserError, command, friendly_errors
+from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
-from common.validation import acceptance, counted, validation_loss
-from data import open_data
+from common.validation import counted, validation_loss
+from data import has_data, open_data
 
 
 @dataclass
@@ -136,15 +135,13 @@ def make_optimizer(model: torch.nn.Module, s: Settings):
 def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
     """Yield this process's micro-batches of a step: (idx, targets, share, loss_share, is_last).
 
-    idx, targets: (n, T) on the device. share: the micro-batch's part of the counted tokens of the global batch.
-    loss_share: its part of the loss; differs from share if the model's loss is a mean over something other than tokens
-    (`model.loss_count`).
+    idx, targets: (n, T) on the device. share: its part of the counted tokens of the global batch. loss_share: its part
+    of what the loss is a mean over, if that is something other than tokens (`model.loss_count`).
     """
     rank, world, device = machine.rank, machine.world, machine.device
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
     idx, targets = data.train_batch(step, s.batch_size, s.block_size, s.seed, mine)
-    most = math.ceil(s.batch_size / world)  # FSDP needs the same number of micro-batches on all processes
-    n = min(len(idx), math.ceil(most / s.micro_batch_size))
+    n = math.ceil(len(idx) / s.micro_batch_size)
     parts = list(zip(idx.tensor_split(n), targets.tensor_split(n)))
     counts = [counted(x, y, model.config.eos_id) for x, y in parts]
     loss_counts = [model.loss_count(x, y) for x, y in parts] if hasattr(model, 'loss_count') else counts
@@ -159,7 +156,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
 def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[dict, torch.Tensor]:
     """Run one optimizer step. Returns this process's share of the mean of each loss part, and the gradient norm.
 
-    ddp: the model as it is called (compiled, wrapped for several processes). skips: see `skip_if_not_finite`.
+    ddp: the model as it is called (compiled, wrapped). skips: see `skip_if_not_finite`.
     """
     torch.manual_seed(((s.seed << 32) + (step << 10) + machine.rank) % 2 ** 63)  # for dropout
     if hasattr(model, 'begin_step'):
@@ -207,20 +204,13 @@ def read_skips(s, step, skips, lr) -> dict[str, int]:
     return {'skipped': n_skipped}
 
 
-def read_numbers(parts, norm) -> dict[str, float]:
-    """Return the means of the loss parts over the global batch, and the gradient norm. Waits for the device."""
-    values = parallel.all_reduce(torch.stack([value.float() for value in parts.values()]))
-    return {**dict(zip(parts, values.tolist())), 'grad_norm': norm.item()}
-
-
 # ---- evaluation ----
 
 @torch.no_grad()
 def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
     """Return 'val', the validation loss in nats per token, 'val_<name>' for each further part of the loss, and scores.
 
-    The tokens are the same each time and for any number of processes. Only rank 0 computes scores: those of a task, and
-    with acceptance_prompts 'acceptance', the fraction of accepted drafts.
+    Only rank 0 computes scores: those of a task, and with acceptance_prompts the fraction of accepted drafts.
     """
     model.eval()
     with machine.autocast():
@@ -231,6 +221,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
             if hasattr(data, 'score'):
                 found |= data.score(model, machine.device, s.micro_batch_size)
             if s.acceptance_prompts:
+                from common.speculative import acceptance
                 found['acceptance'] = acceptance(model, data, s)
     model.train()
     return found
@@ -240,21 +231,21 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
     """Return the model on its device, with seeded or s.init_from's weights, sharded if asked. Sets machine.dtype."""
-    source_step, weights = run_settings.initial_weights(s, record)
     torch.manual_seed(s.seed)
     model = runs.model_file(s.model).Model(config).to(machine.device)
     run_settings.describe(s, model, data)
-    if weights:
+    if s.init_from:
+        from common.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)
-        runs.start_from(model, s.init_from, weights, idx.to(machine.device))
-        print(f'weights of step {source_step} of {s.init_from}')
+        load_initial_weights(s, record, model, idx.to(machine.device))
     machine.dtype = pick_dtype(s.dtype, machine.device.type, runs.count_parameters(model) >= BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, products in '
           f'{str(machine.dtype)[6:]}'
           + (f', weights sharded over {s.shard or machine.world} processes' if is_sharded else ''))
     if is_sharded:
-        parallel.shard_model(model, machine.device, s.shard)
+        from common.sharding import shard_model
+        shard_model(model, machine.device, s.shard)
     return model
 
 
@@ -262,18 +253,22 @@ class Records:
     """What a run leaves in its folder: log.jsonl (and wandb), which rank 0 writes, and checkpoints."""
 
     def __init__(self, s, config, data, machine, step):
-        """Open the log, in a new run folder or in that of the run that is continued from `step`."""
         self.s, self.log, self.wandb = s, None, None
         if machine.rank > 0:
             return
         if not s.resume:
             runs.start_run(s, config, data, machine)
-        if run_settings.extension_starts(s):
-            runs.copy_log(s.extend, s.out_dir, step)
+        if runs.extension_starts(s):
+            from common.continuing import copy_log
+            copy_log(s.extend, s.out_dir, step)
         self.log = runs.open_log(s.out_dir, step)
         if s.wandb_project:
             import wandb
-            self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)})
+            id_file = Path(s.out_dir) / 'wandb_id'  # of the run that --resume continues there
+            self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)},
+                                    id=id_file.read_text() if id_file.exists() else None, resume='allow',
+                                    allow_val_change=True)
+            id_file.write_text(self.wandb.id)
 
     def write(self, line: dict) -> None:
         """Append a line to the log, without values that are not finite: JSON has none."""
@@ -288,7 +283,9 @@ class Records:
         if self.log:
             os.fsync(self.log.fileno())  # never behind the checkpoint
         checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
-                                 run_settings.last_before_decay(self.s))
+                                 runs.last_before_decay(self.s))
+        if self.log:
+            self.log.write(json.dumps({'saved': step}) + '\n')
 
 
 class Meter:
@@ -297,14 +294,14 @@ class Meter:
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
         self.flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-        self.peak = peak_flops(machine.device, machine.dtype)
+        self.peak = machine.peak_flops()
         self.restart(step)
 
     def restart(self, step):
         self.since, self.since_step = time.perf_counter(), step
 
     def read(self, step) -> dict[str, float]:
-        """Return what the log says about speed: seconds, tokens/s, memory, and MFU if the GPU's peak is known."""
+        """Return the log's values about speed and memory."""
         elapsed = time.perf_counter() - self.since
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
@@ -319,12 +316,15 @@ def train(s, config, data, record, machine, argv):
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     optimizer = make_optimizer(model, s)
-    step, seconds = run_settings.restore(s, record, model, optimizer)
+    step, seconds = 0, 0.0
+    if record:
+        from common.continuing import restore
+        step, seconds = restore(s, model, optimizer)
     ddp = parallel.averaging_gradients(model, compiled, machine.device)
     records = Records(s, config, data, machine, step)
-    if run_settings.extension_starts(s):
+    if runs.extension_starts(s):
         records.save(model, optimizer, step, seconds)
-    n_steps, last_before_decay = run_settings.n_steps(s), run_settings.last_before_decay(s)
+    n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
 
@@ -340,8 +340,9 @@ def train(s, config, data, record, machine, argv):
             if not (log_due or save_due or eval_due):
                 continue
             lr = optimizer.param_groups[0]['lr']
-            line = {'step': step, 'tokens': step * s.batch_size * s.block_size, 'lr': lr,
-                    **read_numbers(parts, norm), **meter.read(step), **read_skips(s, step, skips, lr)}
+            values = parallel.all_reduce(torch.stack([value.float() for value in parts.values()])).tolist()
+            line = {'step': step, 'tokens': step * meter.tokens_per_step, 'lr': lr, **dict(zip(parts, values)),
+                    'grad_norm': norm.item(), **meter.read(step), **read_skips(s, step, skips, lr)}
             minutes_left = (n_steps - step) * meter.tokens_per_step / line['tokens_per_s'] / 60
             progress(f'step {step}/{n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')
@@ -359,8 +360,7 @@ def train(s, config, data, record, machine, argv):
     if records.wandb:
         records.wandb.finish()
     if stopping:
-        command = run_settings.resume_command(argv, machine.world, s.out_dir)
-        say(f'stopped after step {step}. Continue with: {command}')
+        say(f'stopped after step {step}. Continue with: {run_settings.resume_command(argv, machine.world, s.out_dir)}')
     else:
         finish(s, model, data, machine, meter.seconds)
 
@@ -373,13 +373,13 @@ def finish(s, model, data, machine, seconds):
         runs.plot_loss(s.out_dir)
         if s.sample_tokens:
             print_sample(s, model, data, machine)
-    look = f'python sample.py {s.out_dir} "Return the"    generates text'
+    look = f'{command("sample.py", s.out_dir, "Return the")}    generates text'
     if hasattr(data, 'score'):
-        look = f'python -m analysis.scores {s.out_dir}    plots its scores'
+        look = f'{command("-m", "analysis.scores", s.out_dir)}    plots its scores'
     print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
           f'  {look}\n'
           f'  {s.out_dir}/loss.png is the loss curve, log.jsonl has its numbers\n'
-          '  python train.py --help    lists every setting')
+          f'  {command("train.py", "--help")}    lists every setting')
 
 
 def print_sample(s, model, data, machine):
@@ -404,6 +404,9 @@ def main(argv: list[str] | None = None) -> None:
                 dry_run(s, given, record, machine)
             else:
                 with parallel.rank_0_first():  # it builds data that do not exist yet
+                    if not has_data(s.data):
+                        from common.dry_run import explain_missing_data
+                        explain_missing_data(s, record)
                     data = open_data(s.data)
                 if s.verify:
                     data.verify()

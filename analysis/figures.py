@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.continuing import MAY_CHANGE
 from common.files import UserError, friendly_errors
 from common.machine import pick_device, pick_dtype
-from common.run_settings import MAY_CHANGE
 from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
 from data.shards import Data

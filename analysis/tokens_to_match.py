@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from analysis import figures
 from analysis.loss_curves import set_axes
 from common.files import UserError
-from common.run_settings import last_before_decay
+from common.runs import last_before_decay
 
 LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # what comes after the constant rate
 

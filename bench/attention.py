@@ -15,7 +15,7 @@ import model_sps
 import model_standard
 from attn_kernels import Mask, _whole_mask, attention, document_starts, make_mask
 from bench import alternate, measure
-from common import machine
+from common import gpu
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if DEVICE == 'cuda' else (8, 4096, 64)  # TOKENS: of a call
@@ -65,7 +65,7 @@ def figures(toy: bool) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     if torch.cuda.is_available():
-        machine.set_compiler_options()
+        gpu.set_compiler_options()
     measure(argv, attention=figures)
 
 

@@ -26,7 +26,7 @@ import torch
 import model_standard
 import train
 from bench import FAMILY, alternate, apart, make_model, measure, nanogpt, over_standard, resident
-from common import export, machine, runs
+from common import export, gpu, machine, runs
 from common.start import SPIN_COUNT
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -54,7 +54,7 @@ def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callab
 
 def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]:
     """A step of one of our models as train.py does it."""
-    called = machine.compile_model(model) if compile else model
+    called = machine.Machine(0, 1, DEVICE).compiled(model, compile)
     optimizer = train.make_optimizer(model, train.Settings())
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
@@ -124,7 +124,7 @@ def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds
     seconds = alternate({name: our_step(model, tokens, dtype, compile=DEVICE.type == 'cuda')
                          for name, model in models.items()}, rounds, warmup=3)
     torch.compiler.reset()  # else the ninth program of one forward is not compiled
-    tokens_per_s, peak = tokens[0].numel() / seconds['standard'], machine.peak_flops(DEVICE, dtype)
+    tokens_per_s, peak = tokens[0].numel() / seconds['standard'], gpu.peak_flops(DEVICE, dtype)
     return {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'n_layer': shape['n_layer'], 'T': T,
             'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
             'standard_mfu': peak and round(models['standard'].flops_per_token(T) * tokens_per_s / peak, 3)

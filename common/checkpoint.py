@@ -3,14 +3,12 @@
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS; with --parallel=fsdp each
                             process writes its shards of the two: shard-<rank + 1>-model-<1 or 2>-of-00002.safetensors
 
-A checkpoint is written to a temporary folder, which is renamed when all files are on the disk. Loading compares every
-file with its checksum. A damaged checkpoint is named on stderr and the one before it is used.
+A checkpoint is written to a temporary folder, which is renamed when all files are on the disk.
 """
 import json
 import os
 import re
 import shutil
-import warnings
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ from common.files import UserError, say_once, sha256, sync, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
 
-# torch.distributed.checkpoint is imported where it is used: the import takes a second.
+# common.sharding is imported where it is used: the import takes a second.
 
 
 # ---- weights ----
@@ -77,8 +75,7 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
 def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | None = None) -> tuple[int, float]:
     """Load the newest undamaged checkpoint, of step up_to at most. Returns (step, seconds of training).
 
-    (0, 0.0) if the run was stopped before its first. Any number of processes may have written it, and may load it. All
-    processes of a sharded model call this together; each reads its own shards.
+    (0, 0.0) if the run was stopped before its first. All processes of a sharded model call this together.
     """
     if not checkpoints(folder):
         return 0, 0.0
@@ -98,9 +95,8 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
 def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: bool = False) -> None:
     """Write ckpt/step_<step> of a run folder, all or nothing.
 
-    tensors {name: tensor}: weights and, with a '/' in their names, the optimizer's moments; state: a dict for
-    state.json. All processes call it if tensors are sharded, and each writes its own shards. Raises UserError with
-    earlier checkpoints unchanged when the disk is full or a number is not finite.
+    tensors: weights and, with a '/' in their names, the optimizer's moments; state: a dict for state.json. If tensors
+    are sharded, all processes call it. Raises UserError when the disk is full or a number is not finite.
     """
     ckpt, bad = Path(folder) / 'ckpt', not_finite(tensors)
     if bad := parallel.first_given(bad) if is_sharded else bad:
@@ -114,6 +110,7 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
             temporary.mkdir(parents=True)
             write_json(temporary / 'state.json', state)
         if is_sharded:
+            from common.sharding import save_shards
             torch.distributed.barrier()
             save_shards(temporary, tensors)
         else:
@@ -124,21 +121,8 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
             publish(temporary, ckpt / f'step_{step:08d}')
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f'the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are whole: '
-                        'free some space, then continue with --resume')
-
-
-def save_shards(folder: Path, tensors: dict) -> None:
-    """Write this process's shards to a folder. All processes call it together, and fail together with an OSError."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.api import CheckpointException
-    file_numbers = {key: 2 if '/' in key else 1 for key in tensors}
-    writer = checkpoint.HuggingFaceStorageWriter(str(folder), file_numbers, save_distributed=True)
-    try:
-        checkpoint.save(tensors, storage_writer=writer)
-    except CheckpointException as error:  # not an Exception
-        failed, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise OSError(f'process {failed}: {cause}')
+        raise UserError(f'the checkpoint of step {step} could not be written to {ckpt}: {error}. Earlier ones are '
+                        'whole: free some space, then continue with --resume')
 
 
 def last_good(folder) -> str:
@@ -190,8 +174,7 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None, mod
     """Load the newest undamaged checkpoint of a run folder: (state, {tensor name: tensor}).
 
     Names each damaged one on stderr. Only JSON and safetensors are read, neither of which can run code. Shards are put
-    together, unless `model` is given, a sharded one: then its weights are filled in place, and each process reads its
-    own shards. All processes call it together, and take the checkpoint before where one of them finds damage.
+    together, unless `model` is given, a sharded one: then all processes call it, and each fills its shards in place.
     """
     for path in checkpoints(folder, up_to):
         found = error = None
@@ -220,9 +203,13 @@ def read_checkpoint(path: Path, moments: bool, model, folder) -> tuple[dict, dic
     if model is None and not shards:
         tensors = {key: tensor for name in files for key, tensor in load_file(path / name).items()}
     else:
+        from common.sharding import fill, places_in, tensors_in_files
         tensors = {key: t for key, t in tensors_in_files(path).items() if moments or '/' not in key}
-        tensors = places_in(model, tensors, folder) if model is not None else {
-            key: torch.empty_like(tensor, device='cpu') for key, tensor in tensors.items()}
+        if model is None:
+            tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in tensors.items()}
+        else:
+            check_weights(model, {key: tensor for key, tensor in tensors.items() if '/' not in key}, folder)
+            tensors = places_in(own_tensors(model), tensors)
         fill(tensors, path)
     if bad := not_finite(tensors):
         raise ValueError(f'{bad} holds numbers that are not finite')
@@ -239,27 +226,3 @@ def checked_state(path: Path, files) -> dict:
         if sha256(path / name) != sums[name]:
             raise ValueError(f'{name} does not match its checksum')
     return json.loads((path / 'state.json').read_text())
-
-
-def tensors_in_files(path: Path) -> dict[str, torch.Tensor]:
-    """Return {name: meta tensor} of the tensors in a folder's safetensors files, sharded or not."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-    found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return {name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device='meta')
-            for name, tensor in found.items()}
-
-
-def places_in(model: torch.nn.Module, tensors: dict, folder) -> dict:
-    """Return {name: tensor to read into} for a sharded model: its weights, and new moments with the same shards."""
-    own, params = own_tensors(model), dict(model.named_parameters())
-    check_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
-    return {name: own[name].detach() if name in own else torch.zeros(()) if tensor.dim() == 0
-            else torch.zeros_like(params[name.partition('/')[2]]) for name, tensor in tensors.items()}
-
-
-def fill(tensors: dict, path: Path) -> None:
-    """Fill named tensors from a folder's safetensors files. Each process reads its own shard of a sharded tensor."""
-    from torch.distributed import checkpoint
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='.*torch.distributed is disabled')
-        checkpoint.load(tensors, storage_reader=checkpoint.HuggingFaceStorageReader(str(path)), no_dist=True)

@@ -1,20 +1,25 @@
 """A dry run of train.py: checks the settings, prints sizes and costs, and estimates the memory of a step."""
 import math
-import shlex
+import os
 import sys
 from types import SimpleNamespace
 
-from common import checkpoint, parallel, runs
-from common.files import UserError, first_line
+from common import checkpoint, runs
+from common.continuing import adopted
+from common.files import ROOT, UserError, command, first_line
 from common.machine import pick_dtype
 from common.memory import bytes_by_rows
-from common.run_settings import check_settings, describe, initial_weights, model_config
+from common.run_settings import check_settings, describe, model_config
+from common.sharding import gathered_modules
 from data import has_data, open_data
 
 
 def dry_run(s, given: dict, record, machine) -> None:
     """Do everything that train.py does before it makes the model, and print the estimated memory of a step."""
     data = open_data(s.data) if has_data(s.data) else assumed_data(s, record)
+    if not has_data(s.data):
+        print(f'no data at {s.data}: assumed a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
+              f'enough text. To make it:\n  {data.command}')
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # --shard=64 stands for 64 processes
     check_settings(s, data, n_processes)
@@ -25,30 +30,35 @@ def dry_run(s, given: dict, record, machine) -> None:
             print(f'training would stop here: {error}', file=sys.stderr)
     model = runs.blank_model(s.model, config)
     describe(s, model, data)
-    _, weights = initial_weights(s, record)
-    if weights:
-        checkpoint.check_weights(model, runs.adopted(model, weights, s.init_from), s.init_from)
+    if s.init_from and not record:
+        _, weights = checkpoint.load_checkpoint(s.init_from)
+        checkpoint.check_weights(model, adopted(model, weights, s.init_from), s.init_from)
     print_memory(s, model, n_processes)
 
 
 def assumed_data(s, record) -> SimpleNamespace:
     """Return a stand-in for data that do not exist: with the vocabulary of a run, or of s.assumed_ids ids.
 
-    Prints the command that makes the data: the config's if it names that folder, else FineWeb-Edu's.
+    Its `command` makes the data: the config's if it names that folder, else FineWeb-Edu's.
     """
-    record = record or (runs.read_run(s.init_from) if s.init_from else None)
+    record = record or (runs.read_run(s.init_from) if s.init_from else {})
     like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
-            'eos_id': s.assumed_ids - 1, 'sha256': '', **(record['data'] if record else {})}
-    command = s.make_data
-    if not command or s.data not in command:
-        n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
-        option = '' if like['tokenizer'] == 'gpt2' else f'--tokenizer={shlex.quote(like["tokenizer"])} '
-        command = f'python prepare_fineweb.py --out_dir={shlex.quote(s.data)} {option}--max_tokens={n_tokens}'
-    print(f'no data at {s.data}: assumed a vocabulary of {like["n_ids"]:,} ids (tokenizer {like["tokenizer"]}) and '
-          f'enough text. To make it:\n  {command}')
-    return SimpleNamespace(folder=s.data, tokenizer=like['tokenizer'], n_ids=like['n_ids'], eos_id=like['eos_id'],
-                           bos=False, sha256=like['sha256'], splits={'train': {'tokens': s.max_tokens}},
-                           n_windows=lambda split, T: 1)
+            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **record.get('data', {})}
+    tokenizer = [] if like['tokenizer'] == 'gpt2' else [f'--tokenizer={like["tokenizer"]}']
+    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
+    make = command('prepare_fineweb.py', f'--out_dir={s.data}', *tokenizer, f'--max_tokens={n_tokens}')
+    if s.make_data and s.data in s.make_data:
+        make = s.make_data.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
+    return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},
+                           n_windows=lambda split, T: 1, command=make)
+
+
+def explain_missing_data(s, record) -> None:
+    """Raise the UserError of opening s.data, with the command that makes it."""
+    try:
+        open_data(s.data)
+    except UserError as error:
+        raise UserError(f'{error}. To make it: {assumed_data(s, record).command}')
 
 
 def print_memory(s, model, n_processes: int) -> None:
@@ -59,11 +69,7 @@ def print_memory(s, model, n_processes: int) -> None:
     most = math.ceil(s.batch_size / n_processes)  # sequences of a process
     n_rows = min(s.micro_batch_size, most)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
-    n_one_moment = 0
-    if s.optimizer == 'muon':
-        from common.muon import hidden_matrices
-        n_one_moment = sum(p.numel() for p in hidden_matrices(model))
-    held = held_bytes(model, n_processes // n_shards, n_shards, n_one_moment, n_rows < most)
+    held = held_bytes(model, n_processes // n_shards, n_shards, n_rows < most)
     share = f'1/{n_shards} of ' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='')
     dtype = pick_dtype(s.dtype, 'cuda')
@@ -85,20 +91,18 @@ def print_memory(s, model, n_processes: int) -> None:
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
 
 
-def held_bytes(model, n_copies: int, n_shards: int, n_one_moment: int, accumulates: bool) -> float:
+def held_bytes(model, n_copies: int, n_shards: int, accumulates: bool) -> float:
     """Return the bytes per process of weights, gradients and two moments in fp32, and of what sharing them takes.
 
-    n_shards: processes that share one copy of the weights, of which n_copies are trained together. n_one_moment:
-    parameters with one moment (Muon's). With FSDP, a process also holds the weights outside the blocks with their
-    gradients, the larger of their send buffer and the buffers of the blocks (a block, the prefetched one, its
-    gradients, two buffers), and whole gradients of the blocks if they accumulate over micro-batches. With DDP it holds
-    the buckets of gradients. From the code of PyTorch, not measured.
+    n_shards: processes that share one copy of the weights, of which n_copies are trained together. With FSDP, a process
+    also holds the weights outside the blocks with their gradients, the larger of their send buffer and the buffers of
+    the blocks (a block, the prefetched one, its gradients, two buffers), and whole gradients of the blocks if they
+    accumulate over micro-batches. With DDP it holds the buckets of gradients. From the code of PyTorch, not measured.
     """
     n_params = runs.count_parameters(model)
-    held = 16 * n_params - 4 * n_one_moment
     if n_shards == 1:
-        return held + 4 * n_params * (n_copies > 1)
-    blocks = [runs.count_parameters(module) for module in parallel.gathered_modules(model)]
+        return 16 * n_params + 4 * n_params * (n_copies > 1)
+    blocks = [runs.count_parameters(module) for module in gathered_modules(model)]
     outside = n_params - sum(blocks)
     waiting = sum(blocks) if accumulates else 0
-    return held / n_shards + 4 * (2 * outside + max(outside, 5 * max(blocks, default=0)) + waiting)
+    return 16 * n_params / n_shards + 4 * (2 * outside + max(outside, 5 * max(blocks, default=0)) + waiting)

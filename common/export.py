@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from common import checkpoint, runs
-from common.files import ROOT, UserError, first_line, friendly_errors, read_json, write_file
+from common.files import ROOT, UserError, command, first_line, friendly_errors, read_json, write_file
 from common.hf_tokenizer import fast_tokenizer, save_tokenizer
 from common.settings import load_settings
 from data.tokenizers import Tokenizer, keep_tokenizer, load_tokenizer, padded_vocab
@@ -211,7 +211,7 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
         keep_tokenizer(run, own.name, eos_token)
         if of_hf and isinstance(of_hf.chat_template, str):
             write_file(run / CHAT_TEMPLATE, of_hf.chat_template.encode())
-    sample = shlex.join(['python', 'sample.py', str(run), 'Once upon a time'])
+    sample = command('sample.py', run, 'Once upon a time')
     print(f'{run} is a run of model_standard, its tokenizer is {own.name}: {sample}; train.py starts from it with '
           f'{shlex.quote(f"--init_from={run}")}')
     if len(ends) > 1:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import filelock
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +27,7 @@ class UserError(ValueError):
 def friendly_errors() -> Iterator[None]:
     """Exit with status 1 and a sentence at a UserError, a failure to read or write, or a lack of memory.
 
-    Any other error is a bug, and keeps its traceback.
+    Any other error is a bug and keeps its traceback.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -53,23 +55,48 @@ def first_line(error: Exception) -> str:
 @functools.cache
 def say_once(line: str) -> None:
     """Print a line to stderr, on rank 0 and the first time only."""
-    if os.environ.get('RANK', '0') == '0':
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, file=sys.stderr, flush=True)
 
 
+def command(*args) -> str:
+    """Return a line for the user's shell that runs a script of the repository, or '-m' and a module, from here."""
+    script, *rest = map(str, args)
+    if script != '-m':
+        return shlex.join(['python', os.path.relpath(ROOT / script), *rest])
+    here = '' if Path.cwd() == ROOT else f'PYTHONPATH={shlex.quote(os.path.relpath(ROOT))} '
+    return here + shlex.join(['python', script, *rest])
+
+
 @contextmanager
-def locked(folder) -> Iterator[None]:
-    """Hold the lock of a folder; UserError if another process holds it. The lock ends with its process."""
+def naming(path) -> Iterator[None]:
+    """Name the path in an OSError that names none, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:  # errors of libraries may only have a text
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def locked(folder, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a folder. If another process holds it: UserError, or wait. The lock ends with its process."""
     path = Path(folder) / '.lock'  # never removed: a removed file could be locked twice
     lock = filelock.FileLock(path)
     try:
-        lock.acquire(blocking=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=wait)
     except filelock.Timeout:
         raise UserError(f'{folder} is being written by {path.read_text() or "another process"}: wait until it ends, or '
                         'use another folder')
+    except (OSError, NotImplementedError) as error:
+        raise UserError(f'{folder} cannot be locked ({error}): use a folder on another disk, by --out_dir or, for '
+                        'built-in data, the environment variable BUILT_DATA')
     try:
-        path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
-        yield
+        with naming(folder):
+            path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+            yield
     finally:
         lock.release()
 
@@ -78,7 +105,11 @@ def sync(path) -> None:
     """Flush a file, or the renames in a folder, to the disk, so that they survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
+    except OSError as error:
+        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS and FUSE refuse folders
+            raise
     finally:
         os.close(fd)
 
@@ -120,7 +151,7 @@ def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
 def sha256(path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, 'rb') as file:
+    with naming(path), open(path, 'rb') as file:
         while block := file.read(2 ** 24):
             digest.update(block)
     return digest.hexdigest()

@@ -1,15 +1,17 @@
 """The machine: devices, dtypes, processes, threads, memory, terminal output and signals."""
 import ctypes
+import math
 import os
 import platform
-import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,9 +22,7 @@ from common.files import UserError
 Device = Literal['auto', 'cuda', 'cpu', 'mps']  # settings of the scripts
 DType = Literal['auto', 'bfloat16', 'float32']
 
-PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
-    'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
-    'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
+CGROUP = Path('/sys/fs/cgroup')  # where Linux shows the quota of a container
 
 
 @dataclass
@@ -41,10 +41,18 @@ class Machine:
 
     def compiled(self, model: torch.nn.Module, on: bool | None):
         """Return the model as training calls it, compiled if `on`; None: on GPUs only."""
-        on_gpu = self.device.type == 'cuda'
-        if on_gpu:  # FlexAttention is compiled, even if the model is not
-            set_compiler_options()
-        return compile_model(model) if on or on is None and on_gpu else model
+        if self.device.type == 'cuda' or on:
+            from common import gpu
+            gpu.set_compiler_options()  # FlexAttention is compiled, even if the model is not
+            return model if on is False else torch.compile(model)
+        return model
+
+    def peak_flops(self) -> float | None:
+        """Return the FLOP/s that the GPU can reach; None if that is not known."""
+        if self.device.type == 'cuda':
+            from common.gpu import peak_flops
+            return peak_flops(self.device, self.dtype)
+        return None
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -59,7 +67,7 @@ class Machine:
 
 def pick_device(name: Device) -> str:
     """Return 'cuda', 'cpu' or 'mps'. auto: cuda if PyTorch sees a GPU, else cpu."""
-    available = {'cpu': True, 'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
+    available = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     if name == 'auto':
         return 'cuda' if available['cuda'] else 'cpu'
     if not available[name]:
@@ -88,45 +96,69 @@ def decoding_dtype(name: DType, device: str) -> torch.dtype:
 
 
 def start_processes(s) -> Machine:
-    """Join torchrun's processes, if any, and set up the device, threads and allocator. s has `device` and `threads`."""
-    rank, world, local, local_world = torchrun_ranks()
+    """Join the other processes, if any, and set up the device, threads and allocator. s has `device` and `threads`."""
+    rank, world, local, local_world = ranks()
     device = torch.device(pick_device(s.device))
     if device.type == 'cuda':
+        from common.gpu import take_gpu
         take_gpu(local)
         device = torch.device('cuda', local)
     else:
         set_threads(s.threads, local_world)
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
-    return Machine(rank, world, device, launcher=os.getppid() if 'RANK' in os.environ else None)
+    join_processes('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
+    return Machine(rank, world, device, launcher=os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None)
+
+
+def ranks() -> tuple[int, int, int, int]:
+    """Return (rank, world size, local rank, local world size), by the environment that torchrun or SLURM has set.
+
+    (0, 1, 0, 1) for a process on its own, such as one that inherited RANK from another program.
+    """
+    needed = {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR'}
+    is_worker = 'TORCHELASTIC_RUN_ID' in os.environ or needed <= os.environ.keys()
+    defaults = {'RANK': 0, 'WORLD_SIZE': 1, 'LOCAL_RANK': 0, 'LOCAL_WORLD_SIZE': 1}
+    return tuple(int(os.environ.get(name, default)) if is_worker else default for name, default in defaults.items())
+
+
+def join_processes(backend: str) -> None:
+    """Wait until all processes of this program have started, if there are several. Says so after 10 seconds."""
+    rank, world, *_ = ranks()
+    if world == 1 or dist.is_initialized():
+        return
+    os.environ.setdefault('MASTER_PORT', '29500')
+    line = (f'process {rank} is waiting for all {world} processes at {os.environ["MASTER_ADDR"]}: start the others, or '
+            'unset RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR to run one process')
+    timer = threading.Timer(10, print, [line], {'file': sys.stderr, 'flush': True})
+    timer.daemon = True
+    timer.start()
+    dist.init_process_group(backend)
+    timer.cancel()
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use: its affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    for files in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):  # of cgroups v2 and v1
+        with suppress(OSError, ValueError):  # no such file; 'max': no quota
+            quota, period = map(int, ' '.join((CGROUP / name).read_text() for name in files).split())
+            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    return cores
 
 
 def set_threads(n_threads: int | None, local_world: int) -> None:
     """Set the number of CPU threads. None: PyTorch's default, or an equal share of the cores for each local process.
 
-    OMP_NUM_THREADS > 1 takes precedence over the share; torchrun itself sets it to 1 if it is not set.
+    OMP_NUM_THREADS takes precedence over the cores, unless several processes have 1, which torchrun sets by default.
     """
-    if n_threads is None and local_world > 1 and os.environ.get('OMP_NUM_THREADS', '1') == '1':
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-        n_threads = max(1, cores // local_world)
+    omp = os.environ.get('OMP_NUM_THREADS')
+    if n_threads is None and (omp is None or local_world > 1 and omp == '1'):
+        share = max(1, usable_cores() // local_world)
+        if local_world > 1 or share < torch.get_num_threads():
+            n_threads = share
     if n_threads is not None:
         torch.set_num_threads(n_threads)
-
-
-def take_gpu(local: int) -> None:
-    """Select the GPU of the process with this local rank; UserError if there is none."""
-    if local >= torch.cuda.device_count():
-        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
-                        'Start fewer processes, or use --device=cpu')
-    torch.cuda.set_device(local)
-
-
-def torchrun_ranks() -> tuple[int, int, int, int]:
-    """Return torchrun's (rank, world size, local rank, local world size); (0, 1, 0, 1) without torchrun."""
-    defaults = {'RANK': 0, 'WORLD_SIZE': 1, 'LOCAL_RANK': 0, 'LOCAL_WORLD_SIZE': 1}
-    return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
 
 
 def keep_freed_memory() -> None:
@@ -135,30 +167,6 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL('libc.so.6')
         for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap, trim thresholds, top pad
             libc.mallopt(parameter, value)
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that a GPU can reach, from its data sheet, for the log's MFU; None if it is not in the list."""
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' and dtype == torch.bfloat16 else ''
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)
-
-
-# ---- torch.compile ----
-
-def compile_model(model: torch.nn.Module):
-    set_compiler_options()
-    return torch.compile(model)
-
-
-def set_compiler_options():
-    """Set the options of torch.compile that training needs."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled again, for its layer number
-    torch._dynamo.config.recompile_limit = 64  # block masks are one function for all patterns and pairs of streams
-    torch._dynamo.config.optimize_ddp = False  # DDP's graph splitter does not support FlexAttention
-    functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32
-    inductor.triton.mix_order_reduction = False  # silently wrong gradients: pytorch issue 193061
 
 
 # ---- terminal and signals ----

@@ -1,22 +1,12 @@
 """Several processes: DDP (each holds the whole model) and FSDP (each holds a part of every weight).
 
-FSDP is PyTorch's `fully_shard`. The weights of a group are gathered from all processes before the module is called; at
-other times each process keeps only its rows, with their gradients and AdamW's moments:
-
-    each of model.blocks      gathered when the block is called, once forward and once backward, and freed afterwards
-    all other weights         embedding, norms, heads, p_psi, ...: gathered from the start of `Model.forward` to the end
-                              of its backward, so the model may read them without calling their module
-
-A model whose blocks read each other's weights sets `shard_blocks = False`: all its weights are then in the second
-group. So are those of a model without `blocks`.
+What only FSDP needs is in common/sharding.py.
 """
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-
-# torch.distributed.fsdp is imported where it is used: the import takes a second.
 
 
 def rank() -> int:
@@ -66,26 +56,6 @@ def rank_0_first() -> Iterator[None]:
 
 # ---- the model ----
 
-def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules whose weights are gathered one module at a time."""
-    return list(dict.fromkeys(getattr(model, 'blocks', ()))) if getattr(model, 'shard_blocks', True) else []
-
-
-def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
-    """Shard the weights in place. They must be the same on all processes before.
-
-    Each group of n_shards processes with neighbouring ranks (None: all processes) holds one copy of the weights.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    n_shards = n_shards or world()
-    mesh = init_device_mesh(device.type, (world() // n_shards, n_shards), mesh_dim_names=('copies', 'parts'))
-    if n_shards == world():
-        mesh = mesh['parts']
-    for module in (*gathered_modules(model), model):
-        fully_shard(module, mesh=mesh)
-
-
 def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
@@ -98,10 +68,7 @@ def averaging_gradients(model: torch.nn.Module, compiled: torch.nn.Module, devic
 
 
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:
-    """Turn the reduction of gradients over processes on or off for the next forward and backward.
-
-    ddp: the model as training calls it.
-    """
+    """Reduce gradients over processes in the next backward pass, or not. ddp: the model as training calls it."""
     if is_sharded(model):
         model.set_requires_gradient_sync(on)
         model.set_is_last_backward(on)
@@ -111,10 +78,7 @@ def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> 
 
 @contextmanager
 def whole_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Gather all weights on each process, to run the model without training it. All processes must enter together.
-
-    Inside, each may do something else.
-    """
+    """Gather all weights on each process, to run the model without training it. All processes must enter together."""
     sharded = [module for module in model.modules() if is_sharded(module)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)

@@ -24,33 +24,27 @@ class Recomputing:
 
         Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
         """
-        (B, n), device = tokens.shape, tokens.device
-        n_new = torch.full_like(cache.lengths, n) if lengths is None else lengths
-        positions = cache.lengths[:, None] + torch.arange(n, device=device)  # (B, n)
-        end = cache.lengths + n_new
-        text_len = int(end.max())
+        n = tokens.shape[1]
+        positions = cache.lengths[:, None] + torch.arange(n, device=tokens.device)
+        cache.tokens.scatter_(1, positions.clamp(max=cache.max_tokens), tokens)  # padding is overwritten later
+        cache.lengths += n if lengths is None else lengths
+        text_len = int(cache.lengths.max())
         if text_len > cache.max_tokens:
             raise ValueError(f'the cache holds {cache.max_tokens} tokens per row, but {text_len} are needed')
-        batch_idx = torch.arange(B, device=device)[:, None]
-        is_real = positions < end[:, None]
-        cache.tokens[batch_idx.expand(B, n)[is_real], positions[is_real]] = tokens[is_real]
-        cache.lengths.copy_(end)
-        wanted = positions.clamp(max=text_len - 1) if all_positions else end[:, None] - 1
+        wanted = positions.clamp(max=text_len - 1) if all_positions else cache.lengths[:, None] - 1
         n_rows = max(1, MAX_LOGITS // (text_len * self.config.vocab_size))
-        chunks = [self.model.logits(text)[batch_idx[:len(text)], at]
-                  for text, at in zip(cache.tokens[:, :text_len].split(n_rows), wanted.split(n_rows))]
-        logits = torch.cat(chunks)
+        parts = zip(cache.tokens[:, :text_len].split(n_rows), wanted.split(n_rows))
+        logits = torch.cat([self.model.logits(text).take_along_dim(at[:, :, None], 1) for text, at in parts])
         return logits if all_positions else logits[:, 0]
 
 
 class TextCache:
-    """The text of each row: tokens (B, max_tokens), of which the first `lengths` (B,) are filled."""
+    """The text of each row: tokens (B, max_tokens + 1), of which the first `lengths` (B,) are filled."""
 
     def __init__(self, batch_size, max_tokens, max_run, device):
         self.max_tokens, self.max_run = max_tokens, max_run
-        self.tokens = torch.zeros(batch_size, max_tokens, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(batch_size, max_tokens + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-
         self.nbytes = self.tokens.nbytes + self.lengths.nbytes
 
     def rollback(self, n):

@@ -4,20 +4,18 @@ A run folder holds
 
     config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
     tokenizer.json          a copy of the tokenizer's file, if it has one (or tokenizer.model, or gpt2_vocabulary/)
-    log.jsonl               one line per logged step, and {"resumed_from": step} where a run was resumed
+    log.jsonl               one line per logged step; {"saved": step} and {"resumed_from": step}
     loss.png                the loss curve
     ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
-
-Read `load_run` first, which every script uses to load a trained run, then the functions that write a run's records.
 """
 import dataclasses
 import difflib
 import importlib
 import inspect
 import json
+import math
 import os
 import platform
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ from typing import TextIO
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import ROOT, UserError, first_line, locked, read_json, write_file, write_json
+from common.files import ROOT, UserError, command, first_line, locked, read_json, write_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -47,8 +45,7 @@ EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder 
 def model_file(name: str) -> ModuleType | SimpleNamespace:
     """Return the module model_<name>.py of the repository.
 
-    'gpn.NoDecay' is model_gpn.py with its Model replaced by the subclass NoDecay of analysis/edits.py. Only these names
-    are accepted, so that a run folder from somewhere else cannot import other code.
+    'gpn.NoDecay' is model_gpn.py with its Model replaced by the subclass NoDecay of analysis/edits.py.
     """
     base, _, subclass = str(name).partition('.')
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
@@ -91,37 +88,6 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
-    """Return the tensors of another run as this model takes them: through its `adopt` if it has one, else unchanged."""
-    try:
-        return model.adopt(tensors) if hasattr(model, 'adopt') else tensors
-    except ValueError as error:
-        raise UserError(f'{source} does not fit this model: {error}')
-
-
-def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
-    """Load the weights of another run, `source`, into a model.
-
-    If `adopt` adds weights, UserError unless the model still computes the source's logits on idx (B, T).
-    """
-    converted = adopted(model, tensors, source)
-    load_weights(model, converted, source)
-    new = sorted(converted.keys() - tensors.keys())
-    if not new:
-        return
-    original, _ = load_run(source, idx.device)
-    with torch.no_grad():
-        want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
-    model.train()
-    worst = (have - want).abs().max().item()
-    if not worst < 1e-4:
-        raise UserError(f'{source} cannot become this model: its logits change by {worst:.1e} before any training. '
-                        'Settings that are not about the new weights (window, documents, n_head) must equal the '
-                        "source's, and this model must have them")
-    print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
-          f'{worst:.1e} at step 0')
-
-
 # ---- a trained run ----
 
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
@@ -147,13 +113,14 @@ def read_run(folder) -> dict:
     path = Path(folder) / 'config.json'
     if not path.is_file():
         known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
+        quickstart = command('train.py', os.path.relpath(ROOT / 'config/quickstart.py'))
         raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); runs here: '
-                        + (known or 'none, train one with python train.py config/quickstart.py'))
+                        + (known or f'none, train one with {quickstart}'))
     remedy = 'copy the run again or train it anew'
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
-        command = shlex.join(['python', '-m', 'common.export', name, f'--from_llama={folder}'])
-        raise UserError(f'{folder} is a Hugging Face folder: make it a run with {command}, and use {name}')
+        raise UserError(f'{folder} is a Hugging Face folder: make it a run with '
+                        f'{command("-m", "common.export", name, f"--from_llama={folder}")}, and use {name}')
     record = read_json(path, remedy, check_record)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:
@@ -198,6 +165,23 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
                         f'{want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
 
 
+# ---- the length of a run ----
+
+def n_steps(s) -> int:
+    return math.ceil(s.max_tokens / (s.batch_size * s.block_size))
+
+
+def last_before_decay(s) -> int | None:
+    """Return the last step of wsd's constant phase, whose checkpoint is kept for --extend; None for other schedules."""
+    tokens_per_step = s.batch_size * s.block_size
+    return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
+
+
+def extension_starts(s) -> bool:
+    """Return True if the run starts from the checkpoint of the run s.extend, because it has none of its own."""
+    return bool(s.extend) and not (s.resume and checkpoints(s.out_dir))
+
+
 # ---- the records of a run in training ----
 
 def check_out_dir(folder, overwrite: bool) -> None:
@@ -210,8 +194,7 @@ def check_out_dir(folder, overwrite: bool) -> None:
         read_run(folder)  # what is replaced is a run
     elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
-        was_starting = '.lock' in names and names <= {'.lock', *TOKENIZER_FILES}  # a run that was killed early
-        if names and not was_starting:
+        if names and not {'.lock'} <= names <= {'.lock', *TOKENIZER_FILES}:  # these are of a run that was killed early
             raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
 
 
@@ -222,11 +205,8 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     was_there = folder.exists()
     if is_new:
         check_out_dir(folder, overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         try:
-            if is_new:
-                check_out_dir(folder, overwrite)  # again, because another run may have started here meanwhile
             yield
         finally:
             if not was_there and os.listdir(folder) == ['.lock']:
@@ -238,15 +218,15 @@ def remove_run(folder) -> None:
     folder = Path(folder)
     for checkpoint in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png', *EVALUATION_FILES):
+    for name in ('log.jsonl', 'loss.png', 'wandb_id', *EVALUATION_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
 def save_run(folder, record: dict) -> None:
     """Write a new run folder's config.json, which `read_run` reads, and a copy of the tokenizer's file."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    tokenizer = keep_tokenizer(folder, record['data']['tokenizer'])
-    write_json(Path(folder) / 'config.json', {**record, 'data': {**record['data'], 'tokenizer': tokenizer}})
+    data = {**record['data'], 'tokenizer': keep_tokenizer(folder, record['data']['tokenizer'])}
+    write_json(Path(folder) / 'config.json', {**record, 'data': data})
 
 
 def start_run(s, config, data, machine) -> None:
@@ -274,30 +254,22 @@ def open_log(folder, step: int) -> TextIO:
     return log
 
 
-def copy_log(source, folder, step: int) -> None:
-    """Start the log of a run that extends another with the other's lines up to a step."""
-    lines = [json.dumps(record) + '\n' for record in read_log(source) if record['step'] <= step]
-    write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
-
-
 def read_log(folder) -> list[dict]:
     """Return the records of a run's logged steps, without steps that a resumed run repeated.
 
-    Prints the number of lines that are not records, such as one that was cut off, to stderr.
+    Says on stderr if lines are not records, such as one that was cut off.
     """
     path, records, n_damaged = Path(folder) / 'log.jsonl', [], 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-            step = record.get('step', record.get('resumed_from'))
-            if type(step) is not int:
-                raise ValueError
-        except (ValueError, AttributeError, RecursionError):
+            step = int(record.get('step', record.get('resumed_from', record.get('saved'))))
+        except (ValueError, TypeError, AttributeError, RecursionError):
             n_damaged += bool(line)
             continue
         if 'resumed_from' in record:
             records = [earlier for earlier in records if earlier['step'] <= step]
-        else:
+        elif 'step' in record:
             records.append(record)
     if n_damaged:
         print(f'{path}: left out {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)

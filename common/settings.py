@@ -3,8 +3,6 @@
 The settings of a training run are `train.Settings` and the `Config` of the chosen model file. A config file is plain
 Python assignments; `--key=value` on the command line overrides it. Unknown names, wrong types and values that are not
 among a setting's `Literal` choices are errors, in a file as on the command line.
-
-Scripts call `load_settings`. `make_settings` builds a dataclass from values, such as those of a run's config.json.
 """
 import ast
 import dataclasses
@@ -20,7 +18,7 @@ import types
 import typing
 from collections.abc import Callable
 
-from common.files import ROOT, UserError, first_line
+from common.files import ROOT, UserError, command, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: up to here, integers are exact as floats and in JSON
 SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size',  # at least 1; then those of analysis
@@ -42,20 +40,19 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
 
     Settings is a dataclass; argv None means the process's arguments. With config_of, one positional argument is a
     config file, and the fields of the dataclass config_of(settings.model), a model's Config, are settings too; their
-    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. `--help`
-    prints all settings and exits.
+    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. All
+    arguments after `--` are positional. `--help` prints all settings and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
-    end = argv.index('--') if '--' in argv else len(argv)  # what follows is not an option, whatever it starts with
-    argv, literal = argv[:end], argv[end + 1:]
-    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h'] + literal
+    end = argv.index('--') if '--' in argv else len(argv)
+    argv, positional = argv[:end], argv[end + 1:]
+    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h'] + positional
     options = [arg[2:].partition('=') for arg in argv if arg.startswith('--') and arg != '--help']
     given = {name: Text(text) if equals else True for name, equals, text in options}
     where = dict.fromkeys(given, 'on the command line')
     if config_of and positional:
         if len(positional) > 1:
-            raise UserError(f'one config file is expected, got {len(positional)}: {" ".join(positional)}. '
-                            'Overrides are --key=value')
+            raise UserError(f'expected one config file, and overrides as --key=value; got {" ".join(positional)}')
         from_file = read_config_file(positional[0])
         if 'model' in given and 'model' in from_file:  # leave out the settings that only the file's model has
             theirs, ours = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
@@ -70,9 +67,7 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     types_of = {name: kind for cls in classes for name, kind in typing.get_type_hints(cls).items()}
     for name in given:
         if name not in types_of:
-            near = difflib.get_close_matches(name, types_of)
-            if OTHER_NAMES.get(name) in types_of:
-                near = [OTHER_NAMES[name]]
+            near = {OTHER_NAMES.get(name)} & types_of.keys() or difflib.get_close_matches(name, types_of)
             hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
             raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
         given[name] = typed(name, given[name], types_of[name], where[name])
@@ -84,9 +79,11 @@ def read_config_file(path: str) -> dict:
     if os.path.isfile(f'{path}/config.json'):
         raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
     if not os.path.isfile(path):
-        known = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'config').rglob('*.py'))
-        near = difflib.get_close_matches(path, known, 3, 0.4) or ['config/quickstart.py']
-        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
+        known = sorted(os.path.relpath(p) for p in (ROOT / 'config').rglob('[a-z]*.py'))
+        quickstart = os.path.relpath(ROOT / 'config/quickstart.py')
+        near = difflib.get_close_matches(path, known, 3, 0.4) or [quickstart]
+        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}? The smallest run is '
+                        + command('train.py', quickstart))
     try:
         names = runpy.run_path(str(path))
     except Exception as error:
@@ -109,7 +106,7 @@ def expected(annotation) -> str:
     """Return the choices or types of a setting in words: "'a', 'b' or None", 'int or None'."""
     options, choices = kinds(annotation)
     names = [repr(choice) for choice in choices] or [o.__name__.replace('NoneType', 'None') for o in options]
-    return ' or '.join(filter(None, [', '.join(names[:-1]), names[-1]]))
+    return ', '.join(names[:-1]) + ' or ' * (len(names) > 1) + names[-1]
 
 
 def typed(name: str, value, annotation, where: str):
@@ -151,8 +148,7 @@ def parsed(text: str, options: list):
 def make_settings(Settings: type, values: dict, where: str):
     """Return a dataclass of settings, or a model's Config, with these values and defaults for the rest.
 
-    Raises UserError for an unknown name, for a value that `typed` rejects, and for values that __post_init__ rejects
-    with a ValueError. where: the source of the values, for the message.
+    Raises UserError for an unknown name and for values that `typed` or __post_init__ reject. where: their source.
     """
     types_of = typing.get_type_hints(Settings)
     if unknown := sorted(values.keys() - types_of.keys()):

@@ -255,3 +255,15 @@ class DraftStatistics:
     @property
     def accepted_per_step(self) -> float:
         return self.accepted_at.total() / max(1, self.rounds)
+
+
+def acceptance(model, data, s) -> float:
+    """Return the fraction of drafted tokens that are accepted when validation text is continued.
+
+    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
+    """
+    length, T = min(5, model.longest_draft), s.block_size // 2
+    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
+    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
+    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
+    return drafts.accepted_at.total() / max(1, drafts.drafted)

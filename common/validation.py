@@ -20,12 +20,12 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     """Return ({loss part: mean over the counted tokens}, number of counted tokens) on validation windows of T tokens.
 
     The windows hold n_tokens tokens, at random offsets drawn with `seed` or, if it is None, in order from the start.
-    None, or more than there are: all of the validation data, in order. They are the same for any number of processes. A
-    part that averages over other positions than 'nll' is the mean of its batch means.
+    None, or as many as there are: every token of the validation data, whatever T is. A part that averages over other
+    positions than 'nll' is the mean of its batch means.
     """
-    n_windows = data.n_windows('val', T)
-    if n_tokens is None or n_tokens // T >= n_windows:
-        seed = None
+    n_all = data.splits['val']['tokens']
+    if n_tokens is None or n_tokens >= n_all:
+        seed, n_windows = None, math.ceil((n_all - 1) / T)
     else:
         n_windows = max(1, n_tokens // T)
     totals, n_counted = {}, 0
@@ -39,19 +39,6 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     shares, counts = zip(*all_gather((totals, n_counted)))
     sums = {name: sum(totals.get(name, 0.0) for totals in shares) for totals in shares for name in totals}
     return {name: total / sum(counts) for name, total in sums.items()}, sum(counts)
-
-
-def acceptance(model, data, s) -> float:
-    """Return the fraction of drafted tokens that are accepted when validation text is continued.
-
-    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
-    """
-    from common.speculative import speculative_generate
-    length, T = min(5, model.longest_draft), s.block_size // 2
-    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
-    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
-    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
-    return drafts.accepted_at.total() / max(1, drafts.drafted)
 
 
 def perplexity(nats: float) -> float:

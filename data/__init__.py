@@ -8,9 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import filelock
-
-from common.files import UserError
+from common.files import UserError, locked
 from data.shards import BUILT, Data
 from data.tasks import Generated, builtin_data, task_class
 
@@ -31,8 +29,7 @@ def open_data(name) -> Data | Generated:
         if not documents:
             raise UserError(f'no data at {folder}: {expected}')
     if documents and not folder.exists():
-        BUILT.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(BUILT / '.lock'):
+        with locked(BUILT, wait=True):
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
                 from data.tokenizers import load_tokenizer  # here, as that file can be run as a program

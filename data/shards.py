@@ -12,15 +12,16 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.files import UserError, read_json, sha256
+from common.files import ROOT, UserError, read_json, sha256
 
-BUILT = Path(__file__).resolve().parent / 'built'  # where built-in data and text folders go; ignored by git
+BUILT = Path(os.environ.get('BUILT_DATA') or ROOT / 'data/built')  # built-in data and texts; ignored by git
 
 
 def check_meta(meta: dict) -> None:
@@ -110,6 +111,7 @@ class Data:
         """Return idx, targets (len(windows), T) int64 of the validation windows with these numbers.
 
         Windows follow each other from the start. With a seed, window i is at a random offset, a function of seed and i.
+        Window n_windows, of the tokens that remain, is short: it is filled with eos, and targets of -1.
         """
         starts = [w * T for w in windows]
         if seed is not None:
@@ -118,8 +120,11 @@ class Data:
         return self._windows('val', starts, T)
 
     def _windows(self, split: str, starts: list[int], T: int) -> tuple:
-        windows = torch.from_numpy(np.stack([self.tokens(split, start, T + 1) for start in starts]))
-        return windows[:, :-1], windows[:, 1:]
+        windows = torch.full((len(starts), T + 1), -1)
+        for window, start in zip(windows, starts):
+            ids = self.tokens(split, start, min(T + 1, self.starts[split][-1] - start))
+            window[:len(ids)] = torch.from_numpy(ids)
+        return windows[:, :-1].masked_fill(windows[:, :-1] < 0, self.eos_id), windows[:, 1:]
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
         """Return a prompt to continue (the start of the validation set) and how many of new_tokens fit into T."""

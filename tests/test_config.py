@@ -3,6 +3,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import os
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from conftest import ROOT
 import model_nextlat
 import train
 from common import run_settings, runs
-from common.files import UserError
+from common.files import UserError, command
 from common.settings import load_settings
 from data.tokenizers import padded_vocab
 
@@ -114,7 +115,7 @@ def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_
         ['config/standard_s.py', '--max_tokens=40e9'], ['config/sps/standard_xl_100b.py']))
     for s, decay in ((s40, 36e9), (s100, 90e9)):
         tokens_per_step = s.batch_size * s.block_size
-        assert 0 <= decay - run_settings.last_before_decay(s) * tokens_per_step < tokens_per_step
+        assert 0 <= decay - runs.last_before_decay(s) * tokens_per_step < tokens_per_step
         assert train.learning_rate(s, decay) == pytest.approx(6e-4) and train.learning_rate(s, 1.01 * decay) < 5.8e-4
         assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
         assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)
@@ -127,9 +128,24 @@ def test_settings_that_only_the_files_model_has_are_left_out_for_another_model()
     assert given['model'] == 'standard' and 'learning_rate' in given and 'd_emb' not in given
 
 
-def test_missing_config_file_names_the_nearest():
-    with pytest.raises(UserError, match='did you mean config/quickstart.py'):
-        load_settings(Example, ['config/quikstart.py'], config_of=model_config_class)
+def test_a_missing_config_file_names_the_nearest_and_a_command_from_where_the_user_stands(tmp_path, monkeypatch):
+    for folder in ('', '..', tmp_path):
+        monkeypatch.chdir(ROOT / folder)
+        with pytest.raises(UserError, match='did you mean .*config/quickstart.py.* The smallest run is ') as error:
+            load_settings(Example, ['config/quikstart.py'], config_of=model_config_class)
+        _, script, config = str(error.value).rpartition(' is ')[2].split()
+        assert (Path(script).resolve(), Path(config).resolve()) == (ROOT / 'train.py', ROOT / 'config/quickstart.py')
+
+
+def test_printed_commands_run_from_where_the_user_stands(tmp_path, monkeypatch):
+    assert command('sample.py', 'out/a b', '--x') == "python sample.py 'out/a b' --x"
+    monkeypatch.chdir(tmp_path)
+    assert command('-m', 'analysis.scores', 'a') == f'PYTHONPATH={os.path.relpath(ROOT)} python -m analysis.scores a'
+
+
+def test_two_dashes_end_the_options():
+    settings, positional, given = load_settings(Example, ['run', '--count=2', '--', '--text=b', '-h', '--'])
+    assert positional == ['run', '--text=b', '-h', '--'] and given == {'count': 2} and settings.text == 'a'
 
 
 def test_help_lists_every_setting_with_type_default_and_comment(capsys):

@@ -5,6 +5,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from types import SimpleNamespace
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -110,10 +111,31 @@ def test_a_validation_loss_is_of_so_many_tokens_or_of_all_in_order_if_there_are_
         return {'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean}
     model.config = SimpleNamespace(eos_id=None)
     parts, n_counted = validation_loss(model, d, T, n_tokens, seed, 3, 'cpu')
-    seed, n = (seed, n) if n else (None, d.n_windows('val', T))
-    assert seen == d.val_batch(range(n), T, seed)[0].tolist() and n_counted == n * T
-    mean = np.mean(seen)
-    assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
+    if n:
+        assert seen == d.val_batch(range(n), T, seed)[0].tolist() and n_counted == n * T
+        mean = np.mean(seen)
+        assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
+    else:  # all that follow another one, the short window at the end included
+        n_all = d.splits['val']['tokens']
+        whole = shard_ids(tiny_data, 'val').tolist()
+        assert sum(seen, [])[:n_all] == whole and set(sum(seen, [])[n_all:]) == {256} and n_counted == n_all - 1
+
+
+@pytest.mark.parametrize('eos_id', [None, 256])
+def test_a_validation_loss_is_of_the_same_tokens_for_every_block_size(tiny_data, eos_id):
+    """A bigram model, whose predictions do not depend on the window, has one loss for all of them."""
+    d, table = Data(tiny_data), torch.randn(257, 257).log_softmax(1)
+
+    def model(idx, targets):
+        is_counted = (targets >= 0) & (idx != (eos_id or -1))
+        return {'nll': -table[idx, targets][is_counted].mean()}
+    model.config = SimpleNamespace(eos_id=eos_id)
+    whole = torch.from_numpy(shard_ids(tiny_data, 'val').astype(np.int64))
+    pairs = [(a, b) for a, b in whole.unfold(0, 2, 1).tolist() if a != eos_id]
+    want = -sum(table[a, b].item() for a, b in pairs) / len(pairs)
+    for T, batch_size in ((1, 500), (7, 3), (32, 20), (1000, 2)):
+        parts, n_counted = validation_loss(model, d, T, None, 42, batch_size, 'cpu')
+        assert n_counted == len(pairs) and parts['nll'] == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -129,7 +151,7 @@ def test_runs_that_start_at_once_build_data_once(tiny_data, tmp_path, monkeypatc
     """One holds the lock and builds, the other waits and then reads the same data."""
     monkeypatch.setattr(data, 'BUILT', tmp_path)
     monkeypatch.setattr(python_docs, 'documents', lambda: (pytest.fail('built twice') for _ in range(1)))
-    lock = data.filelock.FileLock(tmp_path / '.lock')
+    lock = filelock.FileLock(tmp_path / '.lock')
     with ThreadPoolExecutor() as pool:
         with lock:
             waiting = pool.submit(data.open_data, 'python_docs')

@@ -41,8 +41,10 @@ def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short
     assert files(source) == before
     record = config_json(tmp_path / 'longer')['settings']
     assert record['extend'] == str(source) and record['max_tokens'] == 40 * STEP_TOKENS
-    shutil.rmtree(tmp_path / 'longer/ckpt')  # killed before it had a checkpoint: it starts from the source again
     resume = ['train.py', f'--out_dir={tmp_path / "longer"}', '--resume']
+    shutil.rmtree(tmp_path / 'longer/ckpt')
+    assert_sentence(run(*resume), 'has no checkpoint, but its log says that it had', '--overwrite')
+    (tmp_path / 'longer/log.jsonl').unlink()  # killed before it had a checkpoint: it starts from the source again
     assert 'from step 18' in succeeded(run(*resume)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
     shutil.rmtree(source)

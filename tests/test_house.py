@@ -11,20 +11,22 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
-    'common.machine': {'common.files'},
+    'common.gpu': {'common.files'},
+    'common.machine': {'common.files', 'common.gpu'},
     'common.recomputing': set(),
     'common.decoding': {'common.files', 'common.recomputing', 'common.settings'},
     'data': {'data', 'common.start', 'common.decoding', *GROUND},
     'common.parallel': {'common.files'},
-    'common.checkpoint': {'common.files', 'common.parallel'},
+    'common.checkpoint': {'common.files', 'common.parallel', 'common.sharding'},
     'common.runs': {'common.checkpoint', 'data', *GROUND},
-    'common.run_settings': {'common.runs', 'common.checkpoint', 'common.machine', 'common.parallel',
-                            'common.speculative', 'data', *GROUND},
-    'common.validation': {'common.parallel', 'common.speculative'},
+    'common.sharding': {'common.parallel'},
+    'common.continuing': {'common.runs', 'common.checkpoint', *GROUND},
+    'common.run_settings': {'common.runs', 'common.continuing', 'common.machine', 'data', *GROUND},
+    'common.validation': {'common.parallel'},
     'common.muon': {'common.files', 'common.machine'},
-    'common.memory': {'common.parallel'},
-    'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.parallel',
-                       'common.memory', 'common.muon', 'common.run_settings', 'data'},
+    'common.memory': set(),
+    'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.sharding',
+                       'common.memory', 'common.continuing', 'common.run_settings', 'data'},
     'common.speculative': {'common.files', 'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},
@@ -39,10 +41,10 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'scans': {'attn_kernels', 'scans'},
     'attn_kernels': set(),
 }
-LOADED_BY_QUICKSTART = 4400  # lines, at most
+LOADED_BY_QUICKSTART = 4025  # lines, at most
 
 # Documented settings of PyTorch, made once.
-ALLOWED_WRITES = {('common/machine.py', name) for name in (
+ALLOWED_WRITES = {('common/gpu.py', name) for name in (
     'torch._dynamo.config.allow_unspec_int_on_nn_module', 'torch._dynamo.config.optimize_ddp',
     'torch._dynamo.config.recompile_limit', 'functorch.backward_pass_autocast', 'inductor.triton.mix_order_reduction')}
 
@@ -117,8 +119,6 @@ def writes_to_imported(source):
 
 @pytest.mark.parametrize('source, expected', [
     ('import torch.nn.functional as F\nF.dropout = f', 'F.dropout'),
-    ('from tqdm import tqdm\ntqdm.__init__ = f', 'tqdm.__init__'),
-    ('import torch\ntorch.a.b, x = 1, 2', 'torch.a.b'),
     ("from unittest import mock\nimport data\nmock.patch.object(data, 'x', 1)", "mock.patch.object(data, 'x', 1)"),
     ("import data\nsetattr(data, 'x', 1)", "setattr(data, 'x', 1)"),
     ('def f(module):\n    module.forward = g', 'module.forward'),

@@ -316,7 +316,7 @@ def test_compiled_cuda_training_equals_eager_and_is_compiled_once(variant, monke
     torch.compiler.reset()  # what another test has compiled
     counters.clear()
     model = make(variant, device).train()
-    compiled, graphs = machine.compile_model(model), []
+    compiled, graphs = machine.Machine(0, 1, torch.device(device)).compiled(model, True), []
     for seed in range(3):
         idx = some_tokens(2, 64 if device == 'cuda' else 20, seed).to(device)
         results = []
@@ -342,7 +342,7 @@ def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
     torch.compiler.reset()
     layer, x, grads = InFp32(32, 32), torch.randn(64, 32), []
-    for called in (layer, machine.compile_model(layer)):
+    for called in (layer, machine.Machine(0, 1, x.device).compiled(layer, True)):
         with torch.autocast('cpu', torch.bfloat16):
             y = called(x)
         grads.append(torch.autograd.grad(y, [layer.weight], x))

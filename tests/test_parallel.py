@@ -1,20 +1,17 @@
 """Several processes: FSDP trains as DDP does, and any number of processes goes on from what any other has saved."""
-import dataclasses
-import itertools
 import json
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart, succeeded
 
 import train
-from common import checkpoint, run_settings, runs
+from common import checkpoint, machine, run_settings, runs
 from common.dry_run import held_bytes
 from common.files import UserError
-from common.machine import Machine
 from data import open_data
 
 STEPS = 50
@@ -51,7 +48,7 @@ COMPILED_IN_PARTS = '''
 import torch
 import model_standard
 from attn_kernels import Mask
-from common.parallel import shard_model
+from common.sharding import shard_model
 from model_standard import Config, Model
 
 model_standard.make_mask = lambda *args, **options: Mask('causal')
@@ -138,37 +135,63 @@ def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
         f'shard-0000{rank}-model-0000{number}-of-00002.safetensors' for rank in (1, 2) for number in (1, 2)}
 
 
+@pytest.mark.parametrize('environment, ranks, is_child', [
+    (dict(RANK='3', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='2', MASTER_ADDR='a'), (3, 8, 1, 2), False),
+    (dict(RANK='1', WORLD_SIZE='2', LOCAL_RANK='1', TORCHELASTIC_RUN_ID='x'), (1, 2, 1, 1), True),
+    (dict(RANK='3', WORLD_SIZE='8', MASTER_ADDR='a'), (0, 1, 0, 1), False), ({}, (0, 1, 0, 1), False)])
+def test_a_process_is_a_worker_under_torchrun_or_where_its_place_is_set(monkeypatch, environment, ranks, is_child):
+    """Only torchrun's workers end with their parent."""
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, 'join_processes', lambda backend: None)
+    assert machine.ranks() == ranks
+    found = machine.start_processes(train.Settings(device='cpu', threads=1))
+    assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
+
+
+def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, capsys):
+    for name, value in dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_PORT', '1')
+    timers = []
+
+    def never_fires(seconds, function, args, kwargs):
+        timers.append((seconds, function, args, kwargs))
+        return SimpleNamespace(start=lambda: None, cancel=lambda: timers.append('cancelled'))
+    monkeypatch.setattr(machine.threading, 'Timer', never_fires)
+    monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
+    machine.join_processes('gloo')
+    (seconds, function, args, kwargs), *rest = timers
+    function(*args, **kwargs)
+    assert seconds == 10 and rest == ['gloo', 'cancelled']
+    assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('files, cores', [
+    ({}, 6), ({'cpu.max': 'max 100\n'}, 6), ({'cpu.max': '250 100\n'}, 3),
+    ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100\n'}, 6),
+    ({'cpu/cpu.cfs_quota_us': '50\n', 'cpu/cpu.cfs_period_us': '100\n'}, 1)])
+def test_cores_and_threads_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, 'CGROUP', tmp_path)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(6), raising=False)
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setattr(machine.torch, 'get_num_threads', lambda: 8)
+    chosen = []
+    monkeypatch.setattr(machine.torch, 'set_num_threads', chosen.append)
+    machine.set_threads(None, 1)
+    machine.set_threads(None, 3)
+    assert machine.usable_cores() == cores and chosen == [cores, max(1, cores // 3)]
+
+
 def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):
     done = succeeded(on_processes(1, tmp_path, COMPILED_IN_PARTS))
     is_whole, difference = done.stdout.split()
     assert is_whole == 'True' and float(difference) < 1e-6
-
-
-def test_all_processes_have_as_many_micro_batches(tiny_data):
-    """Each of FSDP's micro-batches gathers weights from all processes: with one more, a process would wait for ever."""
-    data, c = open_data(str(tiny_data)), runs.make_config('standard', dict(n_layer=1, n_head=2, n_embd=16))
-    model, refused, rows = runs.model_file('standard').Model(c), [], []
-
-    def forward(x, y):
-        rows.append(len(x))
-        return {'loss': model.embed.weight.sum()}
-    for batch_size, micro, world in itertools.product((3, 4, 5, 7), (1, 2, 3), (2, 3)):
-        s = train.Settings(batch_size=batch_size, micro_batch_size=micro, block_size=8, parallel='fsdp')
-        try:
-            run_settings.check_settings(dataclasses.replace(s, sample_tokens=0), data, world)
-        except UserError as error:
-            refused.append((batch_size, micro, world))
-            assert '--micro_batch_size=2' in str(error)
-            continue
-        calls = []
-        for rank in range(world):
-            rows.clear()
-            train.train_step(model, forward, train.make_optimizer(model, s), data, s, 0,
-                             Machine(rank, world, torch.device('cpu')), torch.zeros(3))
-            assert max(rows) <= micro
-            calls.append(len(rows))
-        assert len(set(calls)) == 1, (batch_size, micro, world, calls)
-    assert refused == [(3, 1, 2), (4, 1, 3), (5, 1, 2), (5, 1, 3), (7, 1, 2), (7, 1, 3)]
 
 
 @pytest.mark.slow
@@ -206,6 +229,8 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
 
 @pytest.mark.parametrize('settings, sentence', [
     (dict(parallel='ddp', shard=2), 'shard is 2, but with parallel = ddp'),
+    (dict(parallel='fsdp', optimizer='muon'), 'optimizer = muon needs whole matrices'),
+    (dict(parallel='fsdp', batch_size=6), 'batch_size is 6: parallel = fsdp needs a multiple of the 4 processes'),
     (dict(parallel='fsdp', shard=3), 'shard is 3, which does not divide the 4 processes')])
 def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
     with pytest.raises(UserError, match=sentence):
@@ -220,8 +245,8 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
     model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
-    assert held_bytes(model, 1, 64, 0, False) == held
-    assert held_bytes(model, 1, 1, 0, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, 0, True) * 16 / 20
+    assert held_bytes(model, 1, 64, False) == held
+    assert held_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, True) * 16 / 20
     assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
     assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 

@@ -1,22 +1,23 @@
 """The run folder: one writer, an append-only log, whole checkpoints of finite numbers, nothing foreign removed."""
 import contextlib
+import errno
+import fcntl
 import os
-import pickle
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_sentence, losses, run, started, succeeded, train_tiny
+from conftest import assert_sentence, losses, run, started, succeeded, train_tiny
 from safetensors.torch import load_file, save_file
 
 import train
 from common import checkpoint, machine, runs
-from common.files import UserError, friendly_errors, locked, sha256
+from common.files import UserError, friendly_errors, locked, sha256, sync
 
 
 @pytest.fixture(scope='module')
@@ -46,20 +47,6 @@ def test_a_second_writer_is_refused_and_changes_nothing(tiny_data, trained, tmp_
 
 
 @pytest.mark.slow
-def test_a_lock_ends_with_its_holder(tmp_path):
-    code = ('import sys, time\nfrom common.files import locked\n'
-            'with locked(sys.argv[1]):\n    print(flush=True)\n    time.sleep(60)')
-    holder = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
-    holder.stdout.readline()
-    with pytest.raises(UserError, match=f'process {holder.pid} on'), locked(tmp_path):
-        pass
-    holder.kill()
-    holder.wait()
-    with locked(tmp_path):
-        assert f'process {os.getpid()} on' in (tmp_path / '.lock').read_text()
-
-
-@pytest.mark.slow
 def test_processes_whose_launcher_is_killed_save_and_end(tiny_data, tmp_path):
     out = tmp_path / 'run'
     launcher = started(tiny_data, out, processes=2)
@@ -81,14 +68,45 @@ def processes_with(argument):
     return found
 
 
-def test_a_run_that_starts_between_the_check_and_the_lock_is_not_replaced(tmp_path, monkeypatch):
-    @contextlib.contextmanager
-    def locked_late(folder):
-        (folder / 'config.json').write_text('{}')
-        yield
-    monkeypatch.setattr(runs, 'locked', locked_late)
-    with pytest.raises(UserError, match='holds a run already'), runs.claimed(tmp_path / 'run', True, False):
-        raise AssertionError('it was claimed')
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, number):
+    def flock(*args):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with pytest.raises(UserError, match=f'{tmp_path}/run cannot be locked .*--out_dir'), locked(tmp_path / 'run'):
+        pass
+
+
+# ---- the disk ----
+
+@pytest.mark.parametrize('number, kind, is_error', [
+    (errno.EINVAL, 'folder', False), (errno.ENOTSUP, 'folder', False), (errno.EIO, 'folder', True),
+    (errno.EINVAL, 'file', True)])
+def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch, number, kind, is_error):
+    """CIFS and FUSE refuse it. Any other error names its path."""
+    def fsync(fd):
+        raise OSError(number, os.strerror(number))
+    path = tmp_path if kind == 'folder' else tmp_path / 'file'
+    (tmp_path / 'file').write_text('')
+    monkeypatch.setattr(os, 'fsync', fsync)
+    with pytest.raises(OSError, match=re.escape(str(path))) if is_error else contextlib.nullcontext():
+        sync(path)
+
+
+@pytest.mark.slow
+def test_built_data_can_be_elsewhere_than_the_checkout(tmp_path):
+    environment = {**os.environ, 'BUILT_DATA': str(tmp_path / 'built')}
+    code = 'from data import open_data; print("in", open_data("python_docs").folder)'
+    assert f'in {tmp_path}/built/python_docs' in succeeded(run('-c', code, env=environment)).stdout
+
+
+@pytest.mark.parametrize('error, said', [(OSError(errno.ENOSPC, 'No space left'), "No space left: '{}'"),
+                                         (OSError(errno.EIO, 'broken', 'file'), "broken: 'file'"),
+                                         (OSError('no network'), '^no network$')])
+def test_an_error_of_the_disk_names_its_path_or_the_run(tmp_path, error, said):
+    run = tmp_path / 'run'
+    with pytest.raises(OSError, match=said.format(run)), runs.claimed(run, True, False):
+        raise error
 
 
 # ---- log.jsonl ----
@@ -102,14 +120,30 @@ def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_log_is_only_appended_to(trained, tmp_path):
+def test_a_run_whose_checkpoints_are_gone_is_not_started_anew_unasked(tiny_data, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
-    shutil.rmtree(out / 'ckpt/step_00000010')
-    before = (out / 'log.jsonl').read_bytes()
+    shutil.rmtree(out / 'ckpt')
+    before = contents(out)
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'copy', '--overwrite')
+    assert contents(out) == before
+    log = (out / 'log.jsonl').read_text()
+    (out / 'log.jsonl').write_text(log[:log.index('{"saved"')])  # killed before its first checkpoint
+    assert 'from step 0;' in succeeded(run('train.py', f'--out_dir={out}', '--resume')).stdout
+    assert losses(out) == losses(trained)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_its_run_of_wandb(tiny_data, tmp_path, monkeypatch):
+    (tmp_path / 'wandb.py').write_text(
+        'import types\ncalls = []\ndef init(id, resume, **rest):\n    calls.append((id, resume))\n'
+        '    return types.SimpleNamespace(id=id or f"new{len(calls)}", log=lambda *a, **k: 0, finish=lambda: 0)\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    out, option = tmp_path / 'run', '--wandb_project=p'
+    succeeded(train_tiny(tiny_data, out, option, steps=2))
     succeeded(run('train.py', f'--out_dir={out}', '--resume'))
-    after = (out / 'log.jsonl').read_bytes()
-    assert after.startswith(before) and b'{"resumed_from": 9}\n' in after[len(before):]
-    assert losses(out) == losses(trained) and len(losses(out)) == 10
+    succeeded(train_tiny(tiny_data, out, option, '--overwrite', steps=2))
+    assert sys.modules['wandb'].calls == [(None, 'allow'), ('new1', 'allow'), (None, 'allow')]
+    del sys.modules['wandb']
 
 
 # ---- what is removed, and what is there ----
@@ -170,10 +204,6 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def write_sums(folder, *names):
-    (folder / 'SHA256SUMS').write_text(''.join(f'{sha256(folder / name)}  {name}\n' for name in names))
-
-
 def load(folder):
     state, tensors = checkpoint.load_checkpoint(folder)
     return state['step'], tensors['w'][0].item()
@@ -190,19 +220,6 @@ def test_old_checkpoints_go_and_damaged_ones_with_higher_steps(run_folder):
     assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000001']
 
 
-def test_a_pickle_is_never_executed(run_folder, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (open, (str(tmp_path / 'executed'), 'w'))
-    for folder in checkpoint.checkpoints(run_folder):
-        evil = pickle.dumps(Evil())
-        (folder / 'model.safetensors').write_bytes(evil)
-        write_sums(folder, 'model.safetensors', 'state.json')
-    with pytest.raises(UserError):
-        load(run_folder)
-    assert not (tmp_path / 'executed').exists()
-
-
 def test_weights_of_another_shape_are_a_sentence():
     model = torch.nn.Linear(2, 3)
     with pytest.raises(UserError, match=r'weight has shape \(3, 4\), the model needs \(3, 2\)'):
@@ -213,41 +230,39 @@ def test_weights_of_another_shape_are_a_sentence():
 
 # ---- numbers that are not finite ----
 
-def train_poisoned(monkeypatch, data, out, kind, steps):
-    """Train 20 steps, each logged and saved. In each of `steps`, a gradient, weight or moment is not finite."""
-    first = train.train_step
-
-    def train_step(model, ddp, optimizer, data, s, step, *rest):
-        weight, poison = next(model.parameters()), step + 1 in steps
-        hook = weight.register_hook(lambda g: g + float('nan')) if poison and kind == 'gradient' else None
-        result = first(model, ddp, optimizer, data, s, step, *rest)
-        if hook:
-            hook.remove()
-        if poison and kind == 'weight':
-            weight.data.view(-1)[0] = float('inf')
-        if poison and kind == 'moment':
-            optimizer.state[weight]['exp_avg_sq'].view(-1)[0] = float('nan')
-        return result
-    with monkeypatch.context() as patch:
-        patch.setattr(train, 'train_step', train_step)
-        return train_tiny(data, out, '--save_interval=1', '--keep_checkpoints=30')
-
-
-def assert_checkpoints_are_finite(out):
-    for path in out.rglob('*.safetensors'):
-        assert all(t.isfinite().all() for t in load_file(path).values()), path
-
-
 @pytest.mark.slow
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tiny_data, tmp_path, monkeypatch):
-    out = tmp_path / 'run'
-    succeeded(train_poisoned(monkeypatch, tiny_data, out, 'gradient', [4, 5, 9]))
+    out, first = tmp_path / 'run', train.train_step
+
+    def train_step(model, ddp, optimizer, data, s, step, *rest):
+        add = float('nan') if step + 1 in (4, 5, 9) else 0
+        hook = next(model.parameters()).register_hook(lambda gradient: gradient + add)
+        result = first(model, ddp, optimizer, data, s, step, *rest)
+        hook.remove()
+        return result
+    monkeypatch.setattr(train, 'train_step', train_step)
+    succeeded(train_tiny(tiny_data, out, '--save_interval=1', '--keep_checkpoints=30'))
     log = {record['step']: record for record in runs.read_log(out)}
     assert {step: r['skipped'] for step, r in log.items() if 'skipped' in r} == {4: 1, 5: 1, 9: 1}
     assert 'grad_norm' not in log[4] and log[20]['loss'] < log[1]['loss'] - 1
     three, four, five = (load_file(out / f'ckpt/step_{step:08d}/model.safetensors') for step in (3, 4, 5))
     assert all(torch.equal(three[name], four[name]) and torch.equal(three[name], five[name]) for name in three)
-    assert_checkpoints_are_finite(out)
+    for path in out.rglob('*.safetensors'):
+        assert all(t.isfinite().all() for t in load_file(path).values()), path
+
+
+def test_a_number_that_is_not_finite_is_neither_saved_nor_loaded(run_folder):
+    bad = {'w': torch.ones(3), 'exp_avg_sq/w': torch.tensor([1, float('inf')])}
+    with pytest.raises(UserError, match='after step 3, exp_avg_sq/w holds numbers that are not finite.*step_00000002'):
+        checkpoint.save_checkpoint(run_folder, 3, bad, {'step': 3})
+    for step in (2, 1):  # the checksums are right
+        assert load(run_folder) == (step, step)
+        newest = checkpoint.checkpoints(run_folder)[2 - step]
+        save_file({'w': torch.tensor([1, float('nan')])}, newest / 'model.safetensors')
+        names = ('model.safetensors', 'state.json')
+        (newest / 'SHA256SUMS').write_text(''.join(f'{sha256(newest / name)}  {name}\n' for name in names))
+    with pytest.raises(UserError, match='has no undamaged checkpoint'):
+        load(run_folder)
 
 
 def test_one_number_that_is_not_finite_is_found_and_a_sum_too_large_is_none():
@@ -255,30 +270,6 @@ def test_one_number_that_is_not_finite_is_found_and_a_sum_too_large_is_none():
     assert checkpoint.not_finite({'large': large, 'half': torch.full((99,), 6e4).half(), 'none': torch.ones(0)}) is None
     for bad in ([nan], [float('inf'), 1.0], [float('inf'), -float('inf')], [3e38, 3e38, nan]):
         assert checkpoint.not_finite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('kind, tensor', [('weight', 'embed.weight'), ('moment', 'exp_avg_sq/embed.weight')])
-def test_weights_that_are_not_finite_are_not_saved(tiny_data, tmp_path, monkeypatch, kind, tensor):
-    result = train_poisoned(monkeypatch, tiny_data, tmp_path, kind, [7])
-    assert_sentence(result, f'after step 7, {tensor} holds numbers that are not finite', 'step_00000006')
-    assert_checkpoints_are_finite(tmp_path)
-    assert checkpoint.load_checkpoint(tmp_path)[0]['step'] == 6
-
-
-@pytest.mark.slow
-def test_a_poisoned_checkpoint_is_not_used(trained, tmp_path):
-    out = shutil.copytree(trained, tmp_path / 'run')
-    for step in (10, 9, 5):
-        folder = out / f'ckpt/step_{step:08d}'
-        weights = load_file(folder / 'model.safetensors')
-        weights['embed.weight'][0, 0] = float('nan')
-        save_file(weights, folder / 'model.safetensors')
-        write_sums(folder, 'model.safetensors', 'optimizer.safetensors', 'state.json')
-        result = run('sample.py', out, 'abc', '--max_new_tokens=2', '--temperature=0')
-        assert 'embed.weight holds numbers that are not finite' in result.stderr
-        assert result.returncode == (step == 5)
-    assert_sentence(result, 'has no undamaged checkpoint')
 
 
 # ---- errors and hang-ups ----

@@ -276,12 +276,9 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def as_in(base: Path) -> Path:
-    """A working copy of the folder: that of the call before, where it is still as it was."""
-    folder = base.with_name('work')
-    if not folder.exists() or contents(folder) != contents(base):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(base, folder)
-    return folder
+    """A working copy of the folder."""
+    shutil.rmtree(base.with_name('work'), ignore_errors=True)
+    return shutil.copytree(base, base.with_name('work'))
 
 
 def check(base: Path, program: str, argv, faults, encoding, stdin) -> None:

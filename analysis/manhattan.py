@@ -177,9 +177,6 @@ def layout(task) -> np.ndarray:
     """Return the positions (nodes, 2) that fit streets of length 1 in their directions, by least squares."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.linalg import lsqr
-    unknown = set(task.symbols[:task.first_node]) - COMPASS.keys()
-    if unknown:
-        raise UserError(f'the city has streets that lead {", ".join(sorted(unknown))}: expected {", ".join(COMPASS)}')
     a, turn = (task.neighbour >= 0).nonzero()
     steps = np.array([COMPASS[name] for name in task.symbols[:task.first_node]], float)[turn]
     steps /= np.linalg.norm(steps, axis=1, keepdims=True)

@@ -201,12 +201,8 @@ def objectives(toy: bool = False) -> Iterator[dict]:
 # ---- the command line ----
 
 def figures(toy: bool) -> Iterator[dict]:
-    if toy:
-        yield from beside_hugging_face(TOY_SHAPE, 1)
-        yield from two_streams(True)
-        return
-    yield from apart(beside_hugging_face, **TRAINING)
-    yield from apart(two_streams, **TRAINING)
+    yield from apart(beside_hugging_face, *([TOY_SHAPE, 1] if toy else []), **TRAINING)
+    yield from apart(two_streams, toy, **TRAINING)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -34,7 +34,7 @@ def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     """Return the rows of NAME_tests.csv for the groups {label: losses}."""
     tested, rows = {label: values for label, values in losses.items() if len(set(values)) > 1}, []
     a, b = s.alike.split(';')
-    for label in {s.better, a, b} - tested.keys():
+    for label in sorted({s.better, a, b} - tested.keys()):
         print(f'no test of {label!r}: expected one of {"; ".join(tested)}, with several seeds', file=sys.stderr)
     if s.better in tested:
         rows += [{'test': 'Welch, one-sided: a is lower', 'a': s.better, 'b': other}

@@ -63,7 +63,7 @@ def make_steps(shape: dict, dtype) -> dict[str, Callable[[], float]]:
     """A step of each side, on the same weights and tokens."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
-    llama = export.to_llama(model.config, model.state_dict(), 50304).to(DEVICE).train()
+    llama = export.to_llama(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
     tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
     return {'ours': our_step(model, tokens, dtype),
             'hf': optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss,
@@ -201,8 +201,12 @@ def objectives(toy: bool = False) -> Iterator[dict]:
 # ---- the command line ----
 
 def figures(toy: bool) -> Iterator[dict]:
-    yield from apart(beside_hugging_face, *([TOY_SHAPE, 1] if toy else []), **TRAINING)
-    yield from apart(two_streams, toy, **TRAINING)
+    if toy:
+        yield from beside_hugging_face(TOY_SHAPE, 1)
+        yield from two_streams(True)
+        return
+    yield from apart(beside_hugging_face, **TRAINING)
+    yield from apart(two_streams, **TRAINING)
 
 
 def main(argv: list[str] | None = None) -> None:

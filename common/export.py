@@ -1,12 +1,14 @@
 """Hugging Face models in and out.
 
     python -m common.export RUN --to_hf=FOLDER          write any run as a new Hugging Face folder
+    python -m common.export RUN --to_llama=FOLDER       write a Standard run as a new Hugging Face Llama folder
     python -m common.export RUN --from_llama=FOLDER     import a Llama, Mistral or Qwen folder as the new run RUN
 
 `--to_hf` writes a Llama where the run is one. Other folders bring their model's code, which
 `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs.
 
-The families differ only in settings of model_standard.py (docs/pretrained.md).
+Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of model_standard.py. Their
+weights are those that transformers loads. A folder is refused if it has a tensor that the model lacks, or lacks one.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -36,6 +38,7 @@ FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 @dataclass
 class Settings:
     from_llama: str | None = None  # Hugging Face folder to import
+    to_llama: str | None = None  # folder to write, as a Llama
     to_hf: str | None = None  # folder to write, with the model's code unless the run is a Llama
     tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
     eos_token: str | None = None  # with --from_llama: what ends a document; None: as tokenizer_config.json says
@@ -102,29 +105,44 @@ def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
     return theirs
 
 
-def export_run(run, folder) -> None:
-    """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with a tokenizer of the same ids."""
+def not_a_llama(record: dict, c) -> str | None:
+    """Return what a run has that a Llama lacks, or None. c: the model's Config."""
+    if record['model'] != 'standard':
+        return f'is a run of model_{record["model"]}'
+    for name, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
+        if getattr(c, name) != plain:
+            return f'has {name} = {getattr(c, name)}'
+    return None
+
+
+def export_run(run, folder, as_llama: bool = True) -> None:
+    """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with a tokenizer of the same ids.
+
+    as_llama: as a Llama or not at all; else with the model's code where the run is no Llama.
+    """
     from transformers import GenerationConfig
     run, folder = Path(run), Path(folder)
     if folder.exists():
         raise UserError(f'{folder} exists: give the name of a new folder')
     record = runs.read_run(run)
     c, data, block_size = runs.saved_config(record, run), record['data'], record['settings']['block_size']
-    is_llama = record['model'] == 'standard' and c.window is None and not (c.qkv_bias or c.qk_norm)
+    reason = not_a_llama(record, c)
+    if as_llama and reason:
+        raise UserError(f'{run} {reason}, which is not supported for Llama: use --to_hf')
     tensors = checkpoint.load_checkpoint(run)[1]
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
-    if is_llama:
-        to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
-    else:
+    if reason:
         save_with_code(record, c, tensors, n_rows, ends, folder)
+    else:
+        to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
     (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
     GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
     if (run / CHAT_TEMPLATE).is_file():
         write_file(folder / CHAT_TEMPLATE, (run / CHAT_TEMPLATE).read_bytes())
     print(f'{folder} is a Hugging Face folder: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
-          f'{"" if is_llama else ", trust_remote_code=True"})')
-    if is_llama and c.eos_id is not None:
+          f'{", trust_remote_code=True" if reason else ""})')
+    if not reason and c.eos_id is not None:
         print('Unlike this run, a Llama does not mask attention between documents: after an end-of-text token inside a '
               'text, its logits differ')
 
@@ -225,8 +243,10 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     if theirs.hidden_act != 'silu':
         raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard has silu')
     if n_rows < tokenizer.n_ids:
-        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, fewer than the {tokenizer.n_ids} ids of the '
-                        f'tokenizer {tokenizer.name}: give another with --tokenizer')
+        extra = [f'{tokenizer.decode([i]).decode(errors="replace")!r} ({i})' for i in range(n_rows, tokenizer.n_ids)]
+        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, and the tokenizer {tokenizer.name} has '
+                        f'{tokenizer.n_ids} ids; no row for {", ".join(extra[:5])}: remove them from the tokenizer, or '
+                        'give another with --tokenizer')
     # More rows than ids: Hugging Face's padding, which takes part in the softmax. Else ours, which does not.
     is_padded = n_rows > tokenizer.n_ids
     c = runs.make_config('standard', dict(
@@ -286,16 +306,17 @@ def load_theirs(folder: Path) -> torch.nn.Module:
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, _ = load_settings(Settings, argv)
-        if len(positional) != 1 or (s.from_llama is None) == (s.to_hf is None):
-            raise UserError('expected one run, and what to do: python -m common.export RUN --to_hf=FOLDER or '
-                            '--from_llama=FOLDER')
+        jobs = [s.from_llama, s.to_llama, s.to_hf]
+        if len(positional) != 1 or len(jobs) - jobs.count(None) != 1:
+            raise UserError('expected one run, and what to do: python -m common.export RUN --to_hf=FOLDER, '
+                            '--to_llama=FOLDER or --from_llama=FOLDER')
         from transformers.utils import logging
         logging.disable_progress_bar()
         run, = positional
         if s.from_llama is not None:
             import_llama(s.from_llama, run, s.tokenizer, s.eos_token)
         else:
-            export_run(run, s.to_hf)
+            export_run(run, s.to_llama if s.to_hf is None else s.to_hf, as_llama=s.to_hf is None)
 
 
 if __name__ == '__main__':

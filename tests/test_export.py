@@ -69,7 +69,7 @@ def assert_lm_eval_agrees(folder, model, own, ends=None):
 def test_every_architecture_runs_in_transformers(tmp_path, name):
     """Logits, padding on both sides, generation with the model's cache, beam search, and the loss."""
     model, own = make_run(tmp_path / 'run', name, eos_id=256 if name == 'sps' else None)
-    export.export_run(tmp_path / 'run', tmp_path / name)
+    export.export_run(tmp_path / 'run', tmp_path / name, as_llama=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=name != 'standard')
     idx, mask = torch.randint(0, 256, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
     mask[1, :5], mask[2, 17:] = 0, 0
@@ -120,7 +120,7 @@ def test_every_tokenizer_comes_along(tokenizers, tmp_path, name, bos, ends):
     """transformers has its ids, its ends and its start of a text, whatever the file's own post-processor does."""
     pytest.importorskip('google.protobuf')
     model, own = make_run(tmp_path / 'run', 'sps', name if name == 'byte' else tokenizers / name, bos, ends)
-    export.export_run(tmp_path / 'run', tmp_path / 'hf')
+    export.export_run(tmp_path / 'run', tmp_path / 'hf', as_llama=False)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
     for text in TEXTS:
         ids = [*own.start, *own.encode(text)]

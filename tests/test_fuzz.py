@@ -74,7 +74,7 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
     'eval': (0.2, ['standard nextlat --val --batch_tokens=48',
                    'task --val --val_tokens=40',
                    'nextlat --tasks=lambada_first_token --data_dir=bench --limit=2 --max_length=8']),
-    'common.export': (0.05, ['standard --to_hf=new', 'new --from_llama=llama --tokenizer=byte']),
+    'common.export': (0.05, ['standard --to_llama=new', 'new --from_llama=llama --tokenizer=byte']),
     'analysis.speculative': (0.02, [
         'nextlat --n_prompts=2 --prompt_tokens=4 --new_tokens=3 --draft_lens=1,auto --out=figure']),
     'prepare_fineweb': (0.09, [f'texts.jsonl --out_dir=new {PREPARE}',
@@ -103,7 +103,7 @@ def base(tmp_path_factory):
                        'bench/lambada_openai.jsonl': records}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    for command in ('train config.py --out_dir=standard', 'common.export standard --to_hf=llama',
+    for command in ('train config.py --out_dir=standard', 'common.export standard --to_llama=llama',
                     'train config.py --out_dir=nextlat --model=nextlat --save_interval=1',
                     f'train config.py --out_dir=task --data={TASK} --block_size=17'):
         must_work(folder, command)

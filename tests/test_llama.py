@@ -98,6 +98,24 @@ def test_a_llama_comes_back_bit_for_bit(name, dtype, tmp_path):
     assert again.generate(idx, max_new_tokens=1, do_sample=False)[:, -1].equal(logits[:, -1].argmax(-1))
 
 
+def test_weights_are_those_that_transformers_loads(tmp_path):
+    """model.safetensors is taken before an older index, and a tied table under either name."""
+    make_folder(tmp_path / 'folder', 'Llama 3')
+    config, path = tmp_path / 'folder/config.json', tmp_path / 'folder/model.safetensors'
+    tensors = load_file(path)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(zeros, tmp_path / 'folder/model-old.safetensors')
+    (tmp_path / 'folder/model.safetensors.index.json').write_text(json.dumps(
+        {'metadata': {}, 'weight_map': dict.fromkeys(tensors, 'model-old.safetensors')}))
+    model = import_run(tmp_path / 'folder', tmp_path / 'resaved')[0]
+    assert torch.equal(model.norm.weight, tensors['model.norm.weight'])
+    config.write_text(json.dumps(json.loads(config.read_text()) | {'tie_word_embeddings': True}))
+    tensors['lm_head.weight'] = tensors.pop('model.embed_tokens.weight')
+    save_file(tensors, path)
+    model = import_run(tmp_path / 'folder', tmp_path / 'tied')[0]
+    assert torch.equal(model.embed.weight[:257], tensors['lm_head.weight'])
+
+
 NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn.o_proj.bias'
 
 
@@ -106,7 +124,7 @@ NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn
     ({NAME: torch.zeros(48, 48)}, {}, 'mismatched keys'), ({}, {'num_hidden_layers': 3}, 'missing keys'),
     ({}, {'model_type': 'gpt2'}, 'is a gpt2: expected one of llama, mistral, qwen2, qwen3'),
     ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "its positions by 'yarn'"),
-    ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'fewer than the'),
+    ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'no row for'),
     ({}, {'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
           'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some of its layers'),
     ({}, {'hidden_size': 'x'}, 'could not be read')])
@@ -134,10 +152,14 @@ def test_command_line(tmp_path):
     assert f"python sample.py '{out}' 'Once upon a time'; " in said and f"'--init_from={out}'\n" in said
     succeeded(run('sample.py', out, 'ab', '--max_new_tokens=5'))
     assert_sentence(run('eval.py', out, '--val'), 'give --data=FOLDER')
-    succeeded(run(*command, f'--to_hf={tmp_path / "back"}/'))
-    for again in ([*command, f'--to_hf={tmp_path / "back"}'], import_it):
+    succeeded(run(*command, f'--to_llama={tmp_path / "back"}/'))
+    for again in ([*command, f'--to_llama={tmp_path / "back"}'], import_it):
         assert_sentence(run(*again), 'exists')
     assert_sentence(run(*command), 'expected one run, and what to do')
+    make_folder(tmp_path / 'qwen', 'Qwen2')
+    import_run(tmp_path / 'qwen', tmp_path / 'biased')
+    with pytest.raises(UserError, match='qkv_bias = True, which is not supported for Llama'):
+        export.export_run(tmp_path / 'biased', tmp_path / 'new')
 
 
 def start_from(source, out, data, *args):

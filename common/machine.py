@@ -6,6 +6,7 @@ import platform
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from common.files import UserError
 Device = Literal['auto', 'cuda', 'cpu', 'mps']  # settings of the scripts
 DType = Literal['auto', 'bfloat16', 'float32']
 
-CPU_QUOTA = Path('/sys/fs/cgroup/cpu.max')  # where Linux shows the quota of a container
+CGROUP = Path('/sys/fs/cgroup')  # where Linux shows the quota of a container
 
 
 @dataclass
@@ -122,22 +123,27 @@ def ranks() -> tuple[int, int, int, int]:
 
 
 def join_processes(backend: str) -> None:
-    """Wait until all processes of this program have started, if there are several."""
-    _, world, local, _ = ranks()
+    """Wait until all processes of this program have started, if there are several. Says so after 10 seconds."""
+    rank, world, *_ = ranks()
     if world == 1 or dist.is_initialized():
         return
     os.environ.setdefault('MASTER_PORT', '29500')
-    if local == 0:
-        print(f'waiting for all {world} processes, at {os.environ["MASTER_ADDR"]}', file=sys.stderr, flush=True)
+    line = (f'process {rank} is waiting for all {world} processes at {os.environ["MASTER_ADDR"]}: start the others, or '
+            'unset RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR to run one process')
+    timer = threading.Timer(10, print, [line], {'file': sys.stderr, 'flush': True})
+    timer.daemon = True
+    timer.start()
     dist.init_process_group(backend)
+    timer.cancel()
 
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use: its affinity, and the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    with suppress(OSError, ValueError):  # no such file; 'max': no quota
-        quota, period = map(int, CPU_QUOTA.read_text().split())
-        cores = min(cores, math.ceil(quota / period))
+    for files in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):  # of cgroups v2 and v1
+        with suppress(OSError, ValueError):  # no such file; 'max': no quota
+            quota, period = map(int, ' '.join((CGROUP / name).read_text() for name in files).split())
+            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
     return cores
 
 

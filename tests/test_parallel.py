@@ -3,6 +3,7 @@ import json
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart, succeeded
@@ -150,12 +151,41 @@ def test_a_process_is_a_worker_under_torchrun_or_where_its_place_is_set(monkeypa
     assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
 
 
-@pytest.mark.parametrize('quota, cores', [('max 100', 6), ('250 100', 3)])
-def test_cores_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, quota, cores):
-    (tmp_path / 'cpu.max').write_text(f'{quota}\n')
-    monkeypatch.setattr(machine, 'CPU_QUOTA', tmp_path / 'cpu.max')
+def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, capsys):
+    for name, value in dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_PORT', '1')
+    timers = []
+
+    def never_fires(seconds, function, args, kwargs):
+        timers.append((seconds, function, args, kwargs))
+        return SimpleNamespace(start=lambda: None, cancel=lambda: timers.append('cancelled'))
+    monkeypatch.setattr(machine.threading, 'Timer', never_fires)
+    monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
+    machine.join_processes('gloo')
+    (seconds, function, args, kwargs), *rest = timers
+    function(*args, **kwargs)
+    assert seconds == 10 and rest == ['gloo', 'cancelled']
+    assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('files, cores', [
+    ({}, 6), ({'cpu.max': 'max 100\n'}, 6), ({'cpu.max': '250 100\n'}, 3),
+    ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100\n'}, 6),
+    ({'cpu/cpu.cfs_quota_us': '50\n', 'cpu/cpu.cfs_period_us': '100\n'}, 1)])
+def test_cores_and_threads_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, 'CGROUP', tmp_path)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(6), raising=False)
-    assert machine.usable_cores() == cores
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setattr(machine.torch, 'get_num_threads', lambda: 8)
+    chosen = []
+    monkeypatch.setattr(machine.torch, 'set_num_threads', chosen.append)
+    machine.set_threads(None, 1)
+    machine.set_threads(None, 3)
+    assert machine.usable_cores() == cores and chosen == [cores, max(1, cores // 3)]
 
 
 def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):

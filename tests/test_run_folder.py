@@ -1,6 +1,9 @@
 """The run folder: one writer, an append-only log, whole checkpoints of finite numbers, nothing foreign removed."""
 import contextlib
+import errno
+import fcntl
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from common import checkpoint, machine, runs
-from common.files import UserError, friendly_errors, locked, sha256
+from common.files import UserError, friendly_errors, locked, sha256, sync
 
 # ---- one writer ----
 
@@ -54,11 +57,48 @@ def processes_with(argument):
 
 # ---- log.jsonl ----
 
-def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path):
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, number):
+    def flock(*args):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with pytest.raises(UserError, match=f'{tmp_path}/run cannot be locked .*--out_dir'), locked(tmp_path / 'run'):
+        pass
+
+
+# ---- the disk ----
+
+@pytest.mark.parametrize('number, kind, is_error', [
+    (errno.EINVAL, 'folder', False), (errno.ENOTSUP, 'folder', False), (errno.EIO, 'folder', True),
+    (errno.EINVAL, 'file', True)])
+def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch, number, kind, is_error):
+    """CIFS and FUSE refuse it. Any other error names its path."""
+    def fsync(fd):
+        raise OSError(number, os.strerror(number))
+    path = tmp_path if kind == 'folder' else tmp_path / 'file'
+    (tmp_path / 'file').write_text('')
+    monkeypatch.setattr(os, 'fsync', fsync)
+    with pytest.raises(OSError, match=re.escape(str(path))) if is_error else contextlib.nullcontext():
+        sync(path)
+
+
+@pytest.mark.parametrize('error, said', [(OSError(errno.ENOSPC, 'No space left'), "No space left: '{}'"),
+                                         (OSError(errno.EIO, 'broken', 'file'), "broken: 'file'"),
+                                         (OSError('no network'), '^no network$')])
+def test_an_error_of_the_disk_names_its_path_or_the_run(tmp_path, error, said):
+    run = tmp_path / 'run'
+    with pytest.raises(OSError, match=said.format(run)), runs.claimed(run, True, False):
+        raise error
+
+
+# ---- log.jsonl ----
+
+def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path, capsys):
     (tmp_path / 'log.jsonl').write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
     with runs.open_log(tmp_path, 1) as log:
         log.write('{"step": 2, "loss": 2.125}\n')
     assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
+    assert 'left out 1 damaged line' in capsys.readouterr().err
 
 
 @pytest.mark.slow

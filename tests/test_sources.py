@@ -52,9 +52,7 @@ def write(folder, kind, records, n_files=3):
                 for record in records[i * len(records) // n_files:(i + 1) * len(records) // n_files]]
         path, lines = folder / f'{i}.{kind}', ''.join(json.dumps(record) + '\n\n' for record in part)
         if kind == 'parquet':
-            table = pa.Table.from_pylist(part)
-            unreadable = pa.array([2 ** 50] * len(part), pa.timestamp('s'))  # as Python's datetime
-            pa.parquet.write_table(table.append_column('when', unreadable), path, row_group_size=50)
+            pa.parquet.write_table(pa.Table.from_pylist(part), path, row_group_size=50)
         elif kind == 'jsonl.gz':
             path.write_bytes(gzip.compress(lines.encode()))
         elif kind == 'jsonl.zst':  # of a frame per line, as if files were joined
@@ -140,15 +138,6 @@ def test_other_columns_of_a_configuration_may_differ_between_its_files(tmp_path)
     assert texts(read(tmp_path / 'files', config='all')) == WITH_TEXT
     with pytest.raises(UserError, match="has no field 'url'"):
         read(tmp_path / 'files', config='all', id_field='url')
-
-
-def test_a_checksum_knows_names_sizes_and_times(files, tmp_path):
-    folder = shutil.copytree(files[0], tmp_path / 'copy')
-    checksum = lambda: sources.open_source(str(folder), options())[1]
-    before = checksum()
-    assert checksum() == before == sources.open_source(str(folder), options(shuffle=9))[1]
-    (folder / f'0.{files[1]}').touch()
-    assert checksum() != before
 
 
 # ---- texts ----

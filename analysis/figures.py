@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.continuing import MAY_CHANGE
-from common.files import UserError, friendly_errors
+from common.files import UserError, command, friendly_errors
 from common.machine import pick_device, pick_dtype
 from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
@@ -77,7 +77,7 @@ def final_loss(run: str) -> float:
     tokens, planned = evaluated[-1]['tokens'], settings_of(run).max_tokens
     if tokens < planned:
         raise UserError(f'{run} was last evaluated at {tokens:,} of its {planned:,} tokens: train it to its end, with '
-                        f'python train.py --out_dir={run} --resume')
+                        + command('train.py', f'--out_dir={run}', '--resume'))
     return evaluated[-1]['val']
 
 

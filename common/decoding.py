@@ -139,8 +139,7 @@ class Decoder:
 
     def run(self, name, step, undo, models=()):
         """Run a step of this model and of `models`: on a GPU as a CUDA graph, captured the first time."""
-        has_graphs = all(getattr(model, 'has_graphs', True) for model in (self.model, *models))
-        if not has_graphs or self.tokens.device.type != 'cuda':
+        if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
             return step()
         if name not in self.graphs:
             self.graphs[name] = record_graph(step, undo, beside=next(iter(self.graphs.values()), None))

@@ -1,11 +1,7 @@
 """Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer."""
-from contextlib import nullcontext
-
 import torch
-from torch.overrides import TorchFunctionMode
 
 from common.files import UserError
-from common.machine import pick_dtype
 
 
 class MuonAndAdamW:
@@ -22,34 +18,18 @@ class MuonAndAdamW:
         self.muon = torch.optim.Muon(hidden, lr=learning_rate, weight_decay=weight_decay,
                                      adjust_lr_fn='match_rms_adamw')
         self.adamw = adamw
-        # PyTorch orthogonalizes in bf16, which takes longer than the rest of a step on CPUs without bf16 instructions.
-        self.dtype = pick_dtype('auto', hidden[0].device.type)
         self.param_groups = adamw.param_groups + self.muon.param_groups
         self.muon.state = self.state = adamw.state  # no parameter is in both
         self.found_inf = None
 
     def step(self) -> None:
         if self.found_inf is None or not self.found_inf:
-            with nullcontext() if self.dtype == torch.bfloat16 else _BFloat16As(self.dtype):
-                self.muon.step()
+            self.muon.step()
             self.adamw.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.muon.zero_grad(set_to_none)
         self.adamw.zero_grad(set_to_none)
-
-
-class _BFloat16As(TorchFunctionMode):
-    """Inside it, x.bfloat16() returns a new tensor of another dtype."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.bfloat16:
-            return args[0].to(self.dtype, copy=True)
-        return func(*args, **(kwargs or {}))
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:

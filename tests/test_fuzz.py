@@ -70,7 +70,7 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
                      'task 1,2|3,4/1,2= --max_new_tokens=3 --temperature=0',
                      'nextlat ab --max_new_tokens=4 --draft_len=1',
                      'standard ab --max_new_tokens=4 --draft=nextlat --draft_len=auto']),
-    'eval': (0.2, ['standard nextlat --val --batch_size=3',
+    'eval': (0.2, ['standard nextlat --val --batch_tokens=48',
                    'task --val --val_tokens=40',
                    'nextlat --tasks=lambada_first_token --data_dir=bench --limit=2 --max_length=8']),
     'common.export': (0.05, ['standard --to_llama=new', 'new --from_llama=llama --tokenizer=byte']),

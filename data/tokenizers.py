@@ -61,23 +61,8 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no token that starts a document: leave out --bos; in a '
                         f'tokenizer.json it is one of {", ".join(BOS_NAMES)}')
-    plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
     return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
-                   encode=lambda text: encode_anyhow(name, plain, text),
-                   encode_document=lambda text: encode_anyhow(name, document, text))
-
-
-def encode_anyhow(name: str, encode: Callable, text: str):
-    """Encode a text. If the library fails, for example at a million blanks, encode each half of the text."""
-    try:
-        return encode(text)
-    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the panic of a library in Rust is no Exception
-        if len(text) < 1000:
-            raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
-    middle = len(text) // 2
-    return [*encode_anyhow(name, encode, text[:middle]), *encode_anyhow(name, encode, text[middle:])]
+                   encode_document=tokenizer.encode_document or tokenizer.encode)
 
 
 def tokenizer_digest(name) -> str | None:
@@ -165,9 +150,14 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
         raise UserError(f'GPT-2 could not be loaded from {"the network" if name == "gpt2" else name} ({error}): set '
                         'TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
                         '--tokenizer=FOLDER, one with encoder.json and vocab.bpe')
-    # encode_ordinary panics at a million blanks, and prints a stack trace
-    return Tokenizer(name, 50257, 50256, lambda text: bpe.encode(text, disallowed_special=()), bpe.decode_bytes,
-                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
+
+    def encode(text):
+        try:
+            return bpe.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a million blanks overflow the stack of its regular expressions
+            middle = len(text) // 2
+            return np.concatenate([encode(text[:middle]), encode(text[middle:])])
+    return Tokenizer(name, 50257, 50256, lambda text: encode(text).tolist(), bpe.decode_bytes, encode)
 
 
 def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer:

@@ -169,14 +169,6 @@ def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_
     assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len([*built.glob('texts-*')]) == 2
 
 
-def test_split_lines_makes_each_line_a_document_wherever_reading_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, 'BATCH', 7)
-    (tmp_path / 'all.txt').write_text('\n\n'.join(LINES))
-    whole = read(tmp_path / 'all.txt', split_lines=True)
-    assert texts(whole) == LINES
-    assert read(tmp_path / 'all.txt', whole[20][0], split_lines=True) == whole[21:]
-
-
 STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in range(40)]
 
 
@@ -185,6 +177,8 @@ def test_an_end_of_text_that_is_spelled_out_is_said_and_separates_documents_on_d
     say_once.cache_clear()
     (tmp_path / 'stories.txt').write_text(f'\n{marker}\n'.join(STORIES) + marker)
     assert texts(read(tmp_path / 'stories.txt', split_at=marker)) == STORIES and capfd.readouterr().err == ''
+    lines = (tmp_path / 'stories.txt').read_text().splitlines()
+    assert texts(read(tmp_path / 'stories.txt', split_lines=True)) == list(filter(None, lines))
     assert len(texts(read(tmp_path / 'stories.txt'))) == 2
     assert capfd.readouterr().err.count(f"--split_at='{marker}'") == 1
 

@@ -10,13 +10,7 @@ Several runs are shown side by side, each with the step of its newest checkpoint
 eval.jsonl. With --data_dir, tasks and corpora are read from local benchmark files (common/benchmarks.py lists them) and
 nothing is downloaded.
 
-If the documents of a run's training data start with bos (prepare_fineweb.py --bos), so do the texts of tasks and
-corpora; --bos=False leaves it out.
-
-Corpora are scored by rolling likelihood, which starts each document after bos, or without one after eos, as lm-eval
-does. A model trained with documents on was never trained to predict the token after eos (training leaves those
-positions out), so the first token of a document is scored by an untrained position. The SPS paper's figures are
-computed in the same way.
+Corpora are scored by rolling likelihood, as in the SPS paper (docs/evaluation.md).
 """
 if __name__ == '__main__':
     from common.start import quiet_start

@@ -3,8 +3,6 @@
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
     python sample.py out/quickstart --temperature=0 -- "--all"               a prompt that begins with dashes, greedy
     python sample.py out/quickstart --file=prompts.txt                        one prompt per line
-    echo -n "Return the" | python sample.py out/quickstart                    a prompt from standard input
-    python sample.py out/quickstart --seed=1 -- "--help"                      what follows -- is a prompt
     python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
     python sample.py out/big "Return the" --draft=out/small --draft_len=4     another run drafts
 
@@ -54,15 +52,12 @@ class Settings:
 
 
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
-    """Return the prompts from the command line and the file, else from standard input; UserError if there is none."""
+    """Return the prompts from the command line and the file; UserError if there is none."""
     if s.file:
         lines = Path(s.file).read_text(encoding='utf-8-sig', errors='replace').splitlines()
         texts = texts + [line for line in lines if line.strip()]
-    elif not texts:
-        text = sys.stdin.buffer.read().decode(errors='replace')
-        texts = [text] if text else []
     if not texts:
-        raise UserError('there is no prompt: give text after the run folder, with --file or on standard input')
+        raise UserError('there is no prompt: give text after the run folder or with --file')
     return texts
 
 

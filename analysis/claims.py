@@ -4,11 +4,7 @@
     python -m analysis.claims --out_dir=out/claims                train what they need and judge them
     python -m analysis.claims --only=sps,gpn_memory               those of a paper, or by name
 
-A claim is a row of claims.csv beside this file: what a paper says and its own number, the two runs it compares, a
-statistic and a test. A run is a row of claims_runs.csv: its learning rate is bracketed at the first seed, then it
-trains with every seed. Tasks that are learned late have their own tokens and learning rate. Margins of loss are nats
-per byte: those of the papers, per sub-word, over 4. The same command resumes an interrupted one, and claims that are
-not in --only keep their numbers in claims.csv of out_dir.
+A claim is a row of claims.csv beside this file, a run one of claims_runs.csv: docs/evaluation.md explains both.
 
 A claim is seen if its test rejects in the direction of the claim at 5%, contradicted if the same test rejects in the
 other direction, each by itself. The tests are `t`: Welch's one-sided test over seeds, the one-sample test against a

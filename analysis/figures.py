@@ -166,15 +166,11 @@ def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, d
 
 
 def short(name: str, value) -> str:
-    """Return a setting for a label: 'lr=0.0013', 'tokens=2.5M', 'bptt', 'no window', 'data=fineweb_edu'."""
+    """Return a setting for a label: 'lr=0.0013', 'tokens=2.5M', 'window=None', 'data=fineweb_edu'."""
     if name == 'model':
         return value
-    name = SHORT.get(name, name)
-    if value is None or isinstance(value, bool):
-        return name if value else f'no {name}'
-    if isinstance(value, (int, float)):
-        return f'{name}={short_number(value)}'
-    return f'{name}={Path(value).name[:32]}'
+    text = short_number(value) if isinstance(value, (int, float)) else Path(str(value)).name[:32]
+    return f'{SHORT.get(name, name)}={text}'
 
 
 def short_number(value: float) -> str:
@@ -195,14 +191,6 @@ def group(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, list[st
         texts = {key: short(key, value) for key, value in settings.items()}
         groups.setdefault(repr(settings), (texts, []))[1].append(run)
     configs, folders = zip(*groups.values())
-    labels = tell_apart(configs)
-    if len(set(labels)) < len(labels):  # values that are alike when they are short
-        labels = [f'{label}, {Path(runs_of_label[0]).name}' for label, runs_of_label in zip(labels, folders)]
-    return dict(zip(labels, folders))
-
-
-def tell_apart(configs: Sequence[dict[str, str]]) -> list[str]:
-    """Return a label for each {'model': its name, setting: text}, from as few of these as distinguish them."""
     parts = [()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
     # what only some have is of their model, and says more than how they were trained
@@ -210,7 +198,10 @@ def tell_apart(configs: Sequence[dict[str, str]]) -> list[str]:
         longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
         if len(set(longer)) > len(set(parts)):
             parts = longer
-    return [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
+    labels = [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
+    if len(set(labels)) < len(labels):  # values that are alike when they are short
+        labels = [f'{label}, {Path(runs_of_label[0]).name}' for label, runs_of_label in zip(labels, folders)]
+    return dict(zip(labels, folders))
 
 
 def not_comparable(runs: list[str]) -> str | None:
@@ -280,44 +271,25 @@ def final_losses(runs: list[str]) -> list[float]:
     return [final_loss(run) for run in finished(runs)]
 
 
-def by_size(runs: list[str]) -> dict[str, list[str]]:
-    """Return {'131.1M': runs with about as many parameters}, from small to large, named after the smallest model.
+def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict[str, dict]:
+    """Return {'131.1M': {label: curve_of(its runs)}}, as `curves_of` at each size, from small to large.
 
-    Runs whose size is unknown are left out and named on stderr.
+    A size is named after its smallest model. One without the baseline, or with nothing else, is left out and named on
+    stderr.
     """
     parameters, sizes = of_each(runs, n_parameters), {}
     for run in sorted(parameters, key=parameters.get):
         if not sizes or parameters[run] > SAME_SIZE * max(sizes):
             sizes[parameters[run]] = []
         sizes[max(sizes)].append(run)
-    return {short_number(n): [run for run in runs if run in members] for n, members in sizes.items()}
 
-
-def named(labels, name: str) -> str:
-    """Return the one label that has all parts of `name`: 'sps' means 'sps, window=64'. Raises UserError otherwise."""
-    if name in labels:
-        return name
-    found = [label for label in labels if set(name.split(', ')) <= set(label.split(', '))]
-    if len(found) == 1:
-        return found[0]
-    problem = f'{len(found)} are' if found else 'none is'
-    raise UserError(f'{name!r} should name one of {"; ".join(labels)}, but {problem} called that: give a whole label')
-
-
-def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict[str, tuple]:
-    """Return {size: ({label: curve_of(its runs)}, label of the baseline)}, as `curves_of` at each size.
-
-    A size without the baseline, or with nothing else, is left out and named on stderr.
-    """
-    sizes = by_size(runs)
-
-    def compared(size):
-        curves = curves_of(sizes[size], curve_of, besides)
-        label = named(curves, baseline)
-        if len(curves) < 2:
-            raise UserError(f'all runs of {size} parameters are {baseline}: give runs of another method too')
-        return curves, label
-    return of_each(sizes, compared)
+    def compared(n):
+        curves = curves_of(sizes[n], curve_of, besides)
+        if baseline not in curves or len(curves) < 2:
+            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected {baseline} '
+                            'and others')
+        return curves
+    return {short_number(n): curves for n, curves in of_each(sizes, compared).items()}
 
 
 def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:

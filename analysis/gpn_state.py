@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 from analysis import figures
 from common.files import UserError
-from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
 
 STATES = 16_384  # the 16k of the paper's section 7.1, as 8 batches of 2,048
@@ -35,9 +34,6 @@ class Settings:
     block_size: int | None = None  # tokens of a window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
     device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
-
-    def __post_init__(self):
-        check_ranges(self, block_size=(2, inf))
 
 
 @torch.no_grad()

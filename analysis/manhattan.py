@@ -177,9 +177,6 @@ def layout(task) -> np.ndarray:
     """Return the positions (nodes, 2) that fit streets of length 1 in their directions, by least squares."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.linalg import lsqr
-    unknown = set(task.symbols[:task.first_node]) - COMPASS.keys()
-    if unknown:
-        raise UserError(f'the city has streets that lead {", ".join(sorted(unknown))}: expected {", ".join(COMPASS)}')
     a, turn = (task.neighbour >= 0).nonzero()
     steps = np.array([COMPASS[name] for name in task.symbols[:task.first_node]], float)[turn]
     steps /= np.linalg.norm(steps, axis=1, keepdims=True)
@@ -281,8 +278,6 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     if not hasattr(task, 'held_out_pairs'):
         raise UserError(f'{run} was trained on {data.folder}, not on walks: expected a run on data manhattan')
     pairs = task.held_out_pairs
-    if not pairs:
-        raise UserError(f'{data.folder} has no held-out pairs of places: give --data with a larger city')
     for_ways, for_walks, for_prefixes = np.random.default_rng(0).spawn(3)  # so all models get the same
     ways = [way for i in range(0, len(pairs), s.batch_size)
             for way in ways_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_ways)]

@@ -18,7 +18,7 @@ from eval import PAPERS
 @dataclass
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: scaling beside the runs
-    baseline: str = 'standard'  # label, or model or method, of what the others are compared with
+    baseline: str = 'standard'  # label of what the others are compared with
 
 
 def outcome(runs: list[str]) -> dict:
@@ -70,8 +70,7 @@ def plot(rows: list[dict], baseline: str):
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('scaling RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         sizes = figures.beside(s.baseline, runs, outcome)
-        rows = [{'size': size} | row for size, (outcomes, baseline) in sizes.items()
-                for row in gains(outcomes, baseline)]
+        rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes, s.baseline)]
         for row in rows:
             print(f'{row["size"]} {row["label"]}: validation loss {row["loss_gain"]:+.4f}'
                   + ('' if row['accuracy_gain'] is None else f', accuracy {row["accuracy_gain"]:+.2f} points'))

@@ -194,17 +194,13 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
     return rows
 
 
-def decoding_table(rows: list[dict]) -> str:
-    """Return the speed and state of each model after CONTEXTS tokens as a Markdown table."""
-    columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
-        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in CONTEXTS}
-    return markdown_table([{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()}}
-                           for r in rows if r['equal'] == 'tokens'])
-
-
 def markdown(rows: list[dict], s: Settings) -> str:
     """Return the text of RESULTS.md."""
     standard = rows[0]
+    columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
+        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in CONTEXTS}
+    decoding = [{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()}}
+                for r in rows if r['equal'] == 'tokens']
     lines = ['# Every architecture side by side', '',
              f'{one_line(where_and_when())}. Data {s.data}, windows of {s.block_size} tokens, {s.batch_size} a '
              f'step, {s.jobs} runs at a time. Losses in nats per token, 95% intervals over {s.seeds} seeds.', '',
@@ -217,7 +213,7 @@ def markdown(rows: list[dict], s: Settings) -> str:
               'One text at a time, after so many random tokens of context. The models were trained on windows of '
               f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
               'the cache that decoding allocates for so many tokens, in the dtype of the weights.', '',
-              decoding_table(rows), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
+              markdown_table(decoding), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
     return '\n'.join(lines)
 
 

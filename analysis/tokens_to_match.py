@@ -25,7 +25,7 @@ LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # wh
 @dataclass
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: tokens_to_match beside the runs
-    baseline: str = 'standard'  # label, or model or method, of what the others are compared with
+    baseline: str = 'standard'  # label of what the others are compared with
 
 
 @dataclass
@@ -87,16 +87,15 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         sizes = figures.beside(s.baseline, runs, constant_rate, LENGTH)
-        rows = [{'size': size} | match(target, by, curves) for size, (curves, baseline) in sizes.items()
-                for other in curves if other != baseline for target, by in ((other, baseline), (baseline, other))]
+        rows = [{'size': size} | match(target, by, curves) for size, curves in sizes.items() for other in curves
+                if other != s.baseline for target, by in ((other, s.baseline), (s.baseline, other))]
         for row in rows:
             tokens = figures.short_number(row['tokens'] or row['searched'])
             found = (f'has it at {tokens} tokens: {row["tokens_ratio"]:.3f} times the tokens' if row['tokens']
                      else f'does not have it within {tokens} tokens')
             print(f'{row["size"]}: {row["loss_of"]} has {row["loss"]:.4f} before its decay, which begins at '
                   f'{figures.short_number(row["budget"])} tokens; {row["by"]} {found}')
-        figures.write_figure(s.out, runs, 'tokens_to_match', rows,
-                     plot({size: curves for size, (curves, _) in sizes.items()}, rows))
+        figures.write_figure(s.out, runs, 'tokens_to_match', rows, plot(sizes, rows))
 
 
 if __name__ == '__main__':

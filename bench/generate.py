@@ -23,7 +23,7 @@ OUR_DTYPE = decoding_dtype('auto', DEVICE.type)
 
 
 def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Callable]:
-    """{side: function that generates}, after checking that our tokens are the other's likeliest, but for rounding."""
+    """{side: function that generates}, both with the same weights and prompts."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE).eval()
     llama = to_llama(model.config, model.state_dict(), 50304).to(DEVICE, dtype)
@@ -38,12 +38,6 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Cal
         texts = llama.generate(on_device, attention_mask=torch.ones_like(on_device), do_sample=False,
                                max_new_tokens=n_new, min_new_tokens=n_new)
         return texts[:, PROMPT:].tolist()
-    if dtype == torch.float32:
-        # compare logits, because rounding may break a tie between two tokens
-        new = torch.tensor(ours(), device=DEVICE)
-        with torch.no_grad():
-            logits = llama(input_ids=torch.cat([on_device, new], 1)[:, :-1]).logits[:, PROMPT - 1:]
-        assert (logits.amax(-1) - logits.gather(-1, new.unsqueeze(-1)).squeeze(-1)).max() < 1e-4
     return {'ours': ours, 'hf': hf}
 
 

@@ -63,7 +63,7 @@ def make_steps(shape: dict, dtype) -> dict[str, Callable[[], float]]:
     """A step of each side, on the same weights and tokens."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
-    llama = export.to_llama(model.config, model.state_dict(), 50304).to(DEVICE).train()
+    llama = export.to_llama(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
     tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
     return {'ours': our_step(model, tokens, dtype),
             'hf': optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss,

@@ -1,7 +1,4 @@
-"""Checkpoints of a run folder.
-
-    ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS; with --parallel=fsdp each
-                            process writes its shards of the two: shard-<rank + 1>-model-<1 or 2>-of-00002.safetensors
+"""Checkpoints of a run folder. Their files are listed in docs/runs.md and, for --parallel=fsdp, docs/scale.md.
 
 A checkpoint is written to a temporary folder, which is renamed when all files are on the disk.
 """

@@ -137,20 +137,15 @@ def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -
     print(f'weights of step {state["step"]} of {s.init_from}')
 
 
-def adopted(model: torch.nn.Module, tensors: dict, source) -> dict:
-    """Return the tensors of another run as this model takes them: through its `adopt` if it has one, else unchanged."""
-    try:
-        return model.adopt(tensors) if hasattr(model, 'adopt') else tensors
-    except ValueError as error:
-        raise UserError(f'{source} does not fit this model: {error}')
-
-
 def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
     """Load the weights of another run, `source`, into a model.
 
     If `adopt` adds weights, UserError unless the model still computes the source's logits on idx (B, T).
     """
-    converted = adopted(model, tensors, source)
+    try:
+        converted = model.adopt(tensors) if hasattr(model, 'adopt') else tensors
+    except ValueError as error:
+        raise UserError(f'{source} does not fit this model: {error}')
     checkpoint.load_weights(model, converted, source)
     new = sorted(converted.keys() - tensors.keys())
     if not new:

@@ -1,11 +1,9 @@
 """A dry run of train.py: checks the settings, prints sizes and costs, and estimates the memory of a step."""
 import math
 import os
-import sys
 from types import SimpleNamespace
 
-from common import checkpoint, runs
-from common.continuing import adopted
+from common import runs
 from common.files import ROOT, UserError, command, first_line
 from common.machine import pick_dtype
 from common.memory import bytes_by_rows
@@ -23,16 +21,8 @@ def dry_run(s, given: dict, record, machine) -> None:
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # --shard=64 stands for 64 processes
     check_settings(s, data, n_processes)
-    if not s.resume:
-        try:
-            runs.check_out_dir(s.out_dir, s.overwrite)
-        except UserError as error:
-            print(f'training would stop here: {error}', file=sys.stderr)
     model = runs.blank_model(s.model, config)
     describe(s, model, data)
-    if s.init_from and not record:
-        _, weights = checkpoint.load_checkpoint(s.init_from)
-        checkpoint.check_weights(model, adopted(model, weights, s.init_from), s.init_from)
     print_memory(s, model, n_processes)
 
 
@@ -94,10 +84,9 @@ def print_memory(s, model, n_processes: int) -> None:
 def held_bytes(model, n_copies: int, n_shards: int, accumulates: bool) -> float:
     """Return the bytes per process of weights, gradients and two moments in fp32, and of what sharing them takes.
 
-    n_shards: processes that share one copy of the weights, of which n_copies are trained together. With FSDP, a process
-    also holds the weights outside the blocks with their gradients, the larger of their send buffer and the buffers of
-    the blocks (a block, the prefetched one, its gradients, two buffers), and whole gradients of the blocks if they
-    accumulate over micro-batches. With DDP it holds the buckets of gradients. From the code of PyTorch, not measured.
+    n_shards: processes that share one copy of the weights, of which n_copies are trained together. docs/scale.md lists
+    what is held; for the blocks that is a block, the prefetched one, its gradients and two buffers. From the code of
+    PyTorch, not measured.
     """
     n_params = runs.count_parameters(model)
     if n_shards == 1:

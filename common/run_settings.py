@@ -1,8 +1,4 @@
-"""The settings of a training run, its costs, and what is wrong with them.
-
-`read_settings` reads train.py's command line. What a run takes over from another run is in common/continuing.py, which
-is loaded for --resume, --extend and --init_from.
-"""
+"""The settings of a training run, its costs, and what is wrong with them."""
 import importlib.util
 from dataclasses import fields
 from pathlib import Path

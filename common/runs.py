@@ -1,13 +1,4 @@
-"""Models by name, and run folders.
-
-A run folder holds
-
-    config.json             model, settings, model_config, data (tokenizer and vocabulary), versions
-    tokenizer.json          a copy of the tokenizer's file, if it has one (or tokenizer.model, or gpt2_vocabulary/)
-    log.jsonl               one line per logged step; {"saved": step} and {"resumed_from": step}
-    loss.png                the loss curve
-    ckpt/step_00000100/     model.safetensors, optimizer.safetensors, state.json, SHA256SUMS (common/checkpoint.py)
-"""
+"""Models by name, and run folders (docs/runs.md lists their files)."""
 import dataclasses
 import difflib
 import importlib
@@ -17,7 +8,6 @@ import math
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +17,7 @@ from typing import TextIO
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import ROOT, UserError, command, first_line, locked, read_json, write_json
+from common.files import ROOT, UserError, command, locked, read_json, write_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -73,14 +63,9 @@ def saved_config(record: dict, folder):
 
 
 def blank_model(model_name: str, config) -> torch.nn.Module:
-    """Return a model on the meta device, for its names, shapes and costs; UserError for impossible sizes."""
-    try:
-        with torch.device('meta'):
-            return model_file(model_name).Model(config)
-    except (RuntimeError, TypeError) as error:
-        if 'overflow' not in str(error).lower():
-            raise
-        raise UserError(f'model {model_name!r} cannot be so large: {first_line(error)}')
+    """Return a model on the meta device, for its names, shapes and costs."""
+    with torch.device('meta'):
+        return model_file(model_name).Model(config)
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -112,10 +97,7 @@ def read_run(folder) -> dict:
     """Return config.json of a run folder; UserError if it is missing or damaged."""
     path = Path(folder) / 'config.json'
     if not path.is_file():
-        known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
-        quickstart = command('train.py', os.path.relpath(ROOT / 'config/quickstart.py'))
-        raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); runs here: '
-                        + (known or f'none, train one with {quickstart}'))
+        raise UserError(f'{folder or "an empty name"} is not a run folder: it has no config.json')
     remedy = 'copy the run again or train it anew'
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
@@ -255,24 +237,18 @@ def open_log(folder, step: int) -> TextIO:
 
 
 def read_log(folder) -> list[dict]:
-    """Return the records of a run's logged steps, without steps that a resumed run repeated.
-
-    Says on stderr if lines are not records, such as one that was cut off.
-    """
-    path, records, n_damaged = Path(folder) / 'log.jsonl', [], 0
+    """Return the records of a run's logged steps, without steps that a resumed run repeated."""
+    path, records = Path(folder) / 'log.jsonl', []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
             step = int(record.get('step', record.get('resumed_from', record.get('saved'))))
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            n_damaged += bool(line)
+        except (ValueError, TypeError, AttributeError, RecursionError):  # a line that was cut off
             continue
         if 'resumed_from' in record:
             records = [earlier for earlier in records if earlier['step'] <= step]
         elif 'step' in record:
             records.append(record)
-    if n_damaged:
-        print(f'{path}: left out {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)
     return records
 
 

@@ -18,17 +18,13 @@ import types
 import typing
 from collections.abc import Callable
 
-from common.files import ROOT, UserError, command, first_line
+from common.files import ROOT, UserError, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: up to here, integers are exact as floats and in JSON
 SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size',  # at least 1; then those of analysis
          'seeds', 'jobs', 'steps', 'batches', 'n_documents', 'positions', 'max_k', 'offsets', 'words', 'n_prompts',
          'prompt_tokens', 'n_walks', 'n_prefixes', 'max_degree', 'tokens', 'unigram_tokens', 'batch',
          'prompt', 'new', 'rounds'}
-OTHER_NAMES = {  # names of settings in nanoGPT and other repositories
-    'lr': 'learning_rate', 'wd': 'weight_decay', 'max_iters': 'max_tokens', 'warmup_iters': 'warmup_tokens',
-    'eval_iters': 'eval_tokens', 'dataset': 'data', 'd_model': 'n_embd', 'dim': 'n_embd', 'hidden_size': 'n_embd',
-    'context_length': 'block_size', 'seq_len': 'block_size', 'max_length': 'max_new_tokens'}
 
 
 class Text(str):
@@ -67,7 +63,7 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     types_of = {name: kind for cls in classes for name, kind in typing.get_type_hints(cls).items()}
     for name in given:
         if name not in types_of:
-            near = {OTHER_NAMES.get(name)} & types_of.keys() or difflib.get_close_matches(name, types_of)
+            near = difflib.get_close_matches(name, types_of)
             hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
             raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
         given[name] = typed(name, given[name], types_of[name], where[name])
@@ -80,10 +76,8 @@ def read_config_file(path: str) -> dict:
         raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
     if not os.path.isfile(path):
         known = sorted(os.path.relpath(p) for p in (ROOT / 'config').rglob('[a-z]*.py'))
-        quickstart = os.path.relpath(ROOT / 'config/quickstart.py')
-        near = difflib.get_close_matches(path, known, 3, 0.4) or [quickstart]
-        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}? The smallest run is '
-                        + command('train.py', quickstart))
+        near = difflib.get_close_matches(path, known, 3, 0.4) or [os.path.relpath(ROOT / 'config/quickstart.py')]
+        raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
     try:
         names = runpy.run_path(str(path))
     except Exception as error:

@@ -1,8 +1,7 @@
 """FSDP: a model's weights, gradients and moments in shards, and checkpoints of them.
 
-The weights of each of model.blocks are gathered from all processes when the block is called, all others for the whole
-step (docs/scale.md). A model whose blocks read each other's weights sets `shard_blocks = False`. In a checkpoint, each
-process writes its shards of the weights and of the moments; any number of processes reads them.
+docs/scale.md says which weights are gathered when. A model whose blocks read each other's weights sets
+`shard_blocks = False`. Any number of processes reads a sharded checkpoint.
 """
 import warnings
 from pathlib import Path

@@ -46,23 +46,13 @@ def pytest_collection_modifyitems(config, items):
     """Tests marked `long` take minutes: they run only where -m names them."""
     if 'long' in config.getoption('-m'):
         return
-    dropped = [item for item in items if item.get_closest_marker('long')]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in dropped]
+    items[:] = [item for item in items if not item.get_closest_marker('long')]
 
 
 @pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(),
                                                                              reason='needs a GPU'))])
 def device(request):
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """After each test, however many threads it set."""
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -85,6 +75,19 @@ def tiny_data(tmp_path_factory):
                  for i in range(300)]
     write_data(folder, load_tokenizer('byte'), documents, shard_tokens=5000)
     return folder
+
+
+@pytest.fixture(scope='session')
+def tiny_run(tiny_data, tmp_path_factory):
+    """A run of 20 steps. Copy it before you change it."""
+    out = tmp_path_factory.mktemp('runs') / 'tiny'
+    succeeded(train_tiny(tiny_data, out))
+    return out
+
+
+def contents(folder):
+    """{path: content} of a folder's files, without its lock."""
+    return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
 
 
 def shard_ids(folder, split):
@@ -259,8 +262,3 @@ def attended(qkv, position, seen, theta=10000.0):
     q, k, v = qkv.unbind(2)
     q, k = (turned(x.double(), position[:, None, None], theta).to(x.dtype) for x in (q, k))
     return dense_attention(q, k, v, seen).flatten(2)
-
-
-def plain_rotation(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

@@ -6,7 +6,6 @@ import pytest
 from conftest import assert_sentence, run, succeeded
 
 from analysis import figures, loss_curves, scores
-from common.files import UserError
 
 
 def write_run(folder, losses, model='standard', seed=0, settings=None, versions=None, log=None, **values):
@@ -45,15 +44,12 @@ def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path, capsys):
                                            ('c', {'max_tokens': 5_000_000, 'min_lr': 0.2, 'data': 'x/fineweb/'}, 64),
                                            ('d', {'max_tokens': 5_000_000, 'min_lr': 0.1, 'later': True}, None))]
     assert list(figures.group(runs)) == ['window=64, tokens=2.5M, min_lr=0.1', 'window=64, tokens=5M, min_lr=0.1',
-                                             'window=64, tokens=5M, min_lr=0.2', 'no window, tokens=5M, min_lr=0.1']
+                                             'window=64, tokens=5M, min_lr=0.2', 'window=None, tokens=5M, min_lr=0.1']
     assert list(figures.group(runs[:1])) == ['gpn']
     figures.curves_of(runs[2:], figures.curve)
-    assert 'no window: also min_lr=0.1\n' in capsys.readouterr().out
+    assert 'window=None: also min_lr=0.1\n' in capsys.readouterr().out
     alike = [write_run(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
     assert list(figures.group(alike)) == ['standard, data_a', 'standard, data_b']
-    assert figures.tell_apart([{'model': 'standard', 'lr': 'lr=1'}, {'model': 'sps', 'w': 'w=1', 'lr': 'lr=2'},
-                                   {'model': 'sps', 'w': 'w=2', 'lr': 'lr=3'}]) == ['standard', 'sps, w=1', 'sps, w=2']
-    assert figures.short('K', True) == 'K' and figures.short('lr', 1 / 5623) == 'lr=0.0001778'
 
 
 def line(*losses, cost=1):
@@ -62,7 +58,7 @@ def line(*losses, cost=1):
             | figures.spread([loss]) for i, loss in enumerate(losses)]
 
 
-def test_every_run_is_visible_and_every_axis_numbered():
+def test_the_end_of_every_curve_is_visible():
     def points(*losses):
         return [p | {'tokens': 1e6 * p['tokens']} for p in line(*losses)]
     figure = loss_curves.plot({'a': points(9, 2, 1.5, 1), 'b': points(12, 3, 3, 3), 'c': points(2)})
@@ -71,16 +67,6 @@ def test_every_run_is_visible_and_every_axis_numbered():
         assert axes.get_ylim()[0] < 1 and 3 < axes.get_ylim()[1] < 3.6
         assert any(label.get_text() for label in axes.get_yticklabels())
     assert '3 M' in [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    figure = scores.plot({name: {'x': points(0, 1), 'y': points(0, 1)} for name in 'abcdef'})
-    assert [axes.get_title() for axes in figure.axes] == [*'abcdef', '', '']
-    for lowest, highest in ((4.3, 9.0), (4.42, 4.47), (1, 2000)):
-        figure, axes = figures.new_figure()
-        axes.set(yscale='log', ylim=(lowest, highest))
-        figures.number_log_axis(axes.yaxis, lowest, highest)
-        figure.canvas.draw()
-        shown = {text.get_text() for text, y in zip(axes.get_yticklabels(), axes.get_yticks())
-                 if lowest <= y <= highest}
-        assert 3 <= len(shown) <= 12, shown
 
 
 def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
@@ -119,9 +105,6 @@ def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
 def test_values_that_are_no_finite_numbers_are_left_out(tmp_path):
     run = write_run(tmp_path / 'a', [4.0, float('nan'), None, 3.0])
     assert [point['mean'] for point in figures.curve([run, run])] == [4.0, 3.0]
-    other = write_run(tmp_path / 'b', [None, 4.0], seed=1)
-    with pytest.raises(UserError, match='no validation loss that all of these runs logged'):
-        figures.curve([run, other])
 
 
 @pytest.mark.parametrize('script', ['loss_curves', 'report', 'scores', 'context_ready', 'gpn_state', 'seeds', 'scaling',
@@ -147,9 +130,7 @@ def test_scores_are_read_by_name_and_solved_for_good(tmp_path):
     assert points[0]['mean'] == 0.625 and points[0]['highest'] == 0.75
     assert scores.solved_from(figures.curve(runs, 'accuracy_0', '')) == 30 and scores.solved_from(points) is None
     figure = scores.plot({'a': {'accuracy_0': points, 'accuracy_1': points}, 'b': {'accuracy_0': points}})
-    assert [len(axes.lines) for axes in figure.axes] == [2, 1]
-    with pytest.raises(UserError, match="logged nothing that begins with 'accurcy'"):
-        scores.score_names(runs, 'accurcy')
+    assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [('a', 2), ('b', 1)]
 
 
 def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_path, monkeypatch):
@@ -163,13 +144,10 @@ def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_
             log = [{'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy': a} for step, a in points]
             runs.append(write_run(tmp_path / f'{data}_{objective}_{seed}', [], 'nextlat' if own else 'mtp', seed,
                                   {'data': data, 'max_tokens': 20}, log=log, **own))
-    monkeypatch.setattr(figures, 'write_figure', lambda *args: drawn.extend(args[-2:]))
+    monkeypatch.setattr(figures, 'write_figure', lambda *args: drawn.append(args[-1]))
     scores.main([*runs, '--bars'])
-    rows, figure = drawn
-    axes, = figure.axes
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ['star\narms=2', 'star\narms=5']
+    axes, = drawn[0].axes
     assert [(round(bar.get_x() + bar.get_width() / 2, 1), bar.get_height()) for bar in axes.patches] == [
         (-0.2, 0.5), (0.8, 0.2), (0.2, 0.875), (1.2, 0.9)]
     to_seeds = [line.vertices[:, 1].tolist() for bars in axes.collections for line in bars.get_paths()]
     assert np.allclose(to_seeds, [(0.4, 0.6), (0.2, 0.2), (0.75, 1), (0.9, 0.9)])
-    assert [row['data'] for row in rows] == ['star:arms=2'] * 4 + ['star:arms=5'] * 4

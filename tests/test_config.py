@@ -67,12 +67,6 @@ def test_bad_values_are_sentences(arg, sentence):
     assert sentence in str(error.value)
 
 
-@pytest.mark.parametrize('other, ours', [('lr', 'learning_rate'), ('max_iters', 'max_tokens'), ('d_model', 'n_embd')])
-def test_names_of_other_repositories_are_hinted_at(other, ours):
-    with pytest.raises(UserError, match=f'did you mean {ours!r}'):
-        load_settings(train.Settings, [f'--{other}=1'], config_of=model_config_class)
-
-
 def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
     path = tmp_path / 'mine.py'
     path.write_text('from config.standard_m import *\nimport math\nfrom math import sqrt\n'
@@ -89,8 +83,6 @@ def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
     ('model = "standrd"', "unknown model 'standrd': did you mean 'standard'?"),
     ('model = "../../etc/passwd"', 'unknown model'),
     ('n_layer = 1 +', 'config file {} does not run: SyntaxError'),
-    ('from config.no_such_file import *', 'config file {} does not run: ModuleNotFoundError'),
-    ('def f():\n    f()\nf()', 'config file {} does not run: RecursionError'),
     ('rate = float("nan")', 'rate is nan in {}'),
     ('import torch\nrate = torch.ones(())', "rate is tensor(1.) in {}: expected float")])
 def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence):
@@ -128,13 +120,11 @@ def test_settings_that_only_the_files_model_has_are_left_out_for_another_model()
     assert given['model'] == 'standard' and 'learning_rate' in given and 'd_emb' not in given
 
 
-def test_a_missing_config_file_names_the_nearest_and_a_command_from_where_the_user_stands(tmp_path, monkeypatch):
+def test_a_missing_config_file_names_the_nearest_from_where_the_user_stands(tmp_path, monkeypatch):
     for folder in ('', '..', tmp_path):
         monkeypatch.chdir(ROOT / folder)
-        with pytest.raises(UserError, match='did you mean .*config/quickstart.py.* The smallest run is ') as error:
+        with pytest.raises(UserError, match='did you mean .*config/quickstart.py'):
             load_settings(Example, ['config/quikstart.py'], config_of=model_config_class)
-        _, script, config = str(error.value).rpartition(' is ')[2].split()
-        assert (Path(script).resolve(), Path(config).resolve()) == (ROOT / 'train.py', ROOT / 'config/quickstart.py')
 
 
 def test_printed_commands_run_from_where_the_user_stands(tmp_path, monkeypatch):

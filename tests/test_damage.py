@@ -2,7 +2,7 @@
 import shutil
 
 import pytest
-from conftest import assert_sentence, flips, run, succeeded, train_tiny
+from conftest import assert_sentence, flips, run
 
 from common import checkpoint, runs
 from common.files import UserError
@@ -11,16 +11,9 @@ from data.shards import Data
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope='module')
-def trained(tiny_data, tmp_path_factory):
-    out = tmp_path_factory.mktemp('runs') / 'trained'
-    succeeded(train_tiny(tiny_data, out))
-    return out
-
-
 @pytest.mark.parametrize('name', ['model.safetensors', 'optimizer.safetensors', 'state.json', 'SHA256SUMS'])
-def test_a_flipped_bit_in_a_checkpoint_is_found_and_the_one_before_is_used(trained, tmp_path, name):
-    out = shutil.copytree(trained, tmp_path / 'run')
+def test_a_flipped_bit_in_a_checkpoint_is_found_and_the_one_before_is_used(tiny_run, tmp_path, name):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
     newest, before = map(checkpoint.step_of, checkpoint.checkpoints(out)[:2])
     for place in flips(out / f'ckpt/step_{newest:08d}' / name, 25):
         assert checkpoint.load_checkpoint(out, moments=True)[0]['step'] == before, place
@@ -28,9 +21,9 @@ def test_a_flipped_bit_in_a_checkpoint_is_found_and_the_one_before_is_used(train
 
 
 @pytest.mark.parametrize('name', ['config.json', 'log.jsonl'])
-def test_a_run_with_a_flipped_bit_continues_or_says_why_not(trained, tmp_path, name):
-    for place in flips(trained / name, 50):
-        out = shutil.copytree(trained, tmp_path / 'run')
+def test_a_run_with_a_flipped_bit_continues_or_says_why_not(tiny_run, tmp_path, name):
+    for place in flips(tiny_run / name, 50):
+        out = shutil.copytree(tiny_run, tmp_path / 'run')
         shutil.rmtree(out / 'ckpt/step_00000020')
         before = (out / 'log.jsonl').read_bytes()
         result = run('train.py', f'--out_dir={out}', '--resume')

@@ -196,25 +196,8 @@ def test_bad_input_is_a_sentence(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', '--limit=0'), 'limit is 0')
 
 
-@pytest.mark.slow
-def test_a_loss_beyond_every_number_is_inf_on_the_screen_and_null_in_json(trained, monkeypatch, tmp_path):
-    out = shutil.copytree(trained, tmp_path / 'run')
-    monkeypatch.setattr(judge, 'validation_loss', lambda *_, **options: ({'nll': 1e4}, 64))
-    assert ' inf\n' in succeeded(run('eval.py', out, '--val')).stdout
-    assert eval_lines(out)[-1]['results']['val']['perplexity'] is None
-
-
 def test_arc_is_read_as_published_and_as_on_the_hub(tmp_path):
     published = {'question': {'stem': 'a', 'choices': [{'text': 'b', 'label': 'A'}]}, 'answerKey': 'A'}
     on_the_hub = {'question': 'a', 'choices': {'text': ['b'], 'label': ['A']}, 'answerKey': 'A'}
     (tmp_path / 'arc_easy.jsonl').write_text(f'{json.dumps(published)}\n{json.dumps(on_the_hub)}')
     assert local_records(tmp_path, 'arc_easy') == [on_the_hub] * 2
-
-
-@pytest.mark.parametrize('content, part', [
-    (b'', 'is empty'), (b'\n{"goal"', 'record 1, is not in the form of piqa'), (b'\xff\xfe\0', 'record 1'),
-    (b'3', 'record 1')])
-def test_a_benchmark_file_in_another_form_is_a_sentence(tmp_path, content, part):
-    (tmp_path / 'piqa.jsonl').write_bytes(content)
-    with pytest.raises(UserError, match=part):
-        local_records(tmp_path, 'piqa')

@@ -2,7 +2,7 @@
 import shutil
 
 import pytest
-from conftest import STEP_TOKENS, assert_sentence, config_json, losses, run, succeeded, train_tiny
+from conftest import STEP_TOKENS, assert_sentence, config_json, contents, losses, run, succeeded, train_tiny
 
 from common import checkpoint, runs
 
@@ -24,10 +24,6 @@ def short(tiny_data, tmp_path_factory):
     return out
 
 
-def files(folder):
-    return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
-
-
 def extend(source, out, steps, *more):
     return run('train.py', f'--extend={source}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *more)
 
@@ -35,15 +31,14 @@ def extend(source, out, steps, *more):
 def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short, tiny_data, tmp_path):
     succeeded(train_tiny(tiny_data, tmp_path / 'whole', steps=40))
     source = shutil.copytree(short, tmp_path / 'short')
-    before = files(source)
+    before = contents(source)
     assert 'from step 18' in succeeded(extend(source, tmp_path / 'longer', 40)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole') and len(numbers(tmp_path / 'longer')) == 40
-    assert files(source) == before
+    assert contents(source) == before
     record = config_json(tmp_path / 'longer')['settings']
     assert record['extend'] == str(source) and record['max_tokens'] == 40 * STEP_TOKENS
     resume = ['train.py', f'--out_dir={tmp_path / "longer"}', '--resume']
     shutil.rmtree(tmp_path / 'longer/ckpt')
-    assert_sentence(run(*resume), 'has no checkpoint, but its log says that it had', '--overwrite')
     (tmp_path / 'longer/log.jsonl').unlink()  # killed before it had a checkpoint: it starts from the source again
     assert 'from step 18' in succeeded(run(*resume)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')

@@ -65,8 +65,6 @@ def test_all_measures_of_a_small_model(values):
     assert near[T] == pytest.approx(float(torch.cosine_similarity(both.mean(1), both.mean((0, 1)), dim=-1).mean()))
     assert all(x < T for part, _, x, _ in rows if part in ('cosine', 'retention'))
     assert sum(value for part, *_, value in rows if part == 'correlation') == pytest.approx(1)
-    numbers = {name: value for part, name, _, value in rows if part in ('geometry', 'mean direction')}
-    assert numbers['cosine between batches deviation'] == 0  # two batches, one pair
     ppl = {name: v for part, name, _, v in rows if part == 'perplexity'}
     assert ppl['as it is'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
     assert len(set(ppl.values())) == len(ppl)
@@ -102,7 +100,6 @@ def test_by_distance_is_the_runs_own_accuracy_and_what_an_empty_memory_costs():
     for name in {name for part, name, _ in value if part == 'perplexity'}:  # as many are asked at each distance
         mean = (value['nll', name, 4] + value['nll', name, 8]) / 2
         assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
-    assert value['magnitude', 'mean direction out of the decoded state', ''] < value['magnitude', 'as it is', '']
     nats, is_right, _ = gpn_state.judge(model, batches, heads_off=[0, 1])
     with torch.no_grad():
         model.layers[0].read_out.weight.zero_()  # nothing is read
@@ -116,11 +113,9 @@ def test_main_says_loss_and_accuracy_by_distance_on_other_rows_and_of_edited_mod
                   '--batch_size=2', '--max_tokens=32', '--warmup_tokens=0', '--dtype=float32', '--sample_tokens=0',
                   f'--out_dir={tmp_path / "run"}'))
     other = 'recall:pairs=3,distances=5-16-24,length=64,keys=8,values=3,fillers=3,val_rows=16'
-    args = [str(tmp_path / 'run'), f'--out={tmp_path / "x"}', '--device=cpu', '--unigram_tokens=1000']
-    gpn_state.main([*args, f'--data={other}', '--batches=2', '--batch_size=8'])
+    gpn_state.main([str(tmp_path / 'run'), f'--out={tmp_path / "x"}', '--device=cpu', '--unigram_tokens=1000',
+                    f'--data={other}', '--batches=2', '--batch_size=8'])
     said, rows = capsys.readouterr().out, read_csv(tmp_path / 'x.csv')
     values = [row['value'] for row in rows if (row['part'], row['name']) == ('nll', 'as it is')]
     assert 'nll, as it is: ' + '  '.join(f'{float(v):.4g} at {x}' for v, x in zip(values, (5, 16, 24))) in said
     assert any(row['name'].startswith('slow heads') for row in rows if row['part'] == 'perplexity')
-    with pytest.raises(SystemExit, match='2 validation windows of 16 tokens, expected 8 batches of 128'):
-        gpn_state.main(args)

@@ -7,14 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run, succeeded, train_tiny
-from scipy.signal import savgol_filter
-from test_models import small_model
 from test_sps import interleaved_logits, make
 
-import model_context_ready
-import model_nextlat
-import model_sps
-import model_standard
 from analysis import gradient_flow, restricted_state
 from analysis.figures import long_documents, read_csv, smoothed
 from common.files import UserError
@@ -26,23 +20,22 @@ IDS = torch.randint(0, 59, (15,), generator=torch.Generator().manual_seed(3))  #
 T = len(IDS) - 1
 GROUPED = dict(n_kv_head=1, head_size=6, qkv_bias=True, qk_norm=True)
 MODELS = {
-    'standard': (model_standard, {}),
-    'standard, biases, norms of heads, window': (model_standard, GROUPED | dict(window=4)),
-    'nextlat': (model_nextlat, {}),
-    'sps': (model_sps, dict(window=3)),
-    'sps, grouped queries': (model_sps, GROUPED | dict(window=2)),
-    'sps, beyond the paper': (model_sps, dict(window=3, predict_layers=2, predict_input='token')),
-    'sps, fork': (model_sps, dict(window=3, predict_input='state', predict_layers=2)),
-    'sps, top layer': (model_sps, dict(window=0, predict_layers=1)),
-    'two_x_memory': (model_sps, dict(method='two_x_memory', window=None)),
-    'delayed_state': (model_sps, dict(method='delayed_state', window=3)),
-    'reverse_sps': (model_sps, dict(method='reverse_sps', window=3)),
+    'standard': ('standard', {}),
+    'standard, biases, norms of heads, window': ('standard', GROUPED | dict(window=4)),
+    'nextlat': ('nextlat', {}),
+    'sps': ('sps', dict(window=3)),
+    'sps, grouped queries': ('sps', GROUPED | dict(window=2)),
+    'sps, beyond the paper': ('sps', dict(window=3, predict_layers=2, predict_input='token')),
+    'sps, fork': ('sps', dict(window=3, predict_input='state', predict_layers=2)),
+    'two_x_memory': ('sps', dict(method='two_x_memory', window=None)),
+    'delayed_state': ('sps', dict(method='delayed_state', window=3)),
+    'reverse_sps': ('sps', dict(method='reverse_sps', window=3)),
 }
 
 
-def exact(module=model_sps, **values):
+def exact(name='sps', **values):
     """A small model in float64 whose gains and biases are none of 1 and 0."""
-    model = make(module, **values).double()
+    model = make(name, **values).double()
     for p in model.parameters():
         if p.dim() == 1:
             p.data += 0.2 * torch.randn_like(p)
@@ -94,8 +87,8 @@ def norms_with_copies(model, ids, positions, steps):
 
 @pytest.mark.parametrize('name', MODELS)
 def test_gradient_norms_are_those_of_a_copy_of_the_parameters_for_each_position_and_stream(name):
-    module, values = MODELS[name]
-    model = exact(module, eos_id=None, **values)
+    file, values = MODELS[name]
+    model = exact(file, eos_id=None, **values)
     positions, steps = torch.tensor([0, 4, 5, 11]), torch.tensor([11, 13])
     got = gradient_flow.gradient_norms(model, IDS, positions, steps)
     want = norms_with_copies(model, IDS, positions.tolist(), steps)
@@ -129,17 +122,12 @@ def test_ratios_are_taken_per_example_and_then_averaged():
 
 
 def test_models_whose_question_makes_no_sense_are_a_sentence():
-    odd = make(model_standard, eos_id=None)
-    odd.blocks[0].scale = torch.nn.PReLU()
-    for model, sentence in ((make(model_context_ready, K=2, block='llama'), 'is a model_context_ready: expected'),
-                            (small_model('gpn', dict(n_head=0, eos_id=None)), 'is a model_gpn: expected a run of'),
-                            (odd, 'layers and RMSNorm only')):
-        with pytest.raises(UserError, match=sentence):
+    for model in (make('context_ready', K=2, block='llama'), make('gpn', n_head=0)):
+        with pytest.raises(UserError, match='expected a run of standard, sps or nextlat'):
             gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
-    with pytest.raises(UserError, match='model_nextlat, whose state has no window'):
-        restricted_state.restricted(make(model_nextlat, eos_id=None), 2)
-    with pytest.raises(UserError, match='trained with window = 3'):
-        restricted_state.restricted(make(model_standard, window=3, eos_id=None), 3)
+    for model, sentence in ((make('nextlat'), 'no window'), (make('standard', window=3), 'window = 3')):
+        with pytest.raises(UserError, match=sentence):
+            restricted_state.restricted(model, 3)
 
 
 @pytest.mark.parametrize('method', ['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'])
@@ -160,7 +148,7 @@ def test_extra_nll_is_that_of_a_mask_built_pair_by_pair(method):
 
 
 def test_a_standard_transformer_is_restricted_by_its_window():
-    narrow, cut = make(model_standard, eos_id=None, window=2), restricted_state.restricted(make(model_standard), 2)
+    narrow, cut = make('standard', eos_id=None, window=2), restricted_state.restricted(make('standard'), 2)
     cut, narrow = (restricted_state.nll_by_position(m, IDS[None], restricted_state.Settings()) for m in (cut, narrow))
     assert torch.equal(cut, narrow)
 
@@ -174,13 +162,9 @@ def test_long_documents_are_whole_validation_documents(tmp_path, capsys):
     assert len(long_documents(data, 21, 25, 9)) == 3 and '3 validation documents' in capsys.readouterr().out
     with pytest.raises(UserError, match='no validation document of 42 tokens or more'):
         long_documents(data, 42, 50, 1)
-    with pytest.raises(UserError, match='is a task'):
-        long_documents(open_data('path_star:nodes=20'), 5, 5, 1)
 
 
-def test_trends_are_savitzky_golays_and_end_where_no_path_leads():
-    values = np.random.default_rng(0).normal(size=50)
-    assert np.array_equal(smoothed(values, 21), savgol_filter(values, 21, 2))
+def test_trends_are_of_order_two_and_end_where_no_path_leads():
     assert np.allclose(smoothed(np.arange(8.0) ** 2, 21), np.arange(8.0) ** 2) and list(smoothed([1, 2], 21)) == [1, 2]
     falling = [10.0 ** -k for k in range(30)]
     *trend, a, b = gradient_flow.log_trend(falling + [0.0] * 2)
@@ -206,9 +190,6 @@ def test_figure_5a_of_tiny_runs(tiny_runs, tmp_path):
     for row in read_csv(tmp_path / 'a.csv'):
         lines.setdefault((row['label'], row['stream']), []).append(float(row['ratio']))
     assert list(lines) == [('standard', 'x'), ('sps', 'x'), ('sps', 'rho'), ('reverse_sps', 'x')]
-    s = gradient_flow.Settings(n_documents=3, positions=2, block_size=32, max_k=16, device='cpu')
-    means, _ = gradient_flow.measure(tiny_runs[1], s)
-    assert lines['sps', 'x'] + lines['sps', 'rho'] == pytest.approx(means[:, 1:].flatten().tolist())
     assert_sentence(run('-m', 'analysis.gradient_flow', tiny_runs[0], '--max_k=30'), 'block_size is 32', 'Lower max_k')
 
 
@@ -223,4 +204,3 @@ def test_figure_5b_of_tiny_runs(tiny_runs, tmp_path):
         assert float(row['extra_nll']) == pytest.approx(extra[row['label']][-1])
     ratio = np.mean(extra['standard']) / np.mean(extra['sps'])
     assert f'standard loses {ratio:.2f} times as much as sps' in result.stdout
-    assert_sentence(run('-m', 'analysis.restricted_state', *tiny_runs), 'omega is 64: expected at most 30')

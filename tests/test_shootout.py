@@ -28,9 +28,6 @@ def test_all_models_have_standards_parameters_within_one_percent():
         assert parameters(method, shootout.sized(method, DATA, target)) == pytest.approx(target, rel=0.01)
     with pytest.raises(UserError, match='expected standard and any of sps'):
         shootout.methods(Settings(models='sps'))
-    small = shootout.Method('small', 'sps', chosen['sps'].values | {'n_embd': 8}, {'n_ffn': 4096}, 1e-3)
-    with pytest.raises(UserError, match='parameters at best, expected'):
-        shootout.sized(small, DATA, target)
 
 
 def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
@@ -69,8 +66,6 @@ def test_the_table_is_that_of_its_runs(tmp_path):
     rows = shootout.table({'standard': 'Standard', 'sps': 'SPS'}, runs, dict.fromkeys(losses, DECODED))
     assert [(row['name'], row['equal']) for row in rows] == [
         (name, budget) for budget in shootout.BUDGETS for name in losses]
-    assert rows[0]['minus_first'] is None and rows[-1]['loss'] == pytest.approx(1.9)
-    assert (rows[-1]['minus_first'], rows[-1]['its_low']) == difference(losses['sps'], losses['standard'])[:2]
     text = shootout.markdown(rows, Settings())
     for part in ('## Equal wall time', '| SPS | ', '1.9000', '1.6516 to 2.1484', '-0.2333', 'tokens/s, 16,384'):
         assert part in text, part

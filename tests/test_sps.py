@@ -15,9 +15,9 @@ PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps
             for window in (0, 1, 3, 16, None)] + [('two_x_memory', None)]
 
 
-def make(**values):
+def make(name='sps', **values):
     torch.manual_seed(0)
-    model = small_model('sps', values).eval()
+    model = small_model(name, values).eval()
     for p in model.parameters():  # larger than at the start of training, so that attention is far from uniform
         if p.dim() >= 2:
             torch.nn.init.normal_(p, std=0.15)

@@ -29,24 +29,17 @@ from common.validation import counted
 from data import open_data
 
 
-@pytest.fixture(scope='module')
-def undisturbed(tiny_data, tmp_path_factory):
-    out = tmp_path_factory.mktemp('runs') / 'undisturbed'
-    succeeded(train_tiny(tiny_data, out))
-    return out
-
-
 @pytest.mark.slow
-def test_a_run_learns_and_leaves_its_records(undisturbed):
-    log = runs.read_log(undisturbed)
+def test_a_run_learns_and_leaves_its_records(tiny_run):
+    log = runs.read_log(tiny_run)
     assert [r['step'] for r in log] == list(range(1, 21))
     assert log[-1]['loss'] < log[0]['loss'] - 1
     assert {'step', 'tokens', 'seconds', 'loss', 'nll', 'lr', 'grad_norm', 'tokens_per_s'} <= log[0].keys()
     assert [r['step'] for r in log if 'val' in r] == [10, 20]
-    assert (undisturbed / 'loss.png').read_bytes()[:4] == b'\x89PNG'
-    model, record = runs.load_run(undisturbed)
+    assert (tiny_run / 'loss.png').read_bytes()[:4] == b'\x89PNG'
+    model, record = runs.load_run(tiny_run)
     assert record['model'] == 'standard' and record['data']['tokenizer'] == 'byte'
-    kept = sorted(path.name for path in checkpoint.checkpoints(undisturbed))
+    kept = sorted(path.name for path in checkpoint.checkpoints(tiny_run))
     assert kept == ['step_00000015', 'step_00000018', 'step_00000020']
 
 
@@ -69,9 +62,9 @@ def test_a_run_of_another_model_or_optimizer_resumes_on_the_same_losses_and_gene
                                              (['--micro_batch_size=3'], 1),
                                              (['--micro_batch_size=1'], 2), pytest.param([], 2,
                                                                                          marks=pytest.mark.long)])
-def test_losses_do_not_depend_on_processes_and_micro_batches(tiny_data, undisturbed, tmp_path, args, processes):
+def test_losses_do_not_depend_on_processes_and_micro_batches(tiny_data, tiny_run, tmp_path, args, processes):
     succeeded(train_tiny(tiny_data, tmp_path / 'run', *args, processes=processes))
-    want, got = losses(undisturbed), losses(tmp_path / 'run')
+    want, got = losses(tiny_run), losses(tmp_path / 'run')
     assert want.keys() == got.keys()
     for step in want:
         assert got[step] == pytest.approx(want[step], rel=1e-4, abs=1e-4), step
@@ -146,13 +139,12 @@ def test_a_signal_finishes_the_step_saves_and_prints_the_command_that_continues(
 
 
 @pytest.mark.slow
-def test_init_from_starts_from_the_weights_and_needs_the_other_folder_no_longer(tiny_data, undisturbed, tmp_path):
+def test_init_from_starts_from_the_weights_and_needs_the_other_folder_no_longer(tiny_data, tiny_run, tmp_path):
     new = tmp_path / 'new'
-    succeeded(train_tiny(tiny_data, new, f'--init_from={undisturbed}', steps=2))
-    assert losses(new)[1][0] < losses(undisturbed)[1][0] - 1
-    for more in ([], ['--dry_run']):
-        wider = train_tiny(tiny_data, tmp_path / 'other', f'--init_from={undisturbed}', '--n_embd=32', *more)
-        assert_sentence(wider, 'embed.weight has shape')
+    succeeded(train_tiny(tiny_data, new, f'--init_from={tiny_run}', steps=2))
+    assert losses(new)[1][0] < losses(tiny_run)[1][0] - 1
+    wider = train_tiny(tiny_data, tmp_path / 'other', f'--init_from={tiny_run}', '--n_embd=32')
+    assert_sentence(wider, 'embed.weight has shape')
     assert not (tmp_path / 'other').exists()
     record = config_json(new)
     record['settings'] |= {'init_from': '/gone', 'max_tokens': 3 * STEP_TOKENS}
@@ -172,37 +164,27 @@ def test_init_from_starts_from_the_weights_and_needs_the_other_folder_no_longer(
 
 
 @pytest.mark.slow
-def test_a_run_folder_is_never_overwritten_unasked(tiny_data, undisturbed, tmp_path):
-    before = {p: p.stat().st_mtime_ns for p in undisturbed.rglob('*')}
-    assert_sentence(train_tiny(tiny_data, undisturbed), 'holds a run already', '--resume', '--overwrite')
-    dry = train_tiny(tiny_data, undisturbed, '--dry_run')
-    assert dry.returncode == 0 and 'MFLOP' in dry.stdout
-    assert dry.stderr.startswith('training would stop here') and 'holds a run already' in dry.stderr
-    assert_sentence(train_tiny(tiny_data, undisturbed, '--resume', '--seed=3'), 'has seed = 1337, but 3 is asked for')
-    assert {p: p.stat().st_mtime_ns for p in undisturbed.rglob('*')} == before
-    (tmp_path / 'mine').mkdir()
-    (tmp_path / 'mine/thesis.txt').write_text('years of work')
-    assert_sentence(train_tiny(tiny_data, tmp_path / 'mine', '--overwrite'), 'is not a run folder')
-    assert [path.name for path in tmp_path.rglob('*')] == ['mine', 'thesis.txt']
+def test_a_run_folder_is_never_overwritten_unasked(tiny_data, tiny_run):
+    before = {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')}
+    assert_sentence(train_tiny(tiny_data, tiny_run), 'holds a run already', '--resume', '--overwrite')
+    succeeded(train_tiny(tiny_data, tiny_run, '--dry_run'))
+    longer = run('train.py', '--resume', f'--out_dir={tiny_run}', '--max_tokens=200000')
+    assert_sentence(longer, f'make it longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
+    assert_sentence(run('train.py', tiny_run, '--resume'), 'is a run folder', f'--out_dir={tiny_run} --resume')
+    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 is asked for')
+    assert {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')} == before
 
 
 @pytest.mark.parametrize('args, parts', [
     (['--lerning_rate=1'], ["unknown setting 'lerning_rate'", "'learning_rate'"]),
-    (['--model=standart'], ["unknown model 'standart': did you mean 'standard'"]),
-    (['--batch_size=many'], ["batch_size is 'many'", 'expected int']),
     (['--n_head=3'], ['n_embd = 16 and n_head = 3']),
     (['--n_ids=99'], ['n_ids is 99', '257']),
-    (['--schedule=cosin'], ["schedule is 'cosin'", "expected 'wsd', 'cosine' or 'constant'; did you mean 'cosine'?"]),
     (['--block_size=100000'], ['too few for windows of block_size = 100000']),
-    (['--dtype=float8'], ["dtype is 'float8'"]),
     (['--data=/no where'], ['no data at /no where', "python prepare_fineweb.py '--out_dir=/no where' --max_tokens="]),
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),
     (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
-    (['--window=-1'], ['window is -1 on the command line: expected at least 0']),
-    (['--n_layer=0'], ['n_layer is 0 on the command line: expected at least 1']),
     (['--model=nextlat', '--objective=ntp', '--acceptance_prompts=2'], ['cannot draft for itself']),
-    (['--device=tpu'], ["device is 'tpu'", "expected 'auto', 'cuda', 'cpu' or 'mps'"]),
     pytest.param(['--wandb_project=x'], ['wandb is not installed'], marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
 def test_bad_input_is_a_sentence_and_creates_nothing(tiny_data, tmp_path, args, parts):
@@ -210,23 +192,12 @@ def test_bad_input_is_a_sentence_and_creates_nothing(tiny_data, tmp_path, args, 
     assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('args, said', [
-    (['--warmup_tokens=3000'], 'the warm-up takes 3,000 tokens, and the decay begins, or the run ends, after 2,304'),
-    (['--warmup_tokens=2400', '--schedule=cosine'], None)])
-def test_a_peak_that_the_warm_up_never_reaches_is_told(tiny_data, tmp_path, args, said):
-    printed = train_tiny(tiny_data, tmp_path / 'out', '--dry_run', *args).stdout
-    assert said in printed if said else 'never reached' not in printed
-    for part in ('parameters', '20 steps of 4 x 32 = 128 tokens', 'FLOP per token', 'estimated memory'):
+def test_a_dry_run_says_that_the_warm_up_is_too_long(tiny_data, tmp_path):
+    printed = train_tiny(tiny_data, tmp_path / 'out', '--dry_run', '--warmup_tokens=3000').stdout
+    for part in ('the warm-up takes 3,000 tokens, and the decay begins, or the run ends, after 2,304', 'parameters',
+                 '20 steps of 4 x 32 = 128 tokens', 'FLOP per token', 'estimated memory'):
         assert part in printed
     assert not (tmp_path / 'out').exists()
-
-
-def test_a_run_asked_to_be_longer_names_what_does_that(undisturbed, tmp_path):
-    out = shutil.copytree(undisturbed, tmp_path / 'run')
-    longer = run('train.py', '--resume', f'--out_dir={out}', '--max_tokens=200000')
-    assert_sentence(longer, f'make it longer with --extend={out} --max_tokens=200000 --out_dir=NEW')
-    assert '--extend' not in run('train.py', '--resume', f'--out_dir={out}', '--max_tokens=100').stderr
-    assert_sentence(run('train.py', out, '--resume'), f'{out} is a run folder', f'--out_dir={out} --resume')
 
 
 @pytest.mark.slow
@@ -237,8 +208,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tiny_data,
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, undisturbed, tmp_path):
-    out = shutil.copytree(undisturbed, tmp_path / 'run')
+def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, tiny_run, tmp_path):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
     shutil.rmtree(out / 'ckpt/step_00000020')
     limit = 20_000  # bytes a file may have: fewer than the weights need
     result = run_apart('train.py', f'--out_dir={out}', '--resume',
@@ -246,13 +217,13 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, un
     assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some space', '--resume')
     assert {p.name for p in (out / 'ckpt').iterdir()} == {'step_00000015', 'step_00000018'}
     succeeded(run('train.py', f'--out_dir={out}', '--resume'))
-    assert losses(out) == losses(undisturbed)
+    assert losses(out) == losses(tiny_run)
 
 
 @pytest.mark.slow
-def test_resume_keeps_the_dtype_that_auto_was_and_changes_what_only_costs_memory(undisturbed):
+def test_resume_keeps_the_dtype_that_auto_was_and_changes_what_only_costs_memory(tiny_run):
     s, given, record = run_settings.read_settings(train.Settings, [
-        f'--out_dir={undisturbed}', '--resume', '--dtype=auto', '--checkpoint_blocks=True', '--micro_batch_size=2'])
+        f'--out_dir={tiny_run}', '--resume', '--dtype=auto', '--checkpoint_blocks=True', '--micro_batch_size=2'])
     assert s.dtype == record['settings']['dtype'] == 'float32' and s.micro_batch_size == 2
     assert run_settings.model_config(s, given, open_data(s.data), record).checkpoint_blocks
 

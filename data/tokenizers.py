@@ -59,8 +59,7 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
     if bos and tokenizer.bos_id is None:
-        raise UserError(f'the tokenizer {name} has no token that starts a document: leave out --bos; in a '
-                        f'tokenizer.json it is one of {", ".join(BOS_NAMES)}')
+        raise UserError(f'the tokenizer {name} has no token that starts a document, such as <s>: leave out --bos')
     return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
                    encode_document=tokenizer.encode_document or tokenizer.encode)
 

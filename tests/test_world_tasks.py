@@ -61,6 +61,8 @@ def test_compression_is_1_where_only_place_and_goal_decide(grid, monkeypatch):
     monkeypatch.setattr(guide, 'next', lambda walk: task.end if walk[2:3] == [0] else Guide.next(guide, walk))
     same_way, compression = measured()
     assert same_way == compression and 0.2 < compression < 0.9  # the first turn of the walk decides too
+    monkeypatch.setattr(manhattan, 'possible', lambda model, prefixes, *_: torch.arange(len(prefixes)) % 30 > 0)
+    assert manhattan.compression(guide, task, prefixes, 60) == 0  # of a pair, every continuation must be possible
     start, goal, *turns = manhattan.prefixes_to(task, 7, 9, 12, np.random.default_rng(0))
     assert goal == task.first_node + 9 and len(turns) == 12
     assert reduce(lambda node, turn: task.neighbour[node, turn], turns, start - task.first_node) == 7

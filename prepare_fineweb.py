@@ -5,9 +5,7 @@
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
-Datasets of the hub are streamed: only what is needed is downloaded. Local files are given by path, pattern or folder
-(data/sources.py). The shards depend on the source and the settings only, not on the number of workers. After an
-interruption, the same command continues behind its last full shard. See docs/data.md.
+After an interruption, the same command continues behind its last full shard. See docs/data.md.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -41,8 +39,7 @@ from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
 OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
-AHEAD = 100  # batches read ahead, so that workers are busy while a shard is written
-AHEAD_CHARACTERS = 2 ** 27  # of their texts
+AHEAD = 2 ** 27  # characters read ahead, so that workers are busy while a shard is written
 
 
 @dataclass
@@ -100,12 +97,12 @@ def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecuto
 
 
 def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield (next state, encoded batch) in order, while up to AHEAD batches are in the workers."""
+    """Yield (next state, encoded batch) in order, while AHEAD characters are in the workers."""
     waiting = deque()
     for state, batch in batches:
         n_characters = sum(len(found[1]) for found in batch if found)
         waiting.append((state, n_characters, pool.submit(encode, batch)))
-        while len(waiting) > AHEAD or sum(n for _, n, _ in waiting) > AHEAD_CHARACTERS:
+        while sum(n for _, n, _ in waiting) > AHEAD:
             state, _, future = waiting.popleft()
             yield state, future.result()
     for state, _, future in waiting:
@@ -121,18 +118,15 @@ def check_folder(folder: Path) -> None:
                         'remove it or give another --out_dir')
     files = {path.name for path in folder.iterdir()} if folder.exists() else set()
     foreign = sorted(files - {'.lock', '.progress.json.writing'})
-    if foreign and not read_progress(folder):
+    if foreign and 'splits' not in (read_progress(folder) or {}):
         raise UserError(f'{folder} has files that are not of a preparation ({", ".join(foreign[:3])}): give --out_dir '
                         'a new or an empty folder')
 
 
 def read_progress(folder: Path) -> dict | None:
     """Return the progress of an interrupted preparation: {'arguments', 'splits', 'state', 'left_out'}."""
-    def check(saved):
-        if saved.keys() != {'arguments', 'splits', 'state', 'left_out'}:
-            raise ValueError('it is not of a preparation')
     path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if nothing else is in it'
-    return read_json(path, remedy, check) if path.exists() else None
+    return read_json(path, remedy) if path.exists() else None
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
@@ -168,13 +162,13 @@ def prepare(name: str, s: Settings) -> None:
     check_folder(folder)  # before anything is written there, the lock included
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
     with locked(folder), removed_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
-        read, source_checksum = open_source(name, s, tokenizer.eos_name)
+        read, source_checksum = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None}
         del arguments['out_dir'], arguments['workers']
         saved = read_progress(folder)
         if saved and saved['splits']:
-            val_share, by_text = saved['arguments'].pop('fitting_share')
+            val_share = saved['arguments'].pop('fitting_share')
             changed = [f'{key} = {saved["arguments"].get(key)!r} (now: {now!r})' for key, now in arguments.items()
                        if saved['arguments'].get(key) != now]
             if changed:
@@ -182,13 +176,13 @@ def prepare(name: str, s: Settings) -> None:
             n_documents = sum(split['documents'] for split in saved['splits'].values())
             print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
         else:
-            val_share, by_text = fitting_share(read, s, s.max_tokens)
+            val_share = fitting_share(read, s, s.max_tokens)
             saved = {'splits': {}, 'state': None, 'left_out': 0}
-        arguments['fitting_share'] = val_share, by_text
+        arguments['fitting_share'] = val_share
         writer = ShardWriter(folder, tokenizer, s.shard_tokens, saved['splits'])
         if not saved['splits']:
             save_progress(folder, arguments, writer, None, 0)  # marks the folder as ours
-        batches = with_splits(read(saved['state']), val_share, by_text, s.val_hash)
+        batches = with_splits(read(saved['state']), val_share, s.val_hash)
         left_out = fill(writer, encoded(pool, batches), s.max_tokens, arguments, saved['left_out'])
         writer.finish()
         (folder / 'progress.json').unlink()
@@ -240,8 +234,6 @@ def main(argv: list[str] | None = None) -> None:
             s = dataclasses.replace(s, **{key: value for key, value in OF_FINEWEB.items() if key not in given})
         check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8),
                      val_share=(0, 1))
-        if not name:
-            raise UserError('the source is empty: expected a file, a pattern, a folder or a dataset of the hub')
         prepare(name, s)
 
 

@@ -50,13 +50,14 @@ def text_data(path: Path) -> tuple[Path, Iterator | None]:
 
     The folder's name depends on the names, sizes and times of the texts.
     """
-    from data.sources import TEXTS, checksum_of_files, fitting_share, open_source, text_files, with_splits
-    files = text_files(str(path))
-    if not files:
+    from data import sources
+    found = [str(path)] if path.is_file() else sources.visible_files(str(path))
+    files = [file for file in found if sources.format_of(file)]
+    if {*map(sources.format_of, files)} != {'txt'}:
         return path, None
 
     def documents():
-        read, _ = open_source(str(path), TEXTS)
-        for _, batch in with_splits(read(None), *fitting_share(read, TEXTS), TEXTS.val_hash):
+        s, (read, _) = sources.TEXTS, sources.open_source(str(path), sources.TEXTS)
+        for _, batch in sources.with_splits(read(None), sources.fitting_share(read, s), s.val_hash):
             yield from batch
-    return BUILT / f'{path.resolve().name}-{checksum_of_files(files)[:12]}', documents()
+    return BUILT / f'{path.resolve().name}-{sources.checksum_of_files(files)[:12]}', documents()

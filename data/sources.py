@@ -1,19 +1,10 @@
 """The documents of a source: local files, or what the library `datasets` reads. Start with `open_source`.
 
-Each format has one reader, whether a file, a pattern or a folder names the files:
-
-    .jsonl .json      by `json`: a record per line; a .json file may also be one list of records
-    .parquet          by pyarrow: only the text and id columns
-    .csv              by `csv`: a record per row, the first row names the fields
-    .txt              one document; with `split_lines` or `split_at`, several; the only .txt of a source is cut: its
-                      last 10% are the validation data. train.py --data reads texts the same way
-    everything else   by `datasets`: datasets of the hub, folders with .arrow files, or from `save_to_disk`
-
-All but .parquet may be compressed: .jsonl.gz, .txt.zst.
+Each format has one reader, whether a file, a pattern or a folder names the files: docs/data.md lists them. train.py
+--data reads .txt files the same way.
 """
 import csv
 import glob
-import gzip
 import hashlib
 import io
 import json
@@ -55,12 +46,6 @@ def visible_files(folder: str) -> list[str]:
     return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
 
 
-def text_files(path: str) -> list[str]:
-    """Return the .txt files that a path names: itself, or those in a folder without records."""
-    files = [path] if os.path.isfile(path) else visible_files(path)
-    return [file for file in files if format_of(file)] if {*map(format_of, files)} <= {'txt', None} else []
-
-
 def local_files(name: str, config: str | None = None) -> list[str]:
     """Return the files of one format that a path, a pattern or a folder names; [] if `datasets` is to read it.
 
@@ -88,25 +73,24 @@ def local_files(name: str, config: str | None = None) -> list[str]:
 
 # ---- reading them ----
 
-def open_source(name: str, s, eos_name: str = MARKERS[0]) -> tuple[Callable, str]:
+def open_source(name: str, s) -> tuple[Callable, str]:
     """Return (read, a checksum of the source). s: as prepare_fineweb.Settings; s.shuffle shuffles.
 
     read(state) yields (next state, [document]) in batches. It starts at the beginning if the state is None, and a next
     state, which is JSON, continues behind its batch. A document is (split, key, text), where the hash of the key (the
     id, or the text) decides between train and val if the split is None; for a record without a text it is None. The
-    checksum covers names, sizes and times of local files, and the revision of a dataset of the hub. eos_name: how the
-    tokenizer's end of text is spelled.
+    checksum covers names, sizes and times of local files, and the revision of a dataset of the hub.
     """
     files = local_files(name, s.config)
     if files:
         checksum = checksum_of_files(files)
         if s.shuffle:
             random.Random(SHUFFLE_SEED).shuffle(files)
-        read = partial(file_batches, files, s, {*MARKERS, eos_name})
+        read = partial(file_batches, files, s)
     else:
         stream, checksum = open_dataset(name, s)
         read = partial(stream_batches, name, stream, s)
-    read = partial(document_batches, name, read, s)
+    read = partial(document_batches, read, s)
     return (partial(shuffled_batches, read, s.shuffle) if s.shuffle else read), checksum
 
 
@@ -159,10 +143,10 @@ def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
         raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
 
 
-def file_batches(files: list[str], s, markers: set[str], state: dict | None) -> Iterator[tuple]:
+def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
     """Yield (next state, [(place, record, split)]) of local files: BATCH records, or fewer that are long."""
     batch, size = [], 0
-    for next_state, *found in file_records(files, s, markers, state or {'file': 0, 'line': 0}):
+    for next_state, *found in file_records(files, s, state or {'file': 0, 'line': 0}):
         batch.append(found)
         size += len(str(found[1].get(s.text_field))) if isinstance(found[1], dict) else 0
         if len(batch) == BATCH or size >= BATCH_CHARACTERS:
@@ -172,10 +156,10 @@ def file_batches(files: list[str], s, markers: set[str], state: dict | None) -> 
         yield next_state, batch
 
 
-def file_records(files: list[str], s, markers: set[str], state: dict) -> Iterator[tuple]:
+def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
     """Yield (next state, place, record, split) from a state on: the number of a file and of a line or record."""
     read = {'json': json_records, 'parquet': partial(parquet_records, s), 'csv': partial(csv_records, s),
-            'txt': partial(text_records, s, markers, len(files))}
+            'txt': partial(text_records, s, len(files))}
     for i in range(state['file'], len(files)):
         file, n = files[i], state['line'] if i == state['file'] else 0  # n: lines or rows that have been read
         unit = 'row' if format_of(file) in ('parquet', 'csv') else 'line'
@@ -187,8 +171,7 @@ def file_records(files: list[str], s, markers: set[str], state: dict) -> Iterato
         except UserError:
             raise
         except Exception as error:  # each format has its own
-            remedy = ': expected text in UTF-8' if isinstance(error, UnicodeDecodeError) else ''
-            raise UserError(f'{file} cannot be read after {unit} {n:,} ({type(error).__name__}): {error}{remedy}')
+            raise UserError(f'{file} cannot be read after {unit} {n:,} ({type(error).__name__}): {error}')
 
 
 def fields_to_read(place: str, names: list[str], s) -> list[str]:
@@ -203,15 +186,10 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
 
 def opened(file: str) -> io.BufferedIOBase:
     """Open a file for reading bytes. It may be compressed."""
-    if file.endswith('.gz'):
-        return gzip.open(file)
-    if not file.endswith('.zst'):
+    if not file.endswith(('.gz', '.zst')):
         return open(file, 'rb')
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f'{file} needs a package that is not installed: pip install zstandard')
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open(file, 'rb'), read_across_frames=True))
+    import pyarrow
+    return io.BufferedReader(pyarrow.input_stream(file))
 
 
 def json_records(file: str) -> Iterator[tuple | None]:
@@ -243,7 +221,7 @@ def csv_records(s, file: str) -> Iterator[tuple]:
             yield {field: row[field] or None for field in fields}, None
 
 
-def text_records(s, markers: set[str], n_files: int, file: str) -> Iterator[tuple | None]:
+def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
     """Yield (record, split) of a .txt file, of two parts of the only one, or of its lines; None for an empty one."""
     with opened(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig') as lines:
         if s.split_lines or s.split_at:
@@ -253,7 +231,7 @@ def text_records(s, markers: set[str], n_files: int, file: str) -> Iterator[tupl
             cut = int(len(text) * (1 - TAIL))
             parts = [(text, None)] if n_files > 1 else [(text[:cut], 'train'), (text[cut:], 'val')]
         for part, split in parts:
-            for marker in markers:
+            for marker in MARKERS:
                 if marker in part:
                     say_once(f'a text spells the end of text, {marker}, which is read as text like any other: with '
                              f"prepare_fineweb.py --split_at='{marker}' a new document starts behind it")
@@ -299,33 +277,23 @@ def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tup
 
 # ---- documents ----
 
-def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [document]) of batches of records. Raises UserError if none of a source's has a text."""
-    has_text, fields = state is not None, []
+def document_batches(read: Callable, s, state: dict | None) -> Iterator[tuple]:
+    """Yield (next state, [document]) of batches of records."""
     for next_state, records in read(state):
-        found = [document(*record, s) for record in records]
-        has_text, fields = has_text or any(found), fields or [*records[0][1]]
-        yield next_state, found
-    if not (has_text or fields):
-        raise UserError(f'{name} has no records')
-    if not has_text:
-        raise UserError(f'{name} has no text in field {s.text_field!r}; the fields are {", ".join(fields[:20])}: set '
-                        '--text_field')
+        yield next_state, [document(*record, s) for record in records]
 
 
 def document(place: str, record, split: str | None, s) -> tuple | None:
     """Return (split, key, text) of a record, or None if it has no text. Raises UserError for other types."""
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
-    text = record.get(s.text_field)
+    fields_to_read(place, [*record], s)
+    text = record[s.text_field]
     if text is None:
         return None
-    fields_to_read(place, [*record], s)
     key = record[s.id_field] if s.id_field else None
     if not isinstance(text, str):
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}, expected text: set --text_field')
-    if not isinstance(key, str | int | None):
-        raise UserError(f'{place} has {key!r:.60} in field {s.id_field!r}, expected an id: set --id_field')
     # half surrogate pairs, which UTF-8 cannot encode, become question marks
     text = text.encode(errors='replace').decode()
     return split, text if key is None else str(key).encode(errors='replace').decode(), text
@@ -343,41 +311,38 @@ def hash_share(text: str, val_hash: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
 
 
-def with_splits(batches: Iterator[tuple], val_share: float, by_text: bool, val_hash: str) -> Iterator[tuple]:
-    """Yield (next state, [(split, text) or None]) of batches of documents. by_text: whatever keys they have."""
+def with_splits(batches: Iterator[tuple], val_share: float, val_hash: str) -> Iterator[tuple]:
+    """Yield (next state, [(split, text) or None]) of batches of documents."""
     for state, batch in batches:
-        yield state, [found and (found[0] or split_of(found[2 if by_text else 1], val_share, val_hash), found[2])
-                      for found in batch]
+        yield state, [found and (found[0] or split_of(found[1], val_share, val_hash), found[2]) for found in batch]
 
 
-def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: bool = False) -> tuple[float, bool]:
-    """Return (val_share, by_text) for `with_splits`, and print what differs from the settings.
+def fitting_share(read: Callable, s, max_tokens: int | None = None) -> float:
+    """Return val_share, raised if it leaves fewer validation documents than ENOUGH, or than 5% of fewer than 200.
 
-    val_share is raised if it leaves too few documents for validation: fewer than ENOUGH, or than 5% of fewer than 200.
-    The texts decide (by_text) if all documents have one id. It reads until it has found enough, or as many bytes as
-    max_tokens: a document rarely has more tokens than bytes.
+    It reads until it has found enough, or as many bytes as max_tokens: a document rarely has more tokens than bytes.
+    Raises UserError if no record has a text.
     """
     shares, n_val, n_bytes = [], 0, 0
     for split, key, text in (found for _, batch in read(None) for found in batch if found):
         if split:
             print(f'one text: its last {TAIL:.0%} are the validation data', flush=True)
-            return s.val_share, False
-        shares.append(hash_share(text if by_text else key, s.val_hash))
+            return s.val_share
+        shares.append(hash_share(key, s.val_hash))
         n_val += shares[-1] < s.val_share
         n_bytes += len(text.encode()) + 1
-        if (n_val >= ENOUGH and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
+        if n_val >= ENOUGH or (max_tokens and n_bytes >= max_tokens):
             break
+    if not shares:
+        raise UserError(f'the source has no text in field {s.text_field!r}: set --text_field, or give more text')
     n, n_ids = len(shares), len(set(shares))
-    if n_ids < n and not by_text and key != text:
-        print(f'ids repeat: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
-              + ('all documents of an id are in the same split (--id_field=None: the text decides)' if n_ids > 1 else
-                 'the text decides between train and val'), flush=True)
-        if n_ids == 1:
-            return fitting_share(read, s, max_tokens, by_text=True)
+    if n_ids < n and key != text:
+        print(f'ids repeat: {n:,} documents have {n_ids:,} in field {s.id_field!r}; all documents of an id are in the '
+              'same split (--id_field=None: the text decides)', flush=True)
     enough = min(ENOUGH, max(1, n // 20))
-    if n_val >= enough or n_ids < 2:
-        return s.val_share, by_text
+    if n_val >= enough:
+        return s.val_share
     val_share = math.nextafter(sorted(shares)[enough - 1], 1)
     print(f'val_share = {s.val_share:g} leaves {n_val} of {n:,} documents for validation: it is raised to '
           f'{val_share:.2g}, which leaves {sum(share < val_share for share in shares):,}', flush=True)
-    return val_share, by_text
+    return val_share

@@ -37,7 +37,6 @@ class Tokenizer:
     bos_id: int | None = None  # the token that starts a document, if it has one
     decode_text: Callable | None = None  # decodes a whole text as transformers does, to str, where that differs
     start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
-    eos_name: str = EOS_NAMES[0]  # how eos is spelled
 
 
 def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tokenizer:
@@ -45,8 +44,7 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
     vocab.bpe. With bos, documents and prompts start with that token. eos_token ends a document; None: the token that
-    tokenizer_config.json beside a tokenizer.json names, else a known one. Raises UserError if the tokenizer is missing
-    or damaged, or has no token that ends a document (with bos: that starts one).
+    tokenizer_config.json beside a tokenizer.json names, else a known one. Raises UserError if it cannot be used.
     """
     name, path = str(name), Path(name)
     if name == 'byte':
@@ -61,25 +59,9 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
     if bos and tokenizer.bos_id is None:
-        raise UserError(f'the tokenizer {name} has no token that starts a document: leave out --bos; in a '
-                        f'tokenizer.json it is one of {", ".join(BOS_NAMES)}')
-    plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
+        raise UserError(f'the tokenizer {name} has no token that starts a document, such as <s>: leave out --bos')
     return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
-                   encode=lambda text: encode_anyhow(name, plain, text),
-                   encode_document=lambda text: encode_anyhow(name, document, text))
-
-
-def encode_anyhow(name: str, encode: Callable, text: str):
-    """Encode a text. If the library fails, for example at a million blanks, encode each half of the text."""
-    try:
-        return encode(text)
-    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the panic of a library in Rust is no Exception
-        if len(text) < 1000:
-            raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
-    middle = len(text) // 2
-    return [*encode_anyhow(name, encode, text[:middle]), *encode_anyhow(name, encode, text[middle:])]
+                   encode_document=tokenizer.encode_document or tokenizer.encode)
 
 
 def tokenizer_digest(name) -> str | None:
@@ -93,10 +75,9 @@ def tokenizer_digest(name) -> str | None:
 
 
 def special_tokens(path: Path) -> dict[str, str]:
-    """Return 'eos_token' and 'bos_token' as the files beside a tokenizer.json name them, if they do."""
-    told = {}
-    for file in map(path.with_name, ('special_tokens_map.json', 'tokenizer_config.json')):
-        told |= read_json(file, 'copy it again, or remove it') if file.is_file() else {}
+    """Return 'eos_token' and 'bos_token' if the tokenizer_config.json beside a tokenizer.json names them."""
+    file = path.with_name('tokenizer_config.json')
+    told = read_json(file, 'copy it again, or remove it') if file.is_file() else {}
     named = {key: told.get(key) for key in ('eos_token', 'bos_token')}
     return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
 
@@ -164,15 +145,18 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
             ranks = data_gym_to_mergeable_bpe_ranks(f'{name}/vocab.bpe', f'{name}/encoder.json', *GPT2_SHA256)
             bpe = tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
                                     special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: other files than those that OpenAI published
         raise UserError(f'GPT-2 could not be loaded from {"the network" if name == "gpt2" else name} ({error}): set '
                         'TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
                         '--tokenizer=FOLDER, one with encoder.json and vocab.bpe')
-    except ValueError as error:
-        raise UserError(f'{name} has other files than those of GPT-2 that OpenAI published: {error}')
-    # encode_ordinary panics at a million blanks, and prints a stack trace
-    return Tokenizer(name, 50257, 50256, lambda text: bpe.encode(text, disallowed_special=()), bpe.decode_bytes,
-                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
+
+    def encode(text):
+        try:
+            return bpe.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a million blanks overflow the stack of its regular expressions
+            middle = len(text) // 2
+            return np.concatenate([encode(text[:middle]), encode(text[middle:])])
+    return Tokenizer(name, 50257, 50256, lambda text: encode(text).tolist(), bpe.decode_bytes, encode)
 
 
 def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer:
@@ -190,8 +174,6 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
                         'another that tokenizer_config.json beside it names as "eos_token" (importing: --eos_token)')
     fast.no_truncation()
     fast.no_padding()
-    if getattr(fast.model, 'dropout', None):
-        fast.model.dropout = None
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
@@ -203,21 +185,14 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
         fast.encode_special_tokens = False
         return fast.encode(text, add_special_tokens=False).ids
 
-    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
-    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
-
     def encode_document(text):
         fast.encode_special_tokens = True  # '<|endoftext|>' in a document is text, and does not end it
-        ids = fast.encode(text, add_special_tokens=False).ids
-        if eos in ids or bos in ids:  # a piece of the vocabulary, as a Unigram model may have it: cut in two it is text
-            ids = [i for part in re.split(inside, text) for i in fast.encode(part, add_special_tokens=False).ids]
-        return ids
+        return fast.encode(text, add_special_tokens=False).ids
 
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
                         for i in ids if i not in (bos, eos))
-    return Tokenizer(str(path), max(vocabulary.values()) + 1, eos, encode, decode, encode_document, bos, fast.decode,
-                     eos_name=fast.id_to_token(eos))
+    return Tokenizer(str(path), max(vocabulary.values()) + 1, eos, encode, decode, encode_document, bos, fast.decode)
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
@@ -248,7 +223,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
         return Sequence([Replace('\u2581', ' '), ByteFallback(), Fuse(), Strip(' ', n_blanks, 0)]).decode(pieces)
     bos = model.bos_id() if model.bos_id() >= 0 else None
     return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos,
-                     decode_text=decode_text, eos_name=model.id_to_piece(model.eos_id()))
+                     decode_text=decode_text)
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:

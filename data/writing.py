@@ -4,7 +4,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ from data.tokenizers import Tokenizer, keep_tokenizer
 
 PIECE = 2 ** 17  # characters of a document that are encoded at a time: a library may need 170 bytes for each
 CONTEXT = 1009  # characters before a cut by which it is judged; a prime, so that nothing repeats as often
-TRIES = 100  # places near the end of a piece where a cut is tried
 WORD_END = re.compile(r'(?<=\S)(?=\s)|(?<=\S)\b')  # not after blanks: what a blank is part of depends on what follows
 
 
@@ -41,10 +40,9 @@ class ShardWriter:
     def _continue(self, split: str, shard: dict) -> None:
         """Cut a shard of an interrupted writer to its recorded size and check it. If it isn't full, open it."""
         path, size = self.folder / shard['file'], shard['tokens'] * np.dtype(self.dtype).itemsize
-        is_whole = path.is_file() and path.stat().st_size >= size
-        if is_whole:
+        if path.is_file() and path.stat().st_size > size:
             os.truncate(path, size)
-        if not is_whole or sha256(path) != shard['sha256']:
+        if not path.is_file() or sha256(path) != shard['sha256']:
             raise UserError(f'{path} is missing or does not match its checksum in progress.json: remove {self.folder} '
                             'and start again')
         if shard['tokens'] < self.shard_tokens:
@@ -140,10 +138,9 @@ def next_cut(encode: Callable, text: str, start: int) -> int:
     The characters before such a place have the same ids with and without those behind it. If there is no such place,
     for example in a word of a million letters, the piece is longer.
     """
-    for target in range(start + PIECE, len(text), PIECE):
-        for word_end in islice(WORD_END.finditer(text, target), TRIES):
-            cut = word_end.start()
-            alone, continued = (list(encode(text[cut - CONTEXT:end])) for end in (cut, cut + CONTEXT))
-            if continued[:len(alone)] == alone:
-                return cut
+    for word_end in WORD_END.finditer(text, start + PIECE):
+        cut = word_end.start()
+        alone, continued = (list(encode(text[cut - CONTEXT:end])) for end in (cut, cut + CONTEXT))
+        if continued[:len(alone)] == alone:
+            return cut
     return len(text)

@@ -2,7 +2,6 @@
 import csv
 import json
 from functools import reduce
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -62,21 +61,11 @@ def test_compression_is_1_where_only_place_and_goal_decide(grid, monkeypatch):
     monkeypatch.setattr(guide, 'next', lambda walk: task.end if walk[2:3] == [0] else Guide.next(guide, walk))
     same_way, compression = measured()
     assert same_way == compression and 0.2 < compression < 0.9  # the first turn of the walk decides too
+    monkeypatch.setattr(manhattan, 'possible', lambda model, prefixes, *_: torch.arange(len(prefixes)) % 30 > 0)
+    assert manhattan.compression(guide, task, prefixes, 60) == 0  # of a pair, every continuation must be possible
     start, goal, *turns = manhattan.prefixes_to(task, 7, 9, 12, np.random.default_rng(0))
     assert goal == task.first_node + 9 and len(turns) == 12
     assert reduce(lambda node, turn: task.neighbour[node, turn], turns, start - task.first_node) == 7
-
-
-def test_of_a_pair_of_walks_every_continuation_must_be_possible(monkeypatch):
-    """Here one of 30 is not, of the second of four pairs."""
-    prefixes = [[i] for i in range(8)]
-
-    def possible(model, second, tokens, end):
-        assert tokens.flatten().tolist() == [i - 1 for i, in second]
-        return torch.arange(len(second)) != second.index([3])
-    monkeypatch.setattr(manhattan, 'continuations', lambda model, first, *_: torch.tensor(first))
-    monkeypatch.setattr(manhattan, 'possible', possible)
-    assert manhattan.compression(None, SimpleNamespace(steps=4, end=9), prefixes, batch_size=240) == 3 / 4
 
 
 def test_continuations_are_sampled_and_judged_token_by_token():
@@ -126,30 +115,19 @@ def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
     wrong = at['0_0'], at['2_1'], [east, north, east]  # 1_0 north is a street to 1_1, whose row leads west alone
     used, n_failed = manhattan.rebuild([*walks, wrong], true, near, 8)
     assert n_failed == 0 and used.items() - true.items() == {((at['1_1'], east), at['2_1'])}
-    far = at['0_0'], at['5_5'], [east, north, east]
-    used, n_failed = manhattan.rebuild([*walks, far], true, near, 8)
-    assert n_failed == 1 and used.items() <= true.items()
     n_failed = [manhattan.rebuild([*walks, wrong], true, near, max_degree)[1] for max_degree in (2, 3)]
     assert n_failed == [1, 0]  # two streets leave 1_1 already
 
 
 @pytest.mark.slow
-def test_a_run_on_manhattan_is_judged_samples_a_way_and_its_map_is_drawn(tmp_path):
+def test_a_run_on_manhattan_is_judged_and_its_map_is_drawn(tmp_path):
     out = tmp_path / 'city'
     result = succeeded(run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
                            f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0'))
     assert 'next_token' in result.stdout
-    succeeded(run('eval.py', out, '--val', '--data=manhattan:grid=4,pairs=4,steps=9,window=64,val_rows=2',
-                  '--dtype=float32'))
-    assert {'next_token', 'valid'} <= eval_results(out).keys()
     drawn = succeeded(run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}'))
     assert 'next_token' in drawn.stdout and 'valid' in drawn.stdout
-    sampled = succeeded(run('sample.py', out, '0_0 2_1', '--max_new_tokens=3', '--dtype=float32'))
-    assert sampled.stdout.startswith('0_0 2_1')
     drawn = succeeded(run('-m', 'analysis.manhattan', out, f'--out={tmp_path / "map"}', '--n_walks=20',
                           '--n_prefixes=3'))
     assert '  rank ' in drawn.stdout and (tmp_path / 'map.png').exists()
     assert (tmp_path / 'map.csv').read_text().startswith('run,detours,')
-    few, many = (manhattan.measure(str(out), manhattan.Settings(n_walks=200, n_prefixes=3, detours=share))[0]
-                 for share in (0.1, 0.9))
-    assert {**few, 'detours': None} == {**many, 'detours': None}  # the other walks are the same, whatever ways drew

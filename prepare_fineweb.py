@@ -168,7 +168,7 @@ def prepare(name: str, s: Settings) -> None:
         del arguments['out_dir'], arguments['workers']
         saved = read_progress(folder)
         if saved and saved['splits']:
-            val_share = saved['arguments'].pop('fitting_share')
+            val_share, by_text = saved['arguments'].pop('fitting_share')
             changed = [f'{key} = {saved["arguments"].get(key)!r} (now: {now!r})' for key, now in arguments.items()
                        if saved['arguments'].get(key) != now]
             if changed:
@@ -176,13 +176,13 @@ def prepare(name: str, s: Settings) -> None:
             n_documents = sum(split['documents'] for split in saved['splits'].values())
             print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
         else:
-            val_share = fitting_share(read, s, s.max_tokens)
+            val_share, by_text = fitting_share(read, s, s.max_tokens)
             saved = {'splits': {}, 'state': None, 'left_out': 0}
-        arguments['fitting_share'] = val_share
+        arguments['fitting_share'] = val_share, by_text
         writer = ShardWriter(folder, tokenizer, s.shard_tokens, saved['splits'])
         if not saved['splits']:
             save_progress(folder, arguments, writer, None, 0)  # marks the folder as ours
-        batches = with_splits(read(saved['state']), val_share, s.val_hash)
+        batches = with_splits(read(saved['state']), val_share, by_text, s.val_hash)
         left_out = fill(writer, encoded(pool, batches), s.max_tokens, arguments, saved['left_out'])
         writer.finish()
         (folder / 'progress.json').unlink()

@@ -9,10 +9,10 @@ they run step by step, by `Model.loop`. docs/gpn.md has the command that trains 
 """
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 import model_gpn
 import model_standard
-from bench import nanogpt
 
 
 class GateAtOne(model_gpn.Model):
@@ -52,26 +52,54 @@ class NoDecay(model_gpn.Model):
             return torch.zeros_like(super().log_decay(g))
 
 
+class NanoGPTBlock(nn.Module):
+    """GPT-2's block without biases: LayerNorm, PyTorch's own attention, GELU. nanoGPT's choices, none of its code."""
+
+    def __init__(self, n_embd, n_head, n_ffn):
+        super().__init__()
+        self.n_head = n_head
+        self.attn_norm, self.ffn_norm = (nn.LayerNorm(n_embd, bias=False) for _ in range(2))
+        self.qkv, self.attn_out = nn.Linear(n_embd, 3 * n_embd, bias=False), nn.Linear(n_embd, n_embd, bias=False)
+        self.ffn_in, self.ffn_out = nn.Linear(n_embd, n_ffn, bias=False), nn.Linear(n_ffn, n_embd, bias=False)
+
+    def forward(self, h):
+        """h (B, T, C) -> (B, T, C)."""
+        q, k, v = (x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+                   for x in self.qkv(self.attn_norm(h)).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        h = h + self.attn_out(out)
+        return h + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(h))))
+
+
 class NanoGPT(model_standard.Model):
-    """nanoGPT's blocks under model_standard's loss, for windows of at most 256 tokens, as its shakespeare_char.
+    """nanoGPT's blocks and learned positions under model_standard's loss, for windows of at most 256 tokens.
 
     Reads n_layer, n_head, n_embd, n_ffn (nanoGPT's is 4 n_embd) and the vocabulary. Like nanoGPT it attends across the
     ends of documents. It has no cache: it decodes by recomputing its logits.
     """
 
     new_cache = extend = None
-    positions = 256  # learned
 
     def __init__(self, config):
         nn.Module.__init__(self)
         c = self.config = config
         self.reach = 2 ** 30
-        blocks = nanogpt.Model(c.n_layer, c.n_head, c.n_embd, c.vocab_size, self.positions, c.n_ffn)
-        for name, part in blocks.named_children():
-            self.add_module(name, part)
+        self.embed, self.position = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(256, c.n_embd)
+        self.blocks = nn.ModuleList(NanoGPTBlock(c.n_embd, c.n_head, c.n_ffn) for _ in range(c.n_layer))
+        self.norm = nn.LayerNorm(c.n_embd, bias=False)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.head.weight = self.embed.weight
+        for name, p in self.named_parameters():
+            if p.dim() >= 2:
+                scale = (2 * c.n_layer) ** -0.5 if name.endswith('_out.weight') else 1.0
+                nn.init.normal_(p, std=0.02 * scale)
 
     def final_hidden(self, idx):
-        if idx.shape[1] > self.positions:
-            raise ValueError(f'windows of {idx.shape[1]} tokens: standard.NanoGPT has learned {self.positions} '
-                             f'positions: give block_size = {self.positions} or less')
-        return nanogpt.Model.final_hidden(self, idx)
+        n_positions = len(self.position.weight)
+        if idx.shape[1] > n_positions:
+            raise ValueError(f'windows of {idx.shape[1]} tokens: standard.NanoGPT has learned {n_positions} positions: '
+                             f'give block_size = {n_positions} or less')
+        h = self.embed(idx) + self.position(torch.arange(idx.shape[1], device=idx.device))
+        for block in self.blocks:
+            h = block(h)
+        return self.norm(h)

@@ -1,7 +1,7 @@
 """Side-by-side benchmarks. Machines are shared and noisy, so both sides take turns and the figure is their ratio.
 
-    python -m bench.train_step      a training step compared with Hugging Face Llama; nanogpt: with nanoGPT's shape;
-                                    objectives: NextLat, MTP and JTP compared with next-token training
+    python -m bench.train_step      a training step compared with Hugging Face Llama; objectives: NextLat, MTP and JTP
+                                    compared with next-token training
     python -m bench.generate        decoding compared with Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family: speed and memory relative to Standard
     python -m bench.attention       attention on a CPU or GPU compared with PyTorch's own calls

@@ -2,7 +2,6 @@
 
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--toy]
-    python -m bench.train_step nanogpt [--toy]
     python -m bench.train_step scales [--toy]      on a GPU
 
 Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': in the same precision;
@@ -14,8 +13,6 @@ tenth of its pairs): parameters, steps/s in turns with ntp's, and peak memory, e
 GPU, 8 x 1024 tokens; on a CPU 12 layers, 384 wide, 8 x 256 tokens: times with the vocabulary of bytes, because most of
 a small model's time would be its head's otherwise; memory with 50304.
 
-`nanogpt`: ours and a model of nanoGPT's shape with equal parameters, each eager and compiled, in turns.
-
 `scales`: the paper's scales S and L, and the share of the GPU's arithmetic that they use.
 """
 import copy
@@ -25,7 +22,7 @@ import torch
 
 import model_standard
 import train
-from bench import FAMILY, alternate, apart, make_model, measure, nanogpt, over_standard, resident
+from bench import FAMILY, alternate, apart, make_model, measure, over_standard, resident
 from common import export, gpu, machine, runs
 from common.start import SPIN_COUNT
 
@@ -86,34 +83,6 @@ def beside_hugging_face(shape: dict = SHAPE, rounds: int = 12) -> Iterator[dict]
         our_time, hf_time = times['ours', ours], times['hf', hf]
         yield {'terms': terms, 'ours_dtype': ours, 'hf_dtype': hf, 'ours_tokens_per_s': round(tokens / our_time),
                'hf_tokens_per_s': round(tokens / hf_time), 'ratio': round(hf_time / our_time, 3)}
-
-
-def beside_nanogpt(toy: bool = False) -> Iterator[dict]:
-    """Ours and nanoGPT's shape, each at its best of eager and compiled: a text model of 50304 ids, and one of bytes.
-
-    Ours has a feed-forward net of 8/3 C, whose three matrices have the parameters of nanoGPT's two of 4 C.
-    """
-    machine.start_processes(train.Settings())
-    sizes = [(SHAPE, VOCABULARY, BATCH), (dict(n_layer=6, n_head=6, n_embd=384), 320, 16)]
-    block_size, dtype = T, machine.pick_dtype('auto', DEVICE.type)
-    if toy:
-        sizes, block_size = [(TOY_SHAPE, 320, 2)], 16
-    for shape, vocabulary, batch_size in sizes:
-        torch.manual_seed(0)
-        n_ffn = max(1, round(8 / 3 * shape['n_embd'] / 64)) * 64
-        config = model_standard.Config(eos_id=None, vocab_size=vocabulary, n_ids=vocabulary, n_ffn=n_ffn, **shape)
-        models = {'ours': model_standard.Model(config),
-                  'nanogpt': nanogpt.Model(vocab_size=vocabulary, block_size=block_size, **shape)}
-        tokens = torch.randint(0, vocabulary, (2, batch_size, block_size), device=DEVICE)
-        steps = {(name, form): our_step(copy.deepcopy(model).to(DEVICE), tokens, dtype, form == 'compiled')
-                 for name, model in models.items() for form in ('eager', 'compiled')}
-        seconds = alternate(steps, rounds=1 if toy else 9)
-        torch.compiler.reset()  # the next size is a program of its own
-        best = {name: min(seconds[name, form] for form in ('eager', 'compiled')) for name in models}
-        yield {'terms': 'beside nanogpt', 'dtype': str(dtype)[6:], **shape, 'vocabulary': vocabulary,
-               'parameters': ' and '.join(str(sum(p.numel() for p in model.parameters())) for model in models.values()),
-               **{f'{name}_{form}_tokens_per_s': round(tokens[0].numel() / s) for (name, form), s in seconds.items()},
-               'ratio': round(best['nanogpt'] / best['ours'], 3)}
 
 
 def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds: int) -> dict:
@@ -210,7 +179,7 @@ def figures(toy: bool) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, train_step=figures, nanogpt=beside_nanogpt, objectives=objectives, scales=scales)
+    measure(argv, train_step=figures, objectives=objectives, scales=scales)
 
 
 if __name__ == '__main__':

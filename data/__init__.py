@@ -58,6 +58,6 @@ def text_data(path: Path) -> tuple[Path, Iterator | None]:
 
     def documents():
         s, (read, _) = sources.TEXTS, sources.open_source(str(path), sources.TEXTS)
-        for _, batch in sources.with_splits(read(None), sources.fitting_share(read, s), s.val_hash):
+        for _, batch in sources.with_splits(read(None), *sources.fitting_share(read, s), s.val_hash):
             yield from batch
     return BUILT / f'{path.resolve().name}-{sources.checksum_of_files(files)[:12]}', documents()

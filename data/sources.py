@@ -5,6 +5,7 @@ Each format has one reader, whether a file, a pattern or a folder names the file
 """
 import csv
 import glob
+import gzip
 import hashlib
 import io
 import json
@@ -90,7 +91,7 @@ def open_source(name: str, s) -> tuple[Callable, str]:
     else:
         stream, checksum = open_dataset(name, s)
         read = partial(stream_batches, name, stream, s)
-    read = partial(document_batches, read, s)
+    read = partial(document_batches, name, read, s)
     return (partial(shuffled_batches, read, s.shuffle) if s.shuffle else read), checksum
 
 
@@ -186,8 +187,8 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
 
 def opened(file: str) -> io.BufferedIOBase:
     """Open a file for reading bytes. It may be compressed."""
-    if not file.endswith(('.gz', '.zst')):
-        return open(file, 'rb')
+    if not file.endswith('.zst'):
+        return gzip.open(file) if file.endswith('.gz') else open(file, 'rb')
     import pyarrow
     return io.BufferedReader(pyarrow.input_stream(file))
 
@@ -277,20 +278,26 @@ def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tup
 
 # ---- documents ----
 
-def document_batches(read: Callable, s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [document]) of batches of records."""
+def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterator[tuple]:
+    """Yield (next state, [document]) of batches of records. Raises UserError if no record of the source has a text."""
+    has_text, fields = state is not None, []
     for next_state, records in read(state):
-        yield next_state, [document(*record, s) for record in records]
+        found = [document(*record, s) for record in records]
+        has_text, fields = has_text or any(found), fields or [*records[0][1]]
+        yield next_state, found
+    if not has_text:
+        raise UserError(f'{name} has no text in field {s.text_field!r}; the fields are '
+                        f'{", ".join(fields[:20]) or "none"}: set --text_field')
 
 
 def document(place: str, record, split: str | None, s) -> tuple | None:
     """Return (split, key, text) of a record, or None if it has no text. Raises UserError for other types."""
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
-    fields_to_read(place, [*record], s)
-    text = record[s.text_field]
+    text = record.get(s.text_field)
     if text is None:
         return None
+    fields_to_read(place, [*record], s)
     key = record[s.id_field] if s.id_field else None
     if not isinstance(text, str):
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}, expected text: set --text_field')
@@ -311,38 +318,41 @@ def hash_share(text: str, val_hash: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
 
 
-def with_splits(batches: Iterator[tuple], val_share: float, val_hash: str) -> Iterator[tuple]:
-    """Yield (next state, [(split, text) or None]) of batches of documents."""
+def with_splits(batches: Iterator[tuple], val_share: float, by_text: bool, val_hash: str) -> Iterator[tuple]:
+    """Yield (next state, [(split, text) or None]) of batches of documents. by_text: whatever keys they have."""
     for state, batch in batches:
-        yield state, [found and (found[0] or split_of(found[1], val_share, val_hash), found[2]) for found in batch]
+        yield state, [found and (found[0] or split_of(found[2 if by_text else 1], val_share, val_hash), found[2])
+                      for found in batch]
 
 
-def fitting_share(read: Callable, s, max_tokens: int | None = None) -> float:
-    """Return val_share, raised if it leaves fewer validation documents than ENOUGH, or than 5% of fewer than 200.
+def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: bool = False) -> tuple[float, bool]:
+    """Return (val_share, by_text) for `with_splits`, and print what differs from the settings.
 
-    It reads until it has found enough, or as many bytes as max_tokens: a document rarely has more tokens than bytes.
-    Raises UserError if no record has a text.
+    val_share is raised if it leaves fewer validation documents than ENOUGH, or than 5% of fewer than 200. The texts
+    decide (by_text) if all documents have one id. It reads until it has found enough, or as many bytes as max_tokens: a
+    document rarely has more tokens than bytes.
     """
     shares, n_val, n_bytes = [], 0, 0
     for split, key, text in (found for _, batch in read(None) for found in batch if found):
         if split:
             print(f'one text: its last {TAIL:.0%} are the validation data', flush=True)
-            return s.val_share
-        shares.append(hash_share(key, s.val_hash))
+            return s.val_share, False
+        shares.append(hash_share(text if by_text else key, s.val_hash))
         n_val += shares[-1] < s.val_share
         n_bytes += len(text.encode()) + 1
-        if n_val >= ENOUGH or (max_tokens and n_bytes >= max_tokens):
+        if (n_val >= ENOUGH and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
             break
-    if not shares:
-        raise UserError(f'the source has no text in field {s.text_field!r}: set --text_field, or give more text')
     n, n_ids = len(shares), len(set(shares))
-    if n_ids < n and key != text:
-        print(f'ids repeat: {n:,} documents have {n_ids:,} in field {s.id_field!r}; all documents of an id are in the '
-              'same split (--id_field=None: the text decides)', flush=True)
+    if n_ids < n and not by_text and key != text:
+        print(f'ids repeat: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
+              + ('all documents of an id are in the same split (--id_field=None: the text decides)' if n_ids > 1 else
+                 'the text decides between train and val'), flush=True)
+        if n_ids == 1:
+            return fitting_share(read, s, max_tokens, by_text=True)
     enough = min(ENOUGH, max(1, n // 20))
     if n_val >= enough:
-        return s.val_share
+        return s.val_share, by_text
     val_share = math.nextafter(sorted(shares)[enough - 1], 1)
     print(f'val_share = {s.val_share:g} leaves {n_val} of {n:,} documents for validation: it is raised to '
           f'{val_share:.2g}, which leaves {sum(share < val_share for share in shares):,}', flush=True)
-    return val_share
+    return val_share, by_text

@@ -60,8 +60,23 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no token that starts a document, such as <s>: leave out --bos')
+    plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
     return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
-                   encode_document=tokenizer.encode_document or tokenizer.encode)
+                   encode=lambda text: encode_anyhow(name, plain, text),
+                   encode_document=lambda text: encode_anyhow(name, document, text))
+
+
+def encode_anyhow(name: str, encode: Callable, text: str):
+    """Encode a text. If the library fails, for example at a million blanks, encode each half of the text."""
+    try:
+        return encode(text)
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the panic of a library in Rust is no Exception
+        if len(text) < 1000:
+            raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
+    middle = len(text) // 2
+    return [*encode_anyhow(name, encode, text[:middle]), *encode_anyhow(name, encode, text[middle:])]
 
 
 def tokenizer_digest(name) -> str | None:
@@ -149,14 +164,9 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
         raise UserError(f'GPT-2 could not be loaded from {"the network" if name == "gpt2" else name} ({error}): set '
                         'TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
                         '--tokenizer=FOLDER, one with encoder.json and vocab.bpe')
-
-    def encode(text):
-        try:
-            return bpe.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # a million blanks overflow the stack of its regular expressions
-            middle = len(text) // 2
-            return np.concatenate([encode(text[:middle]), encode(text[middle:])])
-    return Tokenizer(name, 50257, 50256, lambda text: encode(text).tolist(), bpe.decode_bytes, encode)
+    # encode_ordinary panics at a million blanks, and prints a stack trace
+    return Tokenizer(name, 50257, 50256, lambda text: bpe.encode(text, disallowed_special=()), bpe.decode_bytes,
+                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
 
 
 def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer:
@@ -174,6 +184,8 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
                         'another that tokenizer_config.json beside it names as "eos_token" (importing: --eos_token)')
     fast.no_truncation()
     fast.no_padding()
+    if getattr(fast.model, 'dropout', None):
+        fast.model.dropout = None
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
@@ -185,9 +197,15 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
         fast.encode_special_tokens = False
         return fast.encode(text, add_special_tokens=False).ids
 
+    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
+    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
+
     def encode_document(text):
         fast.encode_special_tokens = True  # '<|endoftext|>' in a document is text, and does not end it
-        return fast.encode(text, add_special_tokens=False).ids
+        ids = fast.encode(text, add_special_tokens=False).ids
+        if eos in ids or bos in ids:  # a piece of the vocabulary, as a Unigram model may have it: cut in two it is text
+            ids = [i for part in re.split(inside, text) for i in fast.encode(part, add_special_tokens=False).ids]
+        return ids
 
     def decode(ids):
         return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)

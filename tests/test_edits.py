@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from conftest import assert_sentence, run
 from test_gpn import make
 
-from bench import nanogpt
 from common import runs
 from common.decoding import generate
 from model_gpn import RMSNorm
@@ -76,15 +75,12 @@ def test_a_name_that_no_subclass_has_is_a_sentence(tmp_path, name):
     assert_sentence(run('train.py', f'--model={name}', f'--out_dir={tmp_path}/out'), f'unknown model {name!r}')
 
 
-def test_nanogpts_shape_has_the_benchmarks_loss_and_counts_standards_positions():
+def test_nanogpts_shape_has_gpt2s_blocks_and_counts_standards_positions():
     torch.manual_seed(0)
     config = dict(n_layer=2, n_head=2, n_embd=16, n_ffn=64, vocab_size=20, n_ids=20, eos_id=None)
     model = runs.model_file('standard.NanoGPT').Model(runs.make_config('standard.NanoGPT', config)).double()
     idx = torch.randint(0, 20, (2, 12))
-    plain = nanogpt.Model(2, 2, 16, 20, 256).double()
-    plain.load_state_dict(model.state_dict())
     assert model.head.weight is model.embed.weight
-    assert model(idx, idx)['loss'].item() == pytest.approx(plain(idx, idx)['loss'].item(), abs=1e-12)
     eos_id = model.config.eos_id = idx[0, 5].item()
     counted = idx != eos_id
     assert not counted.all()

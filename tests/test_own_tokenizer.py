@@ -9,7 +9,7 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 from common import runs
 from common.files import UserError
 from data import Data, writing
-from data.tokenizers import keep_tokenizer, load_tokenizer, tokenizer_digest, train_tokenizer
+from data.tokenizers import encode_anyhow, keep_tokenizer, load_tokenizer, tokenizer_digest, train_tokenizer
 from data.writing import document_ids, write_data
 from sample import load_draft
 
@@ -61,16 +61,26 @@ def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
     ids = document_ids(tokenizer, text).tolist()
     assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
     assert fast.token_to_id('[PAD]') not in ids
+    fast = library.Tokenizer(library.models.Unigram(  # eos is a piece like others
+        [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
+    fast.pre_tokenizer, fast.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    fast.add_special_tokens(['</s>'])
+    fast.save(str(path))
+    own = load_tokenizer(path)
+    assert document_ids(own, 'a </s> b').tolist().count(own.eos_id) == 1
 
 
-def test_added_tokens_decode_to_themselves_and_padding_and_truncation_are_off(tokenizers, tmp_path):
+def test_added_tokens_decode_to_themselves_and_padding_truncation_and_dropout_are_off(tokenizers, tmp_path):
     library = pytest.importorskip('tokenizers')
     fast, path = library.Tokenizer.from_file(str(tokenizers / 'own.json')), tmp_path / 'tokenizer.json'
     fast.add_tokens(['caf\u00e9'])
     fast.enable_padding(length=16, pad_id=0, pad_token='<|endoftext|>')
     fast.enable_truncation(2)
+    fast.model.dropout = 0.9
     fast.save(str(path))
     tokenizer = load_tokenizer(path)
+    assert {tuple(tokenizer.encode(TEXTS[0])) for _ in range(9)} == {
+        tuple(load_tokenizer(tokenizers / 'own.json').encode(TEXTS[0]))}
     ids = tokenizer.encode('caf\u00e9 \u00e9')
     assert 2 < len(ids) < 5 and tokenizer.decode(ids).decode() == 'caf\u00e9 \u00e9'
     fast.decoder = library.decoders.WordPiece()
@@ -178,6 +188,16 @@ def test_a_copied_run_samples_without_its_data_and_is_judged_where_the_data_were
     for name in (data, 'moved'):
         succeeded(run('eval.py', copy, '--val', f'--data={name}'))
         succeeded(run('train.py', f'--out_dir={copy}', '--resume', f'--data={name}'))
+
+
+def test_what_no_tokenizer_can_encode_is_a_sentence_though_a_panic_is_no_exception():
+    def encode(text):
+        if 'x' in text or len(text) > 5000:
+            raise type('PanicException', (BaseException,), {})('index out of range')
+        return [len(text)]
+    assert sum(encode_anyhow('own', encode, 'a' * 12_345)) == 12_345
+    with pytest.raises(UserError, match='own cannot encode .*x.*index out of range'):
+        encode_anyhow('own', encode, 'a' * 6000 + 'x' * 6000)
 
 
 def test_the_files_of_gpt2_are_kept_in_a_folder_that_is_gpt2(tmp_path):

@@ -96,6 +96,15 @@ def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_the
         data.open_data(str(folder))
 
 
+def test_a_record_may_lack_its_text_but_not_all_of_them(tmp_path):
+    path = tmp_path / 'a.jsonl'
+    path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)
+    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; the fields are id, body: set --text_fi"):
+        read(path)
+    path.write_text(path.read_text() + '{"id": 3, "text": "at last"}\n')
+    assert texts(read(path)) == ['at last'] and sum(len(batch) for _, batch in read(path)) == 601
+
+
 @pytest.mark.parametrize('shuffle', [0, 100])
 def test_reading_continues_from_every_batch_with_the_same_documents(files, shuffle, monkeypatch):
     monkeypatch.setattr(sources, 'BATCH', 30)
@@ -191,7 +200,7 @@ def test_an_end_of_text_that_is_spelled_out_is_said_and_separates_documents_on_d
 def test_val_share_is_raised_where_it_leaves_too_few_and_no_further(n, share, val_hash):
     s = options(val_share=share, val_hash=val_hash)
     keys = [str(i) for i in range(n)]
-    fitting = sources.fitting_share(lambda state: [(None, [(None, key, 'a text') for key in keys])], s)
+    fitting, by_text = sources.fitting_share(lambda state: [(None, [(None, key, 'a text') for key in keys])], s)
     n_val = sum(split_of(key, fitting, val_hash) == 'val' for key in keys)
     enough = min(10, max(1, n // 20))
     if fitting == share:
@@ -200,12 +209,15 @@ def test_val_share_is_raised_where_it_leaves_too_few_and_no_further(n, share, va
         assert n_val == enough and sum(hash_share(key, val_hash) < share for key in keys) < enough
 
 
-def test_all_documents_of_an_id_are_in_the_same_split_and_a_message_says_so(tmp_path):
-    records = [{'id': i % 3, 'text': line} for i, line in enumerate(LINES[:90])]
+@pytest.mark.parametrize('n_ids, said', [(90, ''), (3, '90 documents have 3 in field'), (1, '90 documents have 1 in')])
+def test_ids_that_repeat_are_said_and_shares_are_of_documents(n_ids, said, tmp_path):
+    records = [{'id': i % n_ids, 'text': line} for i, line in enumerate(LINES[:90])]
     (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, records)))
     result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_share=1e-9'))
-    assert '90 documents have 3 in field' in result.stdout and 'which leaves 30\n' in result.stdout
-    assert Data(tmp_path / 'out').splits['val']['documents'] == 30
+    assert said in result.stdout and ('ids repeat' in result.stdout) == (said != '')
+    n_val = {90: 4, 3: 30, 1: 4}[n_ids]  # 5% of the documents, or all of an id
+    assert 'leaves 0 of 90 documents for validation: it is raised to' in result.stdout
+    assert f'which leaves {n_val}\n' in result.stdout and Data(tmp_path / 'out').splits['val']['documents'] == n_val
 
 
 def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):

@@ -47,8 +47,10 @@ def as_on_the_hub(record: dict, task: str) -> dict:
     if task.startswith('arc') and isinstance(record['question'], dict):
         choices = {key: [choice[key] for choice in record['question']['choices']] for key in ('text', 'label')}
         return {'question': record['question']['stem'], 'choices': choices, 'answerKey': record['answerKey']}
-    if task.startswith('lambada') and 'continuation' in record:
-        return {'text': f'{record["context"]} {record["continuation"].strip()}'}
+    if task.startswith('lambada'):
+        if 'continuation' in record:
+            return {'text': f'{record["context"]} {record["continuation"].strip()}'}
+        return {'text': str(record['text'])}
     if task in ('wikitext', 'c4'):  # versions of lm-eval differ in which of them they read
         text = record['page'] if 'page' in record else record['text']
         return record | {'page': text, 'text': text}

@@ -136,7 +136,7 @@ def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
     name = name or record['settings'].get('data')
     if not name:  # an imported run
         raise UserError('this run has no data of its own: give --data=FOLDER')
-    data = open_data(name)
+    data = open_data(str(name))
     check_vocabulary(record, data, folder)
     return data
 

@@ -18,6 +18,7 @@ from common.files import UserError, write_file
 from common.runs import read_log, read_run
 
 MAX_POINTS = 100  # of a curve
+ALONG = 'step', 'tokens', 'seconds'  # of a log's records: what curves are drawn over
 AXES = 'tokens', 'training FLOPs', 'minutes of training', 'steps'
 NAMES = {'val': 'validation loss', 'nll': 'training loss', 'tokens_per_s': 'tokens/s', 'mfu': 'MFU',
          'memory_gib': 'memory, GiB', 'lr': 'learning rate', 'grad_norm': 'gradient norm'}
@@ -64,14 +65,14 @@ def last_scores(log: list[dict]) -> dict[str, float]:
     """Return what the last evaluation logged beside NAMES, such as the scores of a synthetic task."""
     last = ([{}] + [record for record in log if 'val' in record])[-1]
     return {key: value for key, value in last.items()
-            if figures.is_number(value) and key not in {'step', 'tokens', 'seconds', 'loss', 'skipped', *NAMES}}
+            if figures.is_number(value) and key not in {*ALONG, 'loss', 'skipped', *NAMES}}
 
 
 def points(found: dict[str, dict], labels: dict[str, str]) -> list[dict]:
     """Return a row for each run, logged value and step, at most MAX_POINTS of each curve."""
     rows = []
     for run, about in found.items():
-        for key in {key: None for record in about['log'] for key in record if key not in ('step', 'tokens', 'seconds')}:
+        for key in dict.fromkeys(key for record in about['log'] for key in record if key not in ALONG):
             line = [record for record in about['log'] if figures.is_number(record.get(key))]
             rows += [{'run': Path(run).name, 'label': labels[run], 'what': NAMES.get(key, key), 'value': r[key],
                       'tokens': r['tokens'], 'training FLOPs': about['flops'] and about['flops'] * r['tokens'],

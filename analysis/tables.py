@@ -68,7 +68,7 @@ def read_inference(path: str) -> list[dict]:
 
 
 def inference_of(run: str, measured: list[dict]) -> dict[str, float]:
-    """Return {column: ratio to Standard's} of INFERENCE from rows of bench.inference of the run's size and method."""
+    """Return a run's columns of INFERENCE, ratios to Standard's, from the rows of bench.inference that match it."""
     record = read_run(run)
     own = dataclasses.asdict(saved_config(record, run))
     found = {}

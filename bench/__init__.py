@@ -140,7 +140,7 @@ class Settings:
 
 
 def measure(argv: list[str] | None, **measurements: Callable[[bool], Iterable[dict]]) -> None:
-    """Run the measurement {name: function of toy that yields rows} that argv names, or the first; see `Settings`."""
+    """Run the measurement that argv names, or the first, and write its rows. A measurement takes `toy`, yields rows."""
     with friendly_errors():
         s, names, _ = load_settings(Settings, argv)
         name, *others = names or measurements

@@ -574,12 +574,13 @@ class KernelSteps:
     def backward(self, u, carry, start, grads, saved, is_cut):
         """The gradient of `steps`.
 
-        start: the states (S, B, C) that the steps start from, the key (B, H, K) and the memory before the first; grads:
-        of the predicted states (S, B, C) and, from what comes after, of the last state, of the next key and of the
-        memory; saved: what `steps` gave, without the last layer's states; is_cut: what comes after is another piece of
-        truncated BPTT, and the next key's gradient goes to the key's weights alone. Returns the gradients of u and of
-        the first state, key and memory, those of the rates and of the key of a zero state, and a pair for each weight
-        of a product, whose gradient is the pair's product.
+        start: the states (S, B, C) that the steps start from, and the key (B, H, K) and memory before the first step.
+        grads: gradients of the predicted states (S, B, C), and of the last state, the next key and the memory.
+        saved: what `steps` returned, without the last layer's states.
+        is_cut: truncated BPTT ends here, so the gradient of the next key goes only to the key's weights.
+
+        Returns the gradients of u; of the first state, key and memory; of the rates; of the key of a zero state; and
+        for each weight a pair of matrices whose product is its gradient.
         """
         (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)
         ground, layers = self.recompute(u, carry, start, saved)
@@ -681,7 +682,7 @@ def read_heads(memory, x):
 
 
 class Graph:
-    """A function of tensors, None or bool, in tuples too, as a CUDA graph. Each replay overwrites its results."""
+    """Runs a function of tensors as a CUDA graph. Each call overwrites the results of the one before."""
 
     def __init__(self, function, inputs):
         self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)

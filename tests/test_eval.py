@@ -196,6 +196,14 @@ def test_bad_input_is_a_sentence(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', '--limit=0'), 'limit is 0')
 
 
+def test_a_record_of_another_form_and_data_that_are_no_name_are_sentences(trained, tmp_path):
+    (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
+    with pytest.raises(UserError, match='record 2, is not in the form of lambada_openai'):
+        local_records(tmp_path, 'lambada_openai')
+    with pytest.raises(UserError, match='no data at True'):
+        runs.run_data({'settings': {'data': True}}, None)
+
+
 def test_arc_is_read_as_published_and_as_on_the_hub(tmp_path):
     published = {'question': {'stem': 'a', 'choices': [{'text': 'b', 'label': 'A'}]}, 'answerKey': 'A'}
     on_the_hub = {'question': 'a', 'choices': {'text': ['b'], 'label': ['A']}, 'answerKey': 'A'}

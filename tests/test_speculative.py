@@ -190,7 +190,7 @@ def test_auto_stops_where_the_product_of_confidences_is_small(confidences, want)
 
 
 def test_auto_drafts_at_most_16_tokens_and_few_where_the_draft_is_unsure():
-    """Confidence is the drafting model's, before the filters: after them, a greedy draft would always be certain."""
+    """The confidence is taken before the filters: after them, a greedy draft would always have probability 1."""
     certain, unsure = make('standard', spread=1.5), make('standard', seed=5, spread=0.01)
     _, statistics = speculative_generate(certain, PROMPTS, 60, draft=certain, temperature=0)
     assert 4 < len(statistics.tried_at) <= 16

@@ -50,9 +50,9 @@ def check_logits(logits) -> None:
 def draw(probs, noise) -> torch.Tensor:
     """Draw tokens (B,) with probabilities probs (B, V), without synchronizing with the GPU.
 
-    The winner of an exponential race, noise (B, V) ~ Exp(1), is drawn. On a CPU, max is three times as fast as argmax.
+    The winner of an exponential race, noise (B, V) ~ Exp(1), is drawn.
     """
-    return (probs / noise.clamp(min=2 ** -24)).max(-1).indices  # a noise of 0 would let an impossible token win
+    return (probs / noise.clamp(min=2 ** -24)).argmax(-1)  # a noise of 0 would let an impossible token win
 
 
 # ---- generation ----

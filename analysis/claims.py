@@ -6,10 +6,10 @@
 
 A claim is a row of claims.csv beside this file, a run one of claims_runs.csv: docs/evaluation.md explains both.
 
-A claim is seen if its test rejects in the direction of the claim at 5%, contradicted if the same test rejects in the
-other direction, each by itself. The tests are `t`: Welch's one-sided test over seeds, the one-sample test against a
-fixed number, and for `equal` both one-sided tests (TOST); `sign`: every seed is on one side, for scores of tasks, which
-are far from normal. Writes claims.csv (the numbers of every seed, both commands, the machine) and claims.md to out_dir.
+Tests are one-sided and paired by seed: `t`, Student's t of the differences, and `sign`, the exact sign test, for scores
+of tasks, which are far from normal. Each gives two p-values, for the claim and for its opposite. Holm's method corrects
+both for the number of claims of a paper. A claim is seen if its corrected p is below 5%, contradicted if that of its
+opposite is. Writes claims.csv (the numbers of every seed, both commands, the machine) and claims.md to out_dir.
 """
 import statistics
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes
-from analysis.compare import Method, set_best_rates, train_seeds
-from analysis.figures import difference, final_loss, interval, logged, lower_test, read_csv, settings_of, write_csv
+from analysis.compare import method_of, set_best_rates, train_seeds
+from analysis.figures import final_loss, logged, lower_test, paired_difference, read_csv, settings_of, write_csv
 from analysis.scores import score_names
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
@@ -32,7 +32,7 @@ from common.speculative import speculative_generate
 from data import open_data
 
 HERE = Path(__file__).parent
-ALPHA = 0.05  # level of the tests
+ALPHA = 0.05  # level of the tests of a paper's claims, all together
 DEFINING = 'statistic', 'ours', 'direction', 'other', 'test', 'margin'  # a claim that differs in one is another claim
 COSTS = 'our_tokens', 'our_command', 'other_tokens', 'other_command', 'where'  # columns of claims.csv
 SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
@@ -46,36 +46,21 @@ class Settings:
     out_dir: str = 'out/claims'  # folder of the runs and tables
     only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, separated by commas
     list: bool = False  # print the claims and stop
-    max_tokens: int = 1_000_000  # training tokens of a run; claims_runs.csv says which take more or their own number
-    seeds: int = 3  # runs of each row of claims_runs.csv
+    seeds: int = 5  # runs of each row of claims_runs.csv; a sign test needs at least 6
     jobs: int = 2  # runs at a time, one thread each
 
     def __post_init__(self):
-        check_ranges(self, max_tokens=(1, inf), seeds=(2, inf), jobs=(1, inf))
+        check_ranges(self, seeds=(2, inf), jobs=(1, inf))
 
 
-@dataclass
-class Run:
-    arguments: str  # of train.py
-    rate: float  # learning rate to start at
-    times: float = 1  # its training tokens, over max_tokens
-    tokens: int = 0  # its training tokens whatever max_tokens is, all at `rate`; 0: as `times` says
-
-    def n_tokens(self, max_tokens: int) -> int:
-        return self.tokens or round(self.times * max_tokens)
+RUNS = {row['name']: row for row in read_csv(HERE / 'claims_runs.csv')}
 
 
-RUNS = {row['name']: Run(row['arguments'], float(row['rate']), float(row['times'] or 1), int(row['tokens'] or 0))
-        for row in read_csv(HERE / 'claims_runs.csv')}
-
-
-def arguments(s: Settings, run: Run) -> list[str]:
-    """Return the arguments of train.py without learning rate, seed and folder."""
-    tokens = run.n_tokens(s.max_tokens)
-    config, *own = run.arguments.split()  # its own come last, so they hold
+def arguments(name: str) -> list[str]:
+    """Return the arguments of train.py of a row of claims_runs.csv, without learning rate, seed and folder."""
+    config, *own = RUNS[name]['arguments'].split()  # its own come last, so they hold
     # one dtype for all: `auto` would give large models another than small ones
-    return [config, f'--max_tokens={tokens}', f'--warmup_tokens={tokens // 20}', '--dtype=float32',
-            '--eval_tokens=500000', '--eval_interval=1_000_000', '--sample_tokens=0', *own]
+    return [config, '--dtype=float32', '--eval_tokens=500_000', '--eval_interval=1_000_000', '--sample_tokens=0', *own]
 
 
 @dataclass
@@ -86,11 +71,11 @@ class Claim:
     says: str
     number: str  # the paper's own: ours, then the other
     ours: str  # of RUNS
-    direction: str  # lower, higher or equal: ours, compared with the other
+    direction: str  # lower or higher: ours, compared with the other
     other: str | float  # of RUNS, or a fixed number
     statistic: str = 'loss'  # of STATISTICS
     test: str = 't'  # t or sign
-    margin: float = 0.0  # equal: the largest difference; else t: the allowed lead of `other`; sign: the least lead
+    margin: float = 0.0  # lead that the paper's own numbers leave the other, in nats per token
 
 
 def read_claim(row: dict[str, str]) -> Claim:
@@ -197,40 +182,47 @@ STATISTICS = {  # name: function of a run folder that returns {name: number}, po
 
 # ---- verdicts ----
 
-def t_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
-    """Return (p, verdict) of Welch's or the one-sample test, of TOST for `equal`."""
-    is_lower, is_higher = lower_test(ours, other, margin)['p'], lower_test(other, ours, margin)['p']
-    p = {'lower': is_lower, 'higher': is_higher, 'equal': max(is_lower, is_higher)}[direction]
-    # 1 - p belongs to the test in the other direction; of `equal`, to two, as the difference may exceed either margin
-    other_level = ALPHA / 2 if direction == 'equal' else ALPHA
-    return p, SEEN if p < ALPHA else CONTRADICTED if 1 - p < other_level else NOT_SEEN
-
-
-def sign_test(ours: list[float], other: list[float], direction: str, margin: float) -> tuple[float, str]:
-    """Return (p, verdict) from the number of seeds that lead by more than the margin, paired by seed."""
+def p_values(gaps: list[float], test: str) -> tuple[float, float]:
+    """Return the p-values of two alternatives: that the differences are below 0, and that they are above."""
+    if test == 't':
+        p = lower_test(gaps, [0.0])['p']
+        return p, 1 - p
     from scipy.stats import binomtest
-    sign = {'lower': 1, 'higher': -1}[direction]
-    leads = [sign * (b - a) for a, b in zip(ours, other, strict=True)]
-    n_ahead = sum(lead > margin for lead in leads)
-    verdict = SEEN if n_ahead == len(leads) else CONTRADICTED if max(leads) < -margin else NOT_SEEN
-    return binomtest(n_ahead, len(leads), alternative='greater').pvalue, verdict
+    below, above = sum(gap < 0 for gap in gaps), sum(gap > 0 for gap in gaps)
+    return tuple(binomtest(n, len(gaps), alternative='greater').pvalue for n in (below, above))
 
 
 def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
-    """Return {'difference', 'low', 'high', 'p', 'verdict'} from one number per seed on each side, or a fixed one."""
-    p, verdict = (t_test if test == 't' else sign_test)(ours, other, direction, margin)
-    gap, low, high = statistics.mean(ours) - statistics.mean(other), None, None
-    if len(other) == 1:
-        low, high = interval([x - other[0] for x in ours])
-    elif test == 't':
-        _, low, high = difference(ours, other)
-    return {'difference': gap, 'low': low, 'high': high, 'p': p, 'verdict': verdict}
+    """Return the difference, its 95% interval and the p-values of one number per seed on each side, or a fixed one."""
+    sign = {'lower': 1, 'higher': -1}[direction]
+    gap, low, high = paired_difference(ours, other)
+    gaps = [sign * (x - y) - margin for x, y in zip(ours, other * len(ours) if len(other) == 1 else other, strict=True)]
+    p, p_opposite = p_values(gaps, test)
+    return {'difference': gap, 'low': low, 'high': high, 'p': p, 'p_opposite': p_opposite}
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Return the p-values corrected by Holm's method."""
+    n, ordered = len(p_values), sorted(p_values)
+    return [min(1, max((n - i) * q for i, q in enumerate(ordered[:ordered.index(p) + 1]))) for p in p_values]
+
+
+def with_verdicts(rows: list[dict]) -> dict[str, dict]:
+    """Return {name: row} of rows of `row_of`, with the p-values that Holm's method corrects for a paper's claims."""
+    found = {}
+    for paper in PAPERS:
+        of_paper = [row for row in rows if row['paper'] == paper]
+        corrected = [holm([row[key] for row in of_paper]) for key in ('p', 'p_opposite')]
+        for row, p, p_opposite in zip(of_paper, *corrected):
+            verdict = SEEN if p < ALPHA else CONTRADICTED if p_opposite < ALPHA else NOT_SEEN
+            found[row['name']] = row | {'p_holm': p, 'p_opposite_holm': p_opposite, 'verdict': verdict}
+    return found
 
 
 # ---- the tables ----
 
 def row_of(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
-    """Return a row of claims.csv: the claim, its verdict from the numbers of each seed, and `costs`."""
+    """Return a row of claims.csv without its verdict: the claim, its test on the numbers of each seed, and `costs`."""
     return {**{key: getattr(c, key) for key in ('name', 'paper', *DEFINING)}, 'seeds': len(ours),
             'our_mean': statistics.mean(ours), 'other_mean': statistics.mean(other),
             **judge(ours, other, c.direction, c.test, c.margin),
@@ -238,7 +230,7 @@ def row_of(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict
 
 
 def kept_rows(path: Path) -> dict[str, dict]:
-    """Return {name: row} of a claims.csv, verdicts computed again from its numbers; without claims that changed."""
+    """Return {name: row of `row_of`} of the numbers in a claims.csv, without claims that changed."""
     claim_of, rows = {c.name: c for c in CLAIMS}, {}
     for old in read_csv(path) if path.exists() else []:
         if old['name'] in claim_of:
@@ -254,11 +246,9 @@ def markdown(rows: dict[str, dict]) -> str:
     verdicts = [row['verdict'] for row in rows.values()]
     counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SEEN, NOT_SEEN, CONTRADICTED))
     lines = ['# Claims of the papers, in miniature', '',
-             f'{len(rows)} claims: {counts}. Level {ALPHA}, each claim by itself: of two equal things one claim in '
-             'twenty is called seen and one contradicted, with sign tests at three seeds one in eight each. These '
-             "models are about a thousand times smaller than the papers': what is not seen here may hold there. "
-             'claims.csv has the numbers of each seed, the commands and the machine; python -m analysis.claims '
-             'explains the tests.']
+             f'{len(rows)} claims: {counts}. Tests are one-sided and paired by seed, at a level of {ALPHA} for all '
+             "claims of a paper together. These models are about a thousand times smaller than the papers': what is "
+             'not seen here may hold there. claims.csv has the numbers of each seed, the commands and the machine.']
     for paper, title in PAPERS.items():
         shown = [in_markdown(c, rows[c.name]) for c in CLAIMS if c.paper == paper and c.name in rows]
         if shown:
@@ -270,26 +260,24 @@ def in_markdown(c: Claim, row: dict) -> dict[str, str]:
     """Return a row of claims.md."""
     other = f'{row["other_mean"]:.5g}' + ('' if isinstance(c.other, float) else f' ({c.other})')
     bounds = '' if row['low'] is None else f' ({row["low"]:+.4g} to {row["high"]:+.4g})'
-    test = 'sign' if c.test == 'sign' else 'TOST' if c.direction == 'equal' else (
-        'one sample' if isinstance(c.other, float) else 'Welch')
     return {'section': c.section, 'claim': c.says, "the paper's number": c.number, 'statistic': c.statistic,
             'ours': f'{row["our_mean"]:.5g} ({c.ours})', 'compared with': other,
-            'difference (95%)': f'{row["difference"]:+.4g}{bounds}', 'seeds': str(row['seeds']), 'test': test,
-            'p': f'{row["p"]:.2g}', 'verdict': f'**{row["verdict"]}**'}
+            'difference (95%)': f'{row["difference"]:+.4g}{bounds}', 'seeds': row['seeds'], 'test': c.test,
+            'p': f'{row["p"]:.2g}', 'p (Holm)': f'{row["p_holm"]:.2g}', 'verdict': f'**{row["verdict"]}**'}
 
 
 def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
     """Train what the claims need. Return {name of RUNS: runs, one per seed}."""
-    needed = {name: Method(arguments(s, run), run.rate, f'{out}/{name}_{run.n_tokens(s.max_tokens)}')
-              for name, run in RUNS.items() if any(name in (c.ours, c.other) for c in claims)}
-    searched = {name: method for name, method in needed.items() if not RUNS[name].tokens}
+    needed = {name: method_of(arguments(name), f'{out}/{name}')
+              for name in RUNS if any(name in (c.ours, c.other) for c in claims)}
+    searched = {name: method for name, method in needed.items() if RUNS[name]['search_rate'] == 'yes'}
     if searched:
         set_best_rates(searched, s.jobs)
     return train_seeds(needed, s.seeds, s.jobs)
 
 
-def measured_rows(s: Settings, claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str, dict]:
-    """Return {name: row of claims.csv} of trained runs."""
+def measured_rows(claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str, dict]:
+    """Return {name: row of `row_of`} of trained runs."""
     statistics_of, rows, where = cache(lambda measure, run: measure(run)), {}, one_line(where_and_when())
     for c in claims:
         numbers, costs = [], dict.fromkeys(COSTS, '')
@@ -299,7 +287,7 @@ def measured_rows(s: Settings, claims: list[Claim], runs: dict[str, list[Path]])
                 continue
             numbers.append([statistics_of(STATISTICS[c.statistic], run)[c.statistic] for run in runs[side]])
             settings = settings_of(runs[side][0])
-            command = ['python train.py', *arguments(s, RUNS[side]), f'--learning_rate={settings.learning_rate}']
+            command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
             costs |= {f'{who}_tokens': settings.max_tokens, f'{who}_command': ' '.join(command)}
         rows[c.name] = row_of(c, *numbers, costs | {'where': where})
     return rows
@@ -319,8 +307,9 @@ def main(argv: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         runs = train(s, claims, out)
         torch.set_num_threads(1)
-        rows = kept_rows(out / 'claims.csv') | measured_rows(s, claims, runs)
-        write_csv(out / 'claims.csv', [rows[c.name] for c in CLAIMS if c.name in rows])
+        rows = kept_rows(out / 'claims.csv') | measured_rows(claims, runs)
+        rows = with_verdicts([rows[c.name] for c in CLAIMS if c.name in rows])
+        write_csv(out / 'claims.csv', [*rows.values()])
         text = markdown(rows)
         write_file(out / 'claims.md', text.encode())
         print(f'{text}\nwritten to {out}/claims.md and claims.csv')

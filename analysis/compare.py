@@ -2,14 +2,15 @@
 
     python -m analysis.compare --out_dir=out/gpn_or_gdn "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
 
-Each argument is NAME: followed by arguments of train.py. The learning rate of each is bracketed around its own at the
-first seed, then it trains with every seed. Finished runs are not trained again and interrupted ones are resumed. All
-models must have the same data, windows and dtype; if dtype is auto, all train in float32, on a GPU in bfloat16.
-Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens sets one number for all.
+Each argument is NAME: followed by arguments of train.py. The learning rate of each is bracketed around its own, with
+seed 0 and an eighth of the tokens; then it trains with seeds 1, 2, ... Finished runs are not trained again and
+interrupted ones are resumed. All models must have the same data, windows and dtype; if dtype is auto, all train in
+float32, on a GPU in bfloat16. Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens
+sets one number for all.
 
 Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir. Intervals of 95% are Student's
-t, of the difference to the first model Welch's and one paired by seed: runs of one seed share data order and initial
-weights, so their losses vary together. The state is the fp32 cache of decoding after a window of tokens.
+t. Those of the difference to the first model are paired by seed: runs of one seed share the order of the data, so their
+losses vary together. The state is the fp32 cache of decoding after a window of tokens.
 """
 import functools
 import re
@@ -35,6 +36,7 @@ from data import open_data
 from train import Settings as TrainSettings
 
 STEP = 1.5  # ratio of neighbouring learning rates
+EIGHTH = 8  # learning rates are compared after this fraction of the tokens
 DIVERGED = 'diverged.txt'  # the error message of a run that diverged, in its folder
 SAME = 'data', 'documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that all models share
 
@@ -44,7 +46,7 @@ class Settings:
     out_dir: str = 'out/compare'  # folder of the runs and tables
     data: str | None = None  # data of all models; None: as each says, the same for all
     max_tokens: int | None = None  # training tokens of all models; None: as each says
-    seeds: int = 3  # runs of each, at its best learning rate
+    seeds: int = 5  # runs of each, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
 
 
@@ -102,24 +104,32 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
         pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C no further run starts
     for folder in cells if not may_diverge else []:
         if loss_of(folder) == inf:
-            raise UserError(f'{folder} diverged, at the best learning rate of the first seed: '
+            raise UserError(f'{folder} diverged, at the best learning rate of seed 0: '
                             + (folder / DIVERGED).read_text().strip())
 
 
 @dataclass
 class Method:
     args: list[str]  # of train.py, without learning rate, seed and folder
+    settings: TrainSettings  # what they set
     rate: float  # learning rate, or where to start looking for it
     runs: str  # start of the paths of its runs
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
-        """Return a run's folder and its arguments of train.py."""
+        """Return a run's folder and its arguments of train.py. Seed 0, which chooses the rate, has fewer tokens."""
+        fewer = [f'--{key}={getattr(self.settings, key) // EIGHTH}' for key in ('max_tokens', 'warmup_tokens')]
         return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
-                [*self.args, f'--learning_rate={rate:.3g}', f'--seed={seed}'])
+                [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate:.3g}', f'--seed={seed}'])
+
+
+def method_of(args: list[str], runs: str, rate: float | None = None) -> Method:
+    """Return the method of arguments of train.py. rate: where to start looking for the best; None: its own."""
+    settings, *_ = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
+    return Method(args, settings, rate or settings.learning_rate, runs)
 
 
 def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
-    """Set each method's learning rate to the best at seed 1, after training at worse ones on both sides.
+    """Set each method's learning rate to the best at seed 0, after training at worse ones on both sides.
 
     Tries three rates, STEP apart, and more until the best is not the last on either side. Writes rates.csv beside the
     runs. Raises UserError for a method that diverges at all three.
@@ -127,7 +137,7 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
     losses = {name: {} for name in methods}  # by learning rate
     wanted = {name: [method.rate / STEP, method.rate, method.rate * STEP] for name, method in methods.items()}
     while any(wanted.values()):
-        cells = {(name, rate): methods[name].run(rate, 1) for name, rates in wanted.items() for rate in rates}
+        cells = {(name, rate): methods[name].run(rate, 0) for name, rates in wanted.items() for rate in rates}
         train_all(dict(cells.values()), jobs, may_diverge=True)
         for (name, rate), (folder, _) in cells.items():
             losses[name][rate] = loss_of(folder)
@@ -138,8 +148,8 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
                                 'lower')
             wanted[name] = [best / STEP] * (best == min(of_rate)) + [best * STEP] * (best == max(of_rate))
             methods[name].rate = best
-    folder, _ = next(iter(methods.values())).run(1, 1)
-    figures.write_csv(folder.parent / 'rates.csv', [{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': loss}
+    folder = Path(next(iter(methods.values())).runs).parent
+    figures.write_csv(folder / 'rates.csv', [{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': loss}
                       for name, of_rate in losses.items() for rate, loss in sorted(of_rate.items())])
 
 
@@ -158,7 +168,7 @@ def speed(run: Path) -> float:
 
 def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
     """Return {name: method} of arguments 'NAME: CONFIG --setting=value ...'; UserError if they cannot be compared."""
-    methods, settings_of = {}, {}
+    methods = {}
     for argument in arguments:
         name, colon, command = argument.partition(': ')
         runs = str(Path(s.out_dir) / re.sub(r'\W+', '_', name))
@@ -167,17 +177,16 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
                             "'NAME: CONFIG --setting=value ...'")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        settings, *_ = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
-        if settings.dtype == 'auto':
-            settings.dtype = one_dtype(settings.device)
-            args.append(f'--dtype={settings.dtype}')
-        methods[name], settings_of[name] = Method(args, settings.learning_rate, runs), settings
+        methods[name] = method = method_of(args, runs)
+        if method.settings.dtype == 'auto':
+            method.settings.dtype = one_dtype(method.settings.device)
+            args.append(f'--dtype={method.settings.dtype}')
     if len(methods) < 2:
         raise UserError('which models? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
-    (first, reference), *others = settings_of.items()
-    for name, settings in others:
+    (first, reference), *others = methods.items()
+    for name, method in others:
         for key in SAME:
-            ours, theirs = getattr(reference, key), getattr(settings, key)
+            ours, theirs = getattr(reference.settings, key), getattr(method.settings, key)
             if ours != theirs:
                 raise UserError(f'{first} has {key} = {ours}, {name} has {theirs}: expected one for all')
     return methods
@@ -201,12 +210,9 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
                'tokens': settings.max_tokens, 'flops': figures.flops_per_token(run) * settings.max_tokens,
                'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
                'perplexity': perplexity(loss),
-               **dict.fromkeys(['minus_first', 'its_low', 'its_high', 'paired_low', 'paired_high']),
-               'losses': ' '.join(map(repr, values))}
+               **dict.fromkeys(['minus_first', 'its_low', 'its_high']), 'losses': ' '.join(map(repr, values))}
         if values is not reference:
-            row['minus_first'], row['its_low'], row['its_high'] = figures.difference(values, reference)
-            by_seed = [x - y for x, y in zip(values, reference, strict=True)]
-            row['paired_low'], row['paired_high'] = figures.interval(by_seed)
+            row['minus_first'], row['its_low'], row['its_high'] = figures.paired_difference(values, reference)
         rows.append(row)
     return rows
 
@@ -220,8 +226,7 @@ def loss_table(rows: list[dict]) -> str:
         'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': figures.between(r['low'], r['high']),
         'perplexity': f'{r["perplexity"]:.3f}',
         f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
-        '95%, unpaired': figures.between(r['its_low'], r['its_high'], '+'),
-        '95%, paired': figures.between(r['paired_low'], r['paired_high'], '+')} for r in rows])
+        '95% of that': figures.between(r['its_low'], r['its_high'], '+')} for r in rows])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -332,14 +332,10 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     return stats.t.interval(0.95, len(values) - 1, statistics.mean(values), stats.sem(values))
 
 
-def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return mean(a) - mean(b) and its 95% interval (Welch), None for the bounds if either has one value."""
-    gap = statistics.mean(a) - statistics.mean(b)
-    if min(len(a), len(b)) < 2:
-        return gap, None, None
-    from scipy.stats import ttest_ind
-    bounds = ttest_ind(a, b, equal_var=False).confidence_interval()
-    return gap, bounds.low, bounds.high
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return mean(a) - mean(b) and its 95% interval (Student's t), paired by seed or, if b is one number, to it."""
+    gaps = [x - y for x, y in zip(a, b * len(a) if len(b) == 1 else b, strict=True)]
+    return statistics.mean(gaps), *interval(gaps)
 
 
 def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:

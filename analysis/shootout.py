@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from analysis import compare, figures, report
-from analysis.compare import one_dtype, set_best_rates, speed, train_seeds
+from analysis.compare import method_of, one_dtype, set_best_rates, speed, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
 from common.decoding import Decoder, decodable, roomy_cache
 from common.files import UserError, friendly_errors, write_file
@@ -53,7 +53,7 @@ class Settings:
     block_size: int = 256  # tokens of a window
     batch_size: int = 4  # windows of a step
     eval_tokens: int = 500_000  # of a validation loss
-    seeds: int = 3  # runs of each model and budget, at its best learning rate
+    seeds: int = 5  # runs of each model and budget, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
     decode_tokens: int = 64  # that are decoded in each of the rounds
 
@@ -139,7 +139,7 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
 
     def with_tokens(name, tokens, rate):
         tokens = whole_steps(s, tokens)
-        return compare.Method(arguments(s, chosen[name].model, values[name], tokens), rate, f'{out}/{name}_{tokens}')
+        return method_of(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate)
     n_tokens = whole_steps(s, s.budget / flops['standard'])
     equal_tokens = {name: with_tokens(name, n_tokens, method.rate) for name, method in chosen.items()}
     set_best_rates(equal_tokens, s.jobs)

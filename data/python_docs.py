@@ -1,8 +1,8 @@
 """The documentation inside this Python installation: a corpus that needs no download.
 
-One document per language-reference topic (what `help('for')` prints) and per docstring of the standard library's source
-files. About 1.8 million bytes, English with some code. The exact text, and so the exact loss, depends on the Python
-version.
+One document per language-reference topic (what `help('for')` prints) and per module of the standard library: its
+docstrings, in the order of the file. About 2.0 million bytes, English with some code. The exact text, and so the exact
+loss, depends on the Python version.
 """
 import ast
 import sysconfig
@@ -31,8 +31,14 @@ def texts():
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # a file that is broken on purpose
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node) or ''
-                if len(text) >= MIN_CHARACTERS:
-                    yield text.encode(errors='replace').decode()
+        text = '\n\n'.join(doc for doc in docstrings(tree) if len(doc) >= MIN_CHARACTERS)
+        if text:
+            yield text.encode(errors='replace').decode()
+
+
+def docstrings(node):
+    """Yield the docstrings of a module, class or function and of everything inside it, in the order of the file."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield ast.get_docstring(node) or ''
+    for child in ast.iter_child_nodes(node):
+        yield from docstrings(child)

@@ -1,19 +1,22 @@
 """Comparisons that train their own runs: learning rates bracketed, nothing trained twice, the table by hand."""
 import math
+import statistics
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import assert_sentence, run, succeeded
+from conftest import ROOT, assert_sentence, run, succeeded
 from test_analysis import write_run
 
 from analysis import compare
 from analysis.compare import Method
-from analysis.figures import difference, interval, read_csv
+from analysis.figures import interval, paired_difference, read_csv
 from common.files import UserError
 from common.runs import blank_run
+from train import Settings
 
+BUDGET = Settings(max_tokens=800, warmup_tokens=80)
 SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
 
@@ -46,6 +49,7 @@ def trained(monkeypatch):
         values = {key: int(own[key]) for key in ('n_layer', 'n_head', 'n_embd', 'd_k', 'd_v') if key in own}
         model, tokens = own.get('model', 'standard'), int(own.get('max_tokens', 100))
         settings = {key: own[key] for key in ('data', 'dtype') if key in own} | {'learning_rate': rate, 'seed': seed}
+        settings['warmup_tokens'] = int(own.get('warmup_tokens', 50_000_000))
         loss = 2 + abs(math.log(rate / 1e-3)) + seed / 10
         finished_run(folder, model, tokens, loss, settings, **values)
         (folder / 'ckpt' / 'step_00000001').mkdir(parents=True, exist_ok=True)
@@ -81,22 +85,27 @@ def test_a_finished_run_is_not_taken_for_another(args, sentence, tmp_path, train
 
 def test_best_rates_have_a_worse_one_on_both_sides(tmp_path, trained):
     for _ in range(2):  # the second time nothing is trained
-        methods = {name: Method([], rate, f'{tmp_path}/{name}') for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
+        methods = {name: Method([], BUDGET, rate, f'{tmp_path}/{name}')
+                   for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
         compare.set_best_rates(methods, 1)
         assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
-    assert len(trained) == 3 + 6 and all('--seed=1' in command for command in trained)
+    assert len(trained) == 3 + 6
+    for own in map(given, trained):  # a seed that is not tested, an eighth of the tokens
+        assert (own['seed'], own['max_tokens'], own['warmup_tokens']) == ('0', '100', '10')
+    _, args = methods['a'].run(1e-3, 1)
+    assert args == ['--learning_rate=0.001', '--seed=1']
     rows = read_csv(tmp_path / 'rates.csv')
     assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
         [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
 
 
 def test_a_rate_that_diverges_is_a_worse_one(tmp_path, trained):
-    a, b = Method([], 8e-3, f'{tmp_path}/a'), Method([], 0.1, f'{tmp_path}/b')
+    a, b = Method([], BUDGET, 8e-3, f'{tmp_path}/a'), Method([], BUDGET, 0.1, f'{tmp_path}/b')
     compare.set_best_rates({'a': a}, 1)
     assert a.rate == pytest.approx(1e-3, rel=0.25)
-    folder, args = a.run(0.012, 1)
+    folder, args = a.run(0.012, 0)
     assert 'not finite' in (folder / compare.DIVERGED).read_text()
-    with pytest.raises(UserError, match='a_lr0.012_seed1 diverged, at the best learning rate of the first seed: the'):
+    with pytest.raises(UserError, match='a_lr0.012_seed0 diverged, at the best learning rate of seed 0: the'):
         compare.train_all({folder: args}, 1)
     with pytest.raises(UserError, match='b diverges at learning rates of 0.0667 to 0.15'):
         compare.set_best_rates({'b': b}, 1)
@@ -119,9 +128,9 @@ def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp
     runs = [(own['model'], own['learning_rate'], own['seed']) for own in map(given, trained)]
     assert len(runs) == len(set(runs))
     for model in ('standard', 'gpn'):
-        rate, = {rate for name, rate, seed in runs if name == model and seed == '3'}
+        rate, = {rate for name, rate, seed in runs if name == model and seed == '5'}
         assert float(rate) == pytest.approx(1e-3, rel=0.25)
-        assert {seed for name, own, seed in runs if (name, own) == (model, rate)} == {*'123'}
+        assert {seed for name, own, seed in runs if (name, own) == (model, rate)} == {*'012345'}
     assert '| minus a |' in result.stdout and '| 1,234 |' in result.stdout and 'commit' in result.stdout
     assert {'rates.csv', 'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
 
@@ -134,10 +143,8 @@ def test_the_table_is_that_of_its_runs(tmp_path):
                    for i, loss in enumerate(losses[name])] for name, (model, values) in kinds.items()}
     a, b, c = compare.table(runs)
     assert (b['loss'], b['perplexity']) == pytest.approx((2.35, math.exp(2.35)))
-    assert (b['minus_first'], b['its_low'], b['its_high']) == difference(losses['b'], losses['a'])
-    assert (b['paired_low'], b['paired_high']) == pytest.approx(interval((0.2, 0.3, 0.15)))
-    assert b['paired_low'] > b['its_low']  # the seeds vary together
-    assert a['minus_first'] is None and a['paired_low'] is None
+    assert (b['minus_first'], b['its_low'], b['its_high']) == pytest.approx((0.65 / 3, *interval((0.2, 0.3, 0.15))))
+    assert a['minus_first'] is None and a['its_low'] is None
     assert (a['low'], a['high']) == interval(losses['a'])
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
     model = blank_run(runs['c'][0])
@@ -145,3 +152,24 @@ def test_the_table_is_that_of_its_runs(tmp_path):
     assert c['parameters'] == sum(p.numel() for p in model.parameters())
     assert c['flops'] == 1000 * model.flops_per_token(8)
     assert '| +0.2167 |' in compare.loss_table([a, b, c])
+
+
+def committed(path):
+    """Rows of a committed CSV that have the losses of each seed, and the difference to the first of their kind."""
+    rows = read_csv(path)
+    return rows if {'losses', 'its_low'} <= rows[0].keys() else []
+
+
+@pytest.mark.parametrize('path', [path for path in sorted((ROOT / 'bench/results').glob('*.csv')) if committed(path)],
+                         ids=lambda path: path.stem)
+def test_committed_intervals_are_those_of_their_losses(path):
+    rows = committed(path)
+    gap = 'minus_first' if 'minus_first' in rows[0] else 'minus_standard'
+    losses = [[*map(float, row['losses'].split())] for row in rows]
+    first = {row.get('equal'): own for row, own in zip(rows, losses) if not row[gap]}
+    for row, own in zip(rows, losses):
+        found = [float(row[key]) for key in ('loss', 'low', 'high')]
+        assert found == pytest.approx([statistics.mean(own), *interval(own)])
+        if row[gap]:
+            assert [float(row[key]) for key in (gap, 'its_low', 'its_high')] == pytest.approx(
+                paired_difference(own, first[row.get('equal')]))

@@ -47,13 +47,22 @@ def visible_files(folder: str) -> list[str]:
     return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
 
 
-def local_files(name: str, config: str | None = None) -> list[str]:
+def files_of_config(folder: str, s) -> list[str]:
+    """Return the files of a split that README.md names for a configuration of a dataset's folder."""
+    import datasets
+    try:
+        return [*datasets.load_dataset_builder(folder, s.config).config.data_files[s.split]]
+    except Exception as error:  # no such configuration or split
+        raise UserError(f'{folder} could not be opened ({type(error).__name__}): {error}')
+
+
+def local_files(name: str, s) -> list[str]:
     """Return the files of one format that a path, a pattern or a folder names; [] if `datasets` is to read it.
 
     Files of no format are ignored, and so are .txt files beside records (a licence, for example).
     """
     if os.path.isdir(name):
-        matches = visible_files(name)
+        matches = files_of_config(name, s) if s.config else visible_files(name)
     elif os.path.isfile(name):
         matches = [name]
     else:
@@ -65,7 +74,7 @@ def local_files(name: str, config: str | None = None) -> list[str]:
     found = [file for file in matches if format_of(file)]
     files = [file for file in found if format_of(file) != 'txt'] or found
     formats = {format_of(file) for file in files}
-    if os.path.isdir(name) and (config or 'datasets' in formats):
+    if os.path.isdir(name) and 'datasets' in formats:
         return []
     if len(formats) != 1 or 'datasets' in formats:
         raise UserError(f'{name} matches {", ".join(matches[:3])}{" ..." if matches[3:] else ""}: {EXPECTED}')
@@ -82,7 +91,7 @@ def open_source(name: str, s) -> tuple[Callable, str]:
     id, or the text) decides between train and val if the split is None; for a record without a text it is None. The
     checksum covers names, sizes and times of local files, and the revision of a dataset of the hub.
     """
-    files = local_files(name, s.config)
+    files = local_files(name, s)
     if files:
         checksum = checksum_of_files(files)
         if s.shuffle:

@@ -141,12 +141,15 @@ def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path
             read(tmp_path / 'source', split='test')
 
 
-def test_other_columns_of_a_configuration_may_differ_between_its_files(tmp_path):
-    write(tmp_path / 'files', 'parquet', RECORDS)
-    (tmp_path / 'files/README.md').write_text('---\nconfigs:\n- config_name: all\n  data_files: "*.parquet"\n---\n')
+@pytest.mark.parametrize('kind', ['parquet', 'jsonl.gz'])
+def test_other_columns_of_a_configuration_may_differ_between_its_files(kind, tmp_path):
+    write(tmp_path / 'files', kind, RECORDS)
+    (tmp_path / 'files/README.md').write_text(f'---\nconfigs:\n- config_name: all\n  data_files: "*.{kind}"\n---\n')
     assert texts(read(tmp_path / 'files', config='all')) == WITH_TEXT
     with pytest.raises(UserError, match="has no field 'url'"):
         read(tmp_path / 'files', config='all', id_field='url')
+    with pytest.raises(UserError, match='could not be opened'):
+        read(tmp_path / 'files', config='other')
 
 
 # ---- texts ----

@@ -292,13 +292,13 @@ def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str]
     return {short_number(n): curves for n, curves in of_each(sizes, compared).items()}
 
 
-def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> list[dict]:
-    """Return the points of a logged value at the steps where every run has it.
+def curve(runs: list[str], key: str = 'val', what: str = 'validation loss', minus: dict | None = None) -> list[dict]:
+    """Return the points of a logged value at the steps where every run has it, minus that of {seed: another run}.
 
     A point is {'step', 'tokens', 'minutes', 'gpu_hours', 'flops'} and `spread`. gpu_hours is None unless all runs were
     on GPUs, flops (of one run) is None if unknown.
     """
-    logs = [{record['tokens']: record for record in read_log(run) if is_number(record.get(key))} for run in runs]
+    logs = [records_of(run, key, minus) for run in runs]
     versions, flops, points = [read_run(run)['versions'] for run in runs], flops_per_token(runs[0]), []
     gpus = [v.get('processes', 1) if str(v.get('device')).startswith('cuda') else 0 for v in versions]
     for tokens in sorted(set.intersection(*map(set, logs))):
@@ -310,6 +310,17 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss') -> l
     if not points:
         raise UserError(f'{" ".join(map(str, runs))}: no {what} that all of these runs logged at the same step')
     return points
+
+
+def records_of(run: str, key: str, minus: dict | None = None) -> dict[int, dict]:
+    """Return {tokens: record} of the log records that have a value, minus the value of {seed: another run}."""
+    records = {record['tokens']: record for record in read_log(run) if is_number(record.get(key))}
+    if minus:
+        if (seed := settings_of(run).seed) not in minus:
+            raise UserError(f'{run} has seed {seed}, which no run has that is subtracted')
+        others = records_of(minus[seed], key)
+        records = {n: record | {key: record[key] - others[n][key]} for n, record in records.items() if n in others}
+    return records
 
 
 def for_good(points: list[dict], holds: Callable) -> dict | None:

@@ -1,6 +1,7 @@
 """Validation loss against training tokens, time and FLOPs, runs that differ only in the seed averaged.
 
     python -m analysis.loss_curves RUN RUN ... --out=NAME
+    python -m analysis.loss_curves RUN RUN ... --minus=standard --out=NAME      differences by seed
 
 Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where
 each line stays below the first one, as in figure 2 of the SPS paper. Time comes from the runs' logs, so compare runs
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import figures
+from common.files import UserError
 
 AXES = {'tokens': 'tokens', 'gpu_hours': 'GPU-hours', 'minutes': 'minutes', 'flops': 'FLOPs'}
 
@@ -20,6 +22,7 @@ AXES = {'tokens': 'tokens', 'gpu_hours': 'GPU-hours', 'minutes': 'minutes', 'flo
 @dataclass
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: loss_curves beside the runs
+    minus: str | None = None  # label of a line; the others are drawn minus its run of the same seed
 
 
 def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
@@ -72,7 +75,11 @@ def set_axes(axes, curves: list[list[dict]], xlabel: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('loss_curves RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        curves = figures.curves_of(runs, figures.curve)
+        groups = figures.group(runs) if s.minus else {None: []}
+        if s.minus not in groups:
+            raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(groups)}')
+        reference = {figures.settings_of(run).seed: run for run in groups[s.minus]}
+        curves = figures.curves_of(runs, lambda runs: figures.curve(runs, minus=reference))
         first = next(iter(curves.values()))
         for label, points in curves.items():
             end = points[-1]

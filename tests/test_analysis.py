@@ -78,6 +78,17 @@ def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
     assert (tmp_path / 'loss_curves.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'loss_curves.csv').exists()
 
 
+def test_differences_are_those_of_runs_of_one_seed(tmp_path):
+    losses = {('standard', 1): [4.0, 3.0], ('standard', 2): [5.0, 2.0], ('sps', 2): [5.5, 2.25], ('sps', 1): [4.0, 3.5]}
+    runs = [write_run(tmp_path / f'{model}{seed}', values, model, seed=seed) for (model, seed), values in losses.items()]
+    alone = write_run(tmp_path / 'alone', [4.0, 3.0], 'nextlat', seed=3)
+    result = succeeded(run('-m', 'analysis.loss_curves', *runs, alone, '--minus=standard', f'--out={tmp_path}/figure'))
+    rows = {(row['label'], row['step']): row for row in figures.read_csv(tmp_path / 'figure.csv')}
+    assert [[float(row[key]) for key in ('mean', 'lowest', 'highest')] for (label, _), row in rows.items()
+            if label == 'sps'] == [[0.25, 0, 0.5], [0.375, 0.25, 0.5]]
+    assert 'has seed 3, which no run has' in result.stderr
+
+
 def test_crossing_is_where_a_line_goes_below_for_good():
     first = line(5, 4, 3, 2)
     assert loss_curves.crossing(line(6, 3, 4, 1.9), first, 'tokens') == 3

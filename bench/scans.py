@@ -3,8 +3,7 @@
     python -m bench.scans [--toy]
 
 A step is a forward and backward pass. On a CPU it runs in fp32 and, where the CPU has bf16 units, also under autocast;
-on a GPU under autocast, at the papers' sizes. Peak memory is measured in a process per form. docs/gpn.md has the least
-time that GPN's bytes take on a GPU.
+on a GPU under autocast, at the papers' sizes. Peak memory is measured in a process per form.
 """
 from collections.abc import Callable, Iterator
 

@@ -28,13 +28,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from common.benchmarks import local_records
 from common.files import UserError, friendly_errors, naming
-from common.gpu import take_gpu
-from common.machine import Device, DType, decoding_dtype, join_processes, pick_device, pick_dtype, ranks
-from common.parallel import rank, world
+from common.machine import Device, DType, decoding_dtype, join_processes, own_device, pick_dtype
+from common.parallel import rank
 from common.runs import load_run, run_data
 from common.scoring import Scorer
 from common.settings import check_ranges, load_settings
@@ -129,13 +127,8 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
 
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     """Load a run. Returns its Scorer, its tokenizer and its config.json."""
-    device = pick_device(s.device)
-    dtype = decoding_dtype(s.dtype, device)
-    if device == 'cuda' and world() > 1:
-        local = ranks()[2]
-        take_gpu(local)
-        device = f'cuda:{local}'
-    model, record = load_run(folder, device, dtype)
+    device = own_device(s.device)
+    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type))
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
@@ -221,8 +214,6 @@ def main(argv: list[str] | None = None) -> None:
                 append_line(run, line)
         if rank() == 0 and len(runs) > 1:
             print_table(columns)
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == '__main__':

@@ -42,7 +42,8 @@ from attn_kernels import (
 class Config:
     objective: Literal['nextlat', 'ntp'] = 'nextlat'  # ntp: next tokens alone, GPT in the paper's tables
     horizon: int = 1  # d: how many steps ahead p_psi is trained to predict
-    lambda_h: float = 1.0  # lambda_next-h: weight of the Smooth L1 loss between h^ and h; 0: without it
+    lambda_h: float = 1.0  # lambda_next-h: weight of the loss between h^ and h; 0: without it
+    state_loss: Literal['smooth_l1', 'mse'] = 'smooth_l1'  # that loss; mse: appendix, pretraining quirks
     lambda_kl: float = 1.0  # lambda_KL: weight of the KL loss, or of the one that token_loss puts in its place; 0: none
     token_loss: Literal['kl', 'ce'] = 'kl'  # ce: cross-entropy of h^'s softmax with the token (appendix, ablations)
     stop_target: bool = True  # no gradient into the h that is to be predicted; False: appendix, ablations
@@ -219,7 +220,8 @@ class Model(nn.Module):
         goal = h.detach() if c.stop_target else h
         for i, h_hat in enumerate(predicted, 1):
             if 'next_hidden' in lambdas:
-                errors = F.smooth_l1_loss(h_hat, goal, reduction='none').mean(-1)
+                distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
+                errors = distance(h_hat, goal, reduction='none').mean(-1)
                 parts['next_hidden'] += (errors * state_weights[:, i]).sum() / c.horizon
             if 'kl' in lambdas or 'ce' in lambdas:
                 log_q = self._log_probs(h_hat, frozen=c.stop_head)

@@ -76,9 +76,9 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
     return prompts, n_new
 
 
-def load_draft(folder, record: dict, device: str, dtype: DType):
+def load_draft(folder, record: dict, device, dtype):
     """Load the model of a run that drafts for the run of `record`; UserError if its tokenizer differs."""
-    draft, of_draft = load_run(folder, device, decoding_dtype(dtype, device))
+    draft, of_draft = load_run(folder, device, dtype)
     if not same_vocabulary(of_draft['data'], record['data']):
         raise UserError(f'the draft run {folder} has the tokenizer {of_draft["data"]["tokenizer"]}, the run '
                         f'{record["data"]["tokenizer"]}: they must have one tokenizer')
@@ -149,11 +149,12 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
         run, *given = positional
         device = pick_device(s.device)
-        model, record = load_run(run, device, decoding_dtype(s.dtype, device))
+        dtype = decoding_dtype(s.dtype, device)
+        model, record = load_run(run, device, dtype)
         tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
         drafting = None
         if s.draft or s.draft_len:
-            drafting = dict(draft=load_draft(s.draft, record, device, s.dtype) if s.draft else None,
+            drafting = dict(draft=load_draft(s.draft, record, device, dtype) if s.draft else None,
                             draft_len=read_length(s.draft_len or 'auto'))
             longest_draft(model, **drafting)  # raises UserError before anything is printed
             if getattr(model, 'sequential', False):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.continuing import MAY_CHANGE
-from common.files import UserError, command, friendly_errors
+from common.files import UserError, command, friendly_errors, say_once
 from common.machine import pick_device, pick_dtype
 from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
@@ -133,7 +133,7 @@ def fitting_block(runs: list[str], block_size: int) -> int:
 def long_documents(data, least: int, most: int, n: int) -> list:
     """Return the first n validation documents of at least `least` tokens, eos counted, cut to `most`, as int64 arrays.
 
-    If the data has fewer, prints how many. Raises UserError if it has none.
+    If the data has fewer, says how many on stderr. Raises UserError if it has none.
     """
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows are no documents: give --data=FOLDER with documents')
@@ -144,7 +144,7 @@ def long_documents(data, least: int, most: int, n: int) -> list:
         raise UserError(f'{data.folder} has no validation document of {least:,} tokens or more: give shorter lengths, '
                         'or --data=FOLDER with longer documents')
     if len(found) < n:
-        print(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
+        say_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
     return found
 
 

@@ -3,13 +3,14 @@
     python -m analysis.speculative RUN [RUN ...]                        prompts of the run's own validation data
     python -m analysis.speculative RUN RUN --data=FOLDER,FOLDER         of other data: Wikipedia, books, code, math
     python -m analysis.speculative RUN --draft=SMALL                    another run drafts
+    torchrun --nproc_per_node=8 -m analysis.speculative RUN             on several GPUs: each decodes a share
 
-The NextLat paper's protocol: plain decoding and all draft lengths take turns on each batch of prompts, and no text ends
-early. A speed-up is the median over the batches of the ratio of their times, because machines are noisy. `accepted` is
-the mean number of accepted tokens per verification, which yields one token more. Cumulative acceptance at i is the
-probability that the first i tokens of a draft are all accepted.
+The NextLat paper's protocol: prompts are the beginnings of validation documents, plain decoding and all draft lengths
+take turns on each batch of them, and no text ends early. A speed-up is the median over the batches of the ratio of
+their times, because machines are noisy. `accepted` is the mean number of accepted tokens per verification, which yields
+one token more. Cumulative acceptance at i is the probability that the first i tokens of a draft are all accepted.
 
-Prints a table for each run and folder, and writes it to RUN/speculative.csv. NAME.png (--out=NAME) has the speed-up and
+Prints a table for each run, and writes it to RUN/speculative.csv. NAME.png (--out=NAME) has the speed-up and
 the cumulative acceptance over the draft length. NAME.md has one row per run: for each folder, the fixed length of at
 least 2 with the largest speed-up, its accepted tokens, and the speed-up of `auto`, which the paper does not have.
 """
@@ -22,11 +23,12 @@ from itertools import accumulate
 from math import inf
 from pathlib import Path
 
-from analysis.figures import new_figure, output_path, runs_to_read, save_figure, write_csv
+from analysis.figures import long_documents, new_figure, output_path, runs_to_read, save_figure, write_csv
 from bench import markdown_table
 from common.decoding import SAMPLING, generate
 from common.files import UserError, write_file
-from common.machine import Device, DType, decoding_dtype, pick_device
+from common.machine import Device, DType, decoding_dtype, join_processes, own_device
+from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
 from common.settings import check_ranges
 from common.speculative import longest_draft, read_length, speculative_generate
@@ -39,8 +41,8 @@ class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: speculative, beside the first run
     draft: str | None = None  # run folder of a model that drafts; None: each model drafts for itself
     draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # lengths to compare; those that the model cannot draft are left out
-    n_prompts: int = 1024  # prompts of each folder, spread evenly over it
-    prompt_tokens: int = 512  # tokens of each prompt
+    n_prompts: int = 1024  # prompts of each folder: its first validation documents that are long enough
+    prompt_tokens: int = 512  # tokens of each prompt; shorter documents are left out
     new_tokens: int = 512  # tokens generated after each prompt
     temperature: float = 1.0  # 0: always the likeliest token
     batch_size: int = 1  # prompts decoded at a time
@@ -63,35 +65,29 @@ def draft_lengths(text: str, model, draft) -> list[int | str]:
 
 
 def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int]]:
-    """Return prompts spread evenly over the validation data; UserError if they do not fit the context or the data."""
-    data, T, block_size = run_data(record, folder), s.prompt_tokens, record['settings']['block_size']
-    if hasattr(data, 'score'):
-        raise UserError(f'prompts are taken from texts, and {data.folder} is a synthetic task: give --data=FOLDER')
+    """Return the beginnings of validation documents; UserError if they do not fit the context or none is long."""
+    T, block_size = s.prompt_tokens, record['settings']['block_size']
     if T + s.new_tokens > block_size:
         raise UserError(f'prompts of {T} tokens and {s.new_tokens} new ones do not fit the context of {block_size} '
                         'tokens that the run was trained with: lower prompt_tokens or new_tokens')
-    n_windows = data.n_windows('val', T)
-    if n_windows < s.n_prompts:
-        raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens: lower n_prompts from '
-                        f'{s.n_prompts}')
-    return data.val_batch([i * n_windows // s.n_prompts for i in range(s.n_prompts)], T)[0].tolist()
+    documents = long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # each ends with eos, which is left out
+    return [document.tolist() for document in documents]
 
 
 # ---- measuring ----
 
 def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
-    """Return one row per draft length: draft_len, speedup, accepted, tokens_per_s, cumulative_1, cumulative_2, ..."""
+    """Return one row per draft length: draft_len, speedup, accepted, tokens_per_s of one process, cumulative_1, ..."""
     sides = list(dict.fromkeys(('plain', *draft_lengths(s.draft_lens, model, draft))))
     batches = [prompts[start:start + s.batch_size] for start in range(0, len(prompts), s.batch_size)]
     for side in sides:
         decode(model, draft, side, batches[0], min(32, s.new_tokens), s)  # warm-up
-    found = {side: [] for side in sides}
-    for seed, batch in enumerate(batches):
-        for side in sides:
-            found[side].append(decode(model, draft, side, batch, s.new_tokens, s, seed))
-    plain, rows = [seconds for seconds, _ in found.pop('plain')], []
-    for n, timed in found.items():
-        seconds, drafts = zip(*timed)
+    own = [{side: decode(model, draft, side, batch, s.new_tokens, s, seed) for side in sides}
+           for seed, batch in list(enumerate(batches))[rank()::world()]]
+    measured = [batch for share in all_gather(own) for batch in share]
+    plain, rows = [batch['plain'][0] for batch in measured], []
+    for n in sides[1:]:
+        seconds, drafts = zip(*(batch[n] for batch in measured))
         tried, accepted = sum((d.tried_at for d in drafts), Counter()), sum((d.accepted_at for d in drafts), Counter())
         shares = accumulate((accepted[i] / n_tried for i, n_tried in sorted(tried.items())), operator.mul)
         rows.append({
@@ -150,24 +146,27 @@ def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with runs_to_read('speculative RUN RUN ...', Settings, argv) as (s, runs):
-        device, tables = pick_device(s.device), {}
+        join_processes('gloo')
+        device, tables = own_device(s.device), {}
+        dtype = decoding_dtype(s.dtype, device.type)
         for run in runs:
-            model, record = load_run(run, device, decoding_dtype(s.dtype, device))
-            draft = None if s.draft is None else load_draft(s.draft, record, device, s.dtype)
-            rows = []
-            for folder in s.data.split(',') if s.data else [record['settings']['data']]:
-                tables[run, folder] = compare_lengths(model, draft, read_prompts(record, folder, s), s)
-                rows += [{'data': folder, **row} for row in tables[run, folder]]
-                print(f'{run} on {folder}')
-                print(markdown_table([{
-                    'draft_len': row['draft_len'], 'tokens per verification': f'{1 + row["accepted"]:.2f}',
-                    'tokens/s': f'{row["tokens_per_s"]:,.1f}', 'speed-up': f'{row["speedup"]:.2f}'}
-                    for row in tables[run, folder]]))
-            write_csv(Path(run) / 'speculative.csv', [dict.fromkeys(max(rows, key=len), '') | row for row in rows])
-        out = output_path(s.out, runs, 'speculative')
-        write_file(Path(f'{out}.md'), markdown(tables).encode())
-        plot(tables, f'{out}.png')
-        print(f'written to {out}.md, {out}.png and speculative.csv of each run folder')
+            model, record = load_run(run, device, dtype)
+            draft = None if s.draft is None else load_draft(s.draft, record, device, dtype)
+            folders = s.data.split(',') if s.data else [record['settings']['data']]
+            tables |= {(run, folder): compare_lengths(model, draft, read_prompts(record, folder, s), s)
+                       for folder in folders}
+            if rank() == 0:
+                rows = [{'data': folder, **row} for folder in folders for row in tables[run, folder]]
+                write_csv(Path(run) / 'speculative.csv', [dict.fromkeys(max(rows, key=len), '') | row for row in rows])
+                print(run, markdown_table([{
+                    'data': row['data'], 'draft_len': row['draft_len'], 'tokens/s': f'{row["tokens_per_s"]:,.1f}',
+                    'tokens per verification': f'{1 + row["accepted"]:.2f}', 'speed-up': f'{row["speedup"]:.2f}'}
+                    for row in rows]), sep='\n')
+        if rank() == 0:
+            out = output_path(s.out, runs, 'speculative')
+            write_file(Path(f'{out}.md'), markdown(tables).encode())
+            plot(tables, f'{out}.png')
+            print(f'written to {out}.md, {out}.png and speculative.csv of each run folder')
 
 
 if __name__ == '__main__':

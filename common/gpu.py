@@ -1,21 +1,11 @@
-"""What a GPU needs: selecting it, its peak FLOP/s, and torch.compile, which may also be used on a CPU."""
+"""What a GPU needs: its peak FLOP/s, and torch.compile, which may also be used on a CPU."""
 import re
 
 import torch
 
-from common.files import UserError
-
 PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
     'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
     'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
-
-
-def take_gpu(local: int) -> None:
-    """Select the GPU of the process with this local rank; UserError if there is none."""
-    if local >= torch.cuda.device_count():
-        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
-                        'Start fewer processes, or use --device=cpu')
-    torch.cuda.set_device(local)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

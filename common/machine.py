@@ -1,4 +1,5 @@
 """The machine: devices, dtypes, processes, threads, memory, terminal output and signals."""
+import atexit
 import ctypes
 import math
 import os
@@ -76,6 +77,18 @@ def pick_device(name: Device) -> str:
     return name
 
 
+def own_device(name: Device) -> torch.device:
+    """Return the device of this process. A GPU, which is then selected, is that of its local rank."""
+    device, local = torch.device(pick_device(name)), ranks()[2]
+    if device.type != 'cuda':
+        return device
+    if local >= torch.cuda.device_count():
+        raise UserError(f'process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()} here. '
+                        'Start fewer processes, or use --device=cpu')
+    torch.cuda.set_device(local)
+    return torch.device('cuda', local)
+
+
 def pick_dtype(name: DType, device: str, big_enough: bool = True) -> torch.dtype:
     """Return the dtype of matrix products in training. auto: bf16 on CUDA and on CPUs that have bf16 instructions.
 
@@ -97,13 +110,9 @@ def decoding_dtype(name: DType, device: str) -> torch.dtype:
 
 def start_processes(s) -> Machine:
     """Join the other processes, if any, and set up the device, threads and allocator. s has `device` and `threads`."""
-    rank, world, local, local_world = ranks()
-    device = torch.device(pick_device(s.device))
-    if device.type == 'cuda':
-        from common.gpu import take_gpu
-        take_gpu(local)
-        device = torch.device('cuda', local)
-    else:
+    rank, world, _, local_world = ranks()
+    device = own_device(s.device)
+    if device.type != 'cuda':
         set_threads(s.threads, local_world)
         torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
         keep_freed_memory()
@@ -134,6 +143,7 @@ def join_processes(backend: str) -> None:
     timer.daemon = True
     timer.start()
     dist.init_process_group(backend)
+    atexit.register(dist.destroy_process_group)
     timer.cancel()
 
 

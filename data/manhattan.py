@@ -13,8 +13,9 @@ the paper's counts of walks and tokens. About one in twenty pairs of start and d
 for a way between such pairs.
 
 The city is a file {"edges": [[node, direction, neighbour], ...]}, as an OpenStreetMap extract gives it: nodes are
-numbers or words, a direction is a word such as NE, and leaves a node once at most. Without a file it is a square grid
-of `grid` streets each way, one-way in turn, so that the outermost four are a ring and every place can be reached.
+numbers or words, a direction is a word such as NE, and leaves a node once at most. The paper's Manhattan comes from
+github.com/keyonvafa/world-model-evaluation (docs/data.md). Without a file it is a square grid of `grid` streets each
+way, one-way in turn, so that the outermost four are a ring and every place can be reached.
 """
 import json
 import re

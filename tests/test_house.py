@@ -11,7 +11,7 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
-    'common.gpu': {'common.files'},
+    'common.gpu': set(),
     'common.machine': {'common.files', 'common.gpu'},
     'common.recomputing': set(),
     'common.decoding': {'common.files', 'common.recomputing', 'common.settings'},

@@ -66,9 +66,9 @@ def fetch(h, e, layer):
     return norm(e[-1] + layer.attn_out.weight @ mixed, layer.out_norm)
 
 
-def smooth_l1(a, b):
+def state_loss(a, b, kind):
     d = (a - b).abs()
-    return torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
+    return d.square().mean() if kind == 'mse' else torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
 
 
 def encode(model, x):
@@ -110,7 +110,7 @@ def paper(name, model, idx, targets, cap=None):
             in_document = [s for s in range(t + 1, min(t + c.horizon + 1, T)) if documents[s] == documents[t]]
             for i, (s, guess) in enumerate(zip(in_document, ahead(name, model, x, t, encoded))):
                 if is_nextlat:
-                    h_terms[i].append(smooth_l1(guess, h[s].detach() if c.stop_target else h[s]))
+                    h_terms[i].append(state_loss(guess, h[s].detach() if c.stop_target else h[s], c.state_loss))
                 log_q = log_p(guess, head.detach() if is_nextlat and c.stop_head else head)
                 if counts[s]:
                     p = log_p(h[s]).detach()
@@ -134,7 +134,7 @@ def paper(name, model, idx, targets, cap=None):
 
 SWITCHES = [dict(), dict(token_loss='ce'), dict(stop_target=False), dict(stop_head=False),
             dict(token_loss='ce', stop_head=False), dict(lambda_h=0), dict(lambda_kl=0),
-            dict(lambda_h=2.0, lambda_kl=0.1), dict(cap=0.5)]
+            dict(lambda_h=2.0, lambda_kl=0.1), dict(state_loss='mse'), dict(cap=0.5)]
 CASES = [('nextlat', dict(objective='ntp')),
          *((name, dict(horizon=d, lambda_mtp=0.4, cap=cap)) for name in ('mtp', 'jtp') for d in (1, 2, 3)
            for cap in (None, 0.5)),

@@ -10,11 +10,12 @@ import torch
 from conftest import assert_sentence, run, succeeded, train_tiny
 from test_models import small_model
 
-from analysis.speculative import draft_lengths, markdown
+from analysis.speculative import Settings, draft_lengths, markdown, read_prompts
 from common import decoding, speculative
 from common.decoding import generate, token_probs
-from common.runs import read_log
+from common.runs import read_log, read_run
 from common.speculative import draft_tokens, speculative_generate
+from data import open_data
 
 OWN = {'sps': dict(window=2), 'mtp': dict(horizon=2), 'jtp': dict(horizon=3)}
 
@@ -219,11 +220,16 @@ def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_table_of_draft_lengths(runs, tiny_data, tmp_path):
+def test_table_of_draft_lengths_by_two_processes_and_by_one(runs, tiny_data, tmp_path):
     small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto', f'--out={tmp_path}/out']
-    command = ['-m', 'analysis.speculative', runs / 'nextlat']
-    assert 'tokens per verification' in succeeded(run(*command, *small, f'--data={tiny_data},{tiny_data}')).stdout
-    rows = list(csv.DictReader(open(runs / 'nextlat/speculative.csv')))
+    command, several = ['-m', 'analysis.speculative', runs / 'nextlat'], f'--data={tiny_data},{tiny_data}'
+    both = []
+    for processes in (2, 1):
+        result = succeeded(run(*command, *small, several, processes=processes))
+        assert result.stdout.count('tokens per verification') == 1
+        both.append(list(csv.DictReader(open(runs / 'nextlat/speculative.csv'))))
+    rows, by_time = both[1], ('speedup', 'tokens_per_s')
+    assert all(a[key] == b[key] for a, b in zip(*both, strict=True) for key in a.keys() - by_time)
     assert [row['draft_len'] for row in rows] == 2 * ['1', '3', 'auto']
     shares = [float(rows[1][f'cumulative_{i}']) for i in (1, 2, 3)]
     assert sorted(shares, reverse=True) == shares and 0 <= shares[-1] and shares[0] <= 1
@@ -232,6 +238,14 @@ def test_table_of_draft_lengths(runs, tiny_data, tmp_path):
     succeeded(run(*command, *small, f'--draft={runs / "standard"}', '--new_tokens=2'))
     assert_sentence(run('-m', 'analysis.speculative', runs / 'ntp', *small), 'cannot draft for itself')
     assert_sentence(run(*command), 'do not fit the context of 64 tokens', 'lower prompt_tokens')
+
+
+@pytest.mark.slow
+def test_prompts_are_the_beginnings_of_documents(runs, tiny_data):
+    ids = open_data(str(tiny_data)).tokens('val', 0, 2000).tolist()
+    starts = [0, *(i + 1 for i, token in enumerate(ids) if token == 256)]
+    prompts = read_prompts(read_run(runs / 'nextlat'), str(tiny_data), Settings(None, None, None, '1', 3, 9, 9))
+    assert prompts == [ids[i:i + 9] for i in starts if 256 not in ids[i:i + 9]][:3]
 
 
 def test_each_text_has_its_best_fixed_length_and_auto():

@@ -1,11 +1,12 @@
 # What tables A2 to A5 and A12 share: English Wikipedia, BPE 16k. Windows of 256, batches of 64 and 100,000 steps are a
 # guess: the paper states them for OpenWebText alone. One head at C = 446 is a guess too: RoPE needs heads of an even
-# size, and of the divisors only 1 and 223 leave that.
+# size, and of the divisors only 1 and 223 leave that. So is the tokenizer:
+# hf download wikimedia/wikipedia --repo-type=dataset --include='20231101.en/*' --local-dir=wikipedia
+# python -m data.tokenizers wikipedia --vocab_size=16000 --out=bpe16k.json
 from config.context_ready.owt import *
 
 data = 'data/built/wikipedia'
-make_data = ('python prepare_fineweb.py wikimedia/wikipedia --config=20231101.en --id_field=id '
-             '--tokenizer=YOUR_16K_TOKENIZER --out_dir=data/built/wikipedia')
+make_data = 'python prepare_fineweb.py wikipedia --tokenizer=bpe16k.json --out_dir=data/built/wikipedia'
 assumed_ids = 16_000
 n_embd = 446
 n_head = 1

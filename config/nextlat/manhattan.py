@@ -1,6 +1,6 @@
-# Manhattan taxi rides of the NextLat paper (table of hyperparameters; section on the details). docs/data.md says where
-# the city's map comes from. The baselines: --objective=ntp, and --model=mtp and --model=jtp, for which it swept
-# lambda_mtp over 0.1 ... 1.
+# Manhattan taxi rides of the NextLat paper (table of hyperparameters; section on the details). Its map is in
+# github.com/keyonvafa/world-model-evaluation (MIT licence); docs/data.md has the commands. The baselines:
+# --objective=ntp, and --model=mtp and --model=jtp, for which it swept lambda_mtp over 0.1 ... 1.
 model = 'nextlat'
 data = 'manhattan:edges=data/built/manhattan/edges.json'
 make_data = f'a file of a city, as docs/data.md describes it, gives {data}'

@@ -43,10 +43,10 @@ class Config:
     chunk_len: int = 64  # tokens per chunk of the fast form, rounded up to a power of 2, and per segment of the loop
     scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unchanged, else loop
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
+    norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial matrices and convolutions, without the head's (fla)
-    vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 32000  # real token ids; rows from here on are padding
+    vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
     eos_id: int | None = None  # the id that ends a document, after which memory and convolution start anew; None: never
 
     def __post_init__(self):
@@ -202,7 +202,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
-        # This sets every matrix and bias: initialise anything that should start differently after it.
+        # Initialises every matrix and bias: set anything that should start differently after it.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # no matrix is scaled down with depth (official code)
                 nn.init.normal_(p, std=c.init_std)
@@ -222,9 +222,9 @@ class Model(nn.Module):
         return self.norm(h)
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
+        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
 
-        With documents on, positions whose input is eos do not count: the token after them starts another document.
+        With eos_id set, the target of an eos input is ignored: it starts another document.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -234,15 +234,15 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
-        """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
+        """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
         return F.cross_entropy(at_least_fp32(self._logits(h)), targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
-        """Logits of all V rows. An edit here changes the loss and decoding alike."""
+        """Return logits over all V rows, for the loss and decoding."""
         return self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):

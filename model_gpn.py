@@ -48,10 +48,10 @@ class Config:
     segment_len: int = 32  # steps that the backward recomputes at a time: trades memory for time, same result
     scan: Literal['auto', 'loop', 'fast'] = 'auto'  # fast: scans/gpn.py; loop: the equations; auto: fast if unedited
     decoder_bias: bool = False  # learned bias of the decoded vector (section 7.2; placed as in the official code)
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
+    norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial embedding and read_out; others: `init_linear`
-    vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 32000  # real token ids; rows from here on are padding
+    vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
     eos_id: int | None = None  # id that ends a document: state and memory restart; None: never (official code)
 
     def __post_init__(self):

@@ -2,13 +2,13 @@
 
 "Next-Latent Prediction Transformers Learn Compact World Models".
 
-Next-token training does not make the final hidden state h_t a belief state, a summary of everything
-in the past that matters for the future. NextLat adds a small network p_psi that learns to predict
-h_{t+1} from h_t and the token x_{t+1}; the Transformer itself is unchanged. p_psi also drafts for
-speculative decoding: applied to its own output, it proposes tokens without running the Transformer.
+The final hidden state h_t should be a belief state: a summary of all that the past says about the
+future. So besides the next-token loss, a small network p_psi learns to predict h_{t+1} from h_t and
+the token x_{t+1}; the Transformer itself is unchanged. p_psi also drafts for speculative decoding:
+applied to its own output, it proposes any number of tokens without running the Transformer.
 
 Read `Model.forward` and `Model._losses`, then `draft`. The baselines MTP, JTP and BST have their
-own files. Each initialises the Transformer first, so it starts from the same weights at equal seed.
+own files. All initialise the Transformer first, so the same seed gives it the same weights.
 
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads of size D    F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d

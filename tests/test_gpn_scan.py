@@ -31,7 +31,7 @@ def builds(tmp_path, monkeypatch):
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) echo >> {log};; esac\nexec cc "$@" -O0 $OPTION\n')
     compiler.chmod(0o755)
     monkeypatch.setenv('CC', str(compiler))
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'kept')
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'kept')
     return lambda: len(log.read_text()) if log.exists() else 0
 
 
@@ -42,13 +42,13 @@ def test_the_steps_in_c_are_built_once_for_a_compiler_and_its_flags(builds, monk
 
     assert n_builds() == n_builds() == 1
     kept, = (tmp_path / 'kept').iterdir()
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'other')
-    scan.KEPT.mkdir()
-    (scan.KEPT / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'other')
+    scan.LIBRARY_DIR.mkdir()
+    (scan.LIBRARY_DIR / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
     assert n_builds() == 2
     monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # another CPU
     assert n_builds() == 3
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'log' / 'no folder')  # which cannot be written to
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'log' / 'no folder')  # which cannot be written to
     assert n_builds() == 4
 
 

@@ -72,7 +72,7 @@ def test_pins_are_current_and_hold_all_that_is_named_above(name):
 
 @pytest.mark.parametrize('name, piece', [(name, piece) for name in PINNED for piece in PINNED[name].split()])
 def test_an_edit_of_each_pinned_object_is_noticed(name, piece, monkeypatch, capsys):
-    scans._say.cache_clear()
+    scans._warn_once.cache_clear()
     model, _ = make(importlib.import_module(f'model_{name}'), name)
     assert model.fast and capsys.readouterr().err == ''
     monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
@@ -105,7 +105,7 @@ def test_comments_docstrings_and_what_surrounds_the_recurrence_are_no_edit(name,
 @pytest.mark.parametrize('name', MODELS)
 def test_renamed_functions_and_subclasses_run_the_equations_and_the_setting_decides(name, capsys, monkeypatch):
     file = importlib.import_module(f'model_{name}')
-    scans._say.cache_clear()
+    scans._warn_once.cache_clear()
 
     class Own(file.Model):
         pass

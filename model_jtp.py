@@ -1,9 +1,8 @@
 """Joint multi-token prediction (JTP, Ahn et al., 2025), a baseline of NextLat.
 
 Besides the next token, the final hidden state h_t is trained to predict x_{t+1+i} when given the
-tokens x_{t+1} ... x_{t+i}, for i = 1 ... d. A small module, Fetch, makes these predictions: one
-self-attention over h_t and the given tokens' embeddings, so it sees the past only through h_t.
-Fetch also drafts.
+tokens x_{t+1} ... x_{t+i}, for i = 1 ... d. A small module, Fetch, makes these predictions (and
+drafts): one self-attention over h_t and the tokens' embeddings, so h_t is all it sees of the past.
 
 Read `Fetch.forward`, then `Model.forward`.
 

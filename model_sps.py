@@ -20,8 +20,7 @@ are those of model_standard.py; the methods differ only in their attention patte
           4     # # # # #          . . # # o
           5     # # # # # #        . . . # # o
 
-Read `METHODS`, `Model.sees`, `Model._run_blocks` and `Block.forward`. `extend` decodes: the same
-blocks with a cache.
+Read `METHODS`, `Model.sees`, `Model._run_blocks` and `Block.forward`; for decoding, `extend`.
 
     B  batch size   T  positions          C  width, n_embd (d in the paper)   V  vocabulary, padded
     L  layers       H  heads of size D    F  feed-forward width, 3 C          n  tokens per `extend`

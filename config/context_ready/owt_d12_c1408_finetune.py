@@ -1,8 +1,8 @@
-# N = 12 to D = 12, C = 1408: table A11, 200,000 steps from the Roformer's.
+# N = 12 to D = 12, C = 1408: table A11, 200,000 steps after the Roformer's.
 from config.context_ready.owt_large import *
 
 n_layer = 12
 n_embd = 1408
 init_from = 'out/owt_n12_c1408'
-seed = 1338  # other batches than the start was trained on
+seed = 1338  # not the batches of the first run
 max_tokens = 200_000 * 32 * 256

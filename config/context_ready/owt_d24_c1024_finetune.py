@@ -1,8 +1,8 @@
-# N = 24 to D = 24, C = 1024: table A11, 18,000 steps from the Roformer's.
+# N = 24 to D = 24, C = 1024: table A11, 18,000 steps after the Roformer's.
 from config.context_ready.owt_large import *
 
 n_layer = 24
 n_embd = 1024
 init_from = 'out/owt_n24_c1024'
-seed = 1338  # other batches than the start was trained on
+seed = 1338  # not the batches of the first run
 max_tokens = 18_000 * 32 * 256

@@ -1,5 +1,5 @@
-# D = 5, C = 1024: tables A8 and 6. Batch and steps are unknown. They cannot be table 1's, which
-# are used here: in A8, D = 8 is worse than D = 5, and both are worse than D = 6 in table 1.
+# D = 5, C = 1024: tables A8 and 6. Batch and steps are unknown and taken from table 1, which cannot
+# be right: in A8, D = 8 is worse than D = 5, and both are worse than D = 6 in table 1.
 from config.context_ready.owt import *
 
 n_layer = 5

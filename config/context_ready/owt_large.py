@@ -1,5 +1,5 @@
-# What the rows of about 340M multiply-adds share (table A1): 200,000 steps of 32 sequences. Tables 2 and A11 take the
-# same batch, and A11 the same K, as a guess: the paper does not state them.
+# Common settings of the runs of about 340M multiply-adds (table A1): 200,000 steps, batch 32. The
+# batch of tables 2 and A11 and the K of A11 are guesses: the paper does not give them.
 from config.context_ready.owt import *
 
 batch_size = 32

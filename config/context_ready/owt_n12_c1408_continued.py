@@ -1,4 +1,4 @@
-# The same steps without conversion: table A11, the control.
+# The control in table A11: the same steps without conversion.
 from config.context_ready.owt_d12_c1408_finetune import *
 
 K = 1

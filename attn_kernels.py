@@ -309,7 +309,7 @@ def rope_table(positions, head_size, theta, scaling=None):
 
     positions: (...). Results: (..., 1, D), [cos | cos] and [-sin | sin], for `rotate`. scaling:
     Llama 3's 'factor,low,high,tokens'. Frequencies with fewer than `low` turns over `tokens`
-    positions are divided by `factor`, with more than `high` kept, and in between interpolated.
+    positions are divided by `factor`; above `high` they are kept, in between interpolated.
     """
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     frequency = 1 / theta ** (j / head_size)
@@ -730,7 +730,7 @@ def _pointers(x, start, H, D: constexpr, BLOCK: constexpr):
 
 @jit
 def _load(x, start, T, H, D: constexpr, BLOCK: constexpr, FULL: constexpr):
-    """Load (BLOCK, D) at positions start..start + BLOCK; unless FULL, zeros from T on."""
+    """Load (BLOCK, D) at positions start..start + BLOCK; unless FULL, zeros from position T on."""
     if FULL:
         return tl.load(_pointers(x, start, H, D, BLOCK))
     return tl.load(_pointers(x, start, H, D, BLOCK), mask=(start + tl.arange(0, BLOCK) < T)[:, None], other=0.0)

@@ -61,7 +61,7 @@ class Config:
     n_layer: int = 12  # blocks of each encoder, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, rounded up to 128s (from parameter counts)
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, up to a multiple of 128 (inferred from counts)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -141,7 +141,7 @@ class Model(nn.Module):
             self._init_weights(module)
 
     def _init_weights(self, module):
-        """Initialise every matrix; set anything that should start differently after it."""
+        """Initialise every matrix. Set other initial values after calling it."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -166,7 +166,7 @@ class Model(nn.Module):
         return self._text_state(self.text_f(f), self.text_b(self.no_suffix))
 
     def trunk(self, idx):
-        """Return f, which analysis/probes.py reads, too. idx: (B, T) -> (B, T, C)."""
+        """Return f, the states that analysis/probes.py reads. idx: (B, T) -> (B, T, C)."""
         return self._encode(self.forward_encoder, idx, document_starts(idx, self.config.eos_id))
 
     def final_hidden(self, idx):
@@ -216,7 +216,7 @@ class Model(nn.Module):
             mask_padding(logits, self.config.n_ids)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
 
-    @outside_graphs  # how many pairs count depends on the documents
+    @outside_graphs  # the number of pairs depends on the documents
     def _pair_losses(self, t_f, t_b, labels, start):
         """Return loss, pair_next, pair_previous. t_f, t_b: (B (T + 1), n_text); others: (B, T + 1).
 
@@ -305,6 +305,6 @@ class Model(nn.Module):
         c = self.config
         for_nll = n_matrix_weights(self.text_out) + n_matrix_weights(self.head)
         of_pairs = for_nll + n_matrix_weights(self.previous_head)
-        n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # documents aside
+        n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # ignoring documents
         for_tokens, for_pairs = n_matrix_weights(self) - of_pairs, of_pairs * n_pairs / T
         return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * (T + 1) / 2

@@ -82,9 +82,9 @@ class Config:
     k_min: int | None = None  # draw each step's number of unrolls uniformly from k_min ... K (paper: 2); None: always K
     checkpoint_unrolls: bool = False  # activation checkpointing per unroll: less memory, a third more compute
     bptt: bool = False  # train by streaming, with backpropagation through all positions, instead of by unrolls
-    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt: fast: scans/; loop: the equations; auto: fast if unedited
+    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt only; fast: scans/, loop: equations, auto: fast if unedited
     segment_len: int = 32  # bptt with scan = 'loop': positions recomputed at a time in the backward pass
-    prefill: Literal['parallel', 'sequential'] = 'parallel'  # prompts and `logits`: unrolls, or Algorithm 1
+    prefill: Literal['parallel', 'sequential'] = 'parallel'  # of prompts and in `logits`: unrolls, or Algorithm 1
     prefill_tol: float = 1e-6  # parallel prefill stops once every z changes by less than this, relative to its norm
     window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
     dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2
@@ -234,8 +234,8 @@ class Model(nn.Module):
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
         self.fast = bool(c.bptt and c.block == 'gpt' and pinned and pinned(self, context_ready))
-        self.shard_blocks = not c.bptt  # the fast form reads the blocks' weights without calling the blocks
-        # Initialises every matrix and bias: set anything that should start differently after it.
+        self.shard_blocks = not c.bptt  # scans/ reads the blocks' weights without calling the blocks
+        # Initialises every matrix and bias: set other initial values after this loop.
         # Inferred from model_standard.py: only the attention output is scaled down with depth.
         for name, p in self.named_parameters():
             if p.dim() >= 2:
@@ -356,9 +356,9 @@ class Model(nn.Module):
     def _fixed_point(self, unrolls, is_token):
         """Return the fixed point of `unrolls` (theorem 2), z (B, n, C), and the number of unrolls.
 
-        is_token: (B, n), False for padding. Stops when all relative changes of z are below
-        prefill_tol, or rounding errors that no longer shrink, or after n_tokens + 1 unrolls, when
-        z is exact (Lemma 1). Each row's last z is not checked: it depends only on earlier z.
+        is_token: (B, n), False for padding. Stops when the relative change of z is below
+        prefill_tol, or at rounding level and no longer shrinking, or after n_tokens + 1 unrolls,
+        when z is exact (Lemma 1). Each row's last z is not checked: it depends only on earlier z.
         """
         device = is_token.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype

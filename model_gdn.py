@@ -38,7 +38,7 @@ class Config:
     n_embd: int = 768  # width of the residual stream, C
     d_k: int = 128  # key size of a head, K (inferred, as n_head)
     d_v: int = 256  # value size of a head, D (inferred, as n_head; twice d_k in the official code)
-    n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd in 32s (inferred: 1472 at 768 gives 130M)
+    n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd, to a multiple of 32 (inferred from 130M)
     conv_size: int = 4  # taps of the short convolution, W, at least 2: the current token and earlier ones
     chunk_len: int = 64  # tokens per chunk in scans/gdn.py, rounded up to a power of 2, and per segment of the loop
     scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unedited, else loop
@@ -160,7 +160,7 @@ class Block(nn.Module):
         return reads, memory
 
     def scan(self, memory, *tokens, is_doc_start=None, active=None):
-        """Run the tokens through the fast form, if there are several and one is set, or `loop`."""
+        """Run `self.fast`, if set and there are several tokens, otherwise `loop`."""
         if self.fast is None or tokens[0].shape[1] == 1:
             return self.loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
         with torch.autocast(memory.device.type, enabled=False):  # bf16 sums would differ from the loop's
@@ -202,7 +202,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
-        # Initialises every matrix and bias: set anything that should start differently after it.
+        # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # no scaling with depth (official code)
                 nn.init.normal_(p, std=c.init_std)
@@ -286,7 +286,7 @@ class Cache:
         self.window['is_eos'] = torch.zeros(B, window, device=device, dtype=torch.bool)
         self.run_len = torch.zeros(B, device=device, dtype=torch.int64)
         self.lengths = torch.zeros(B, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # of the run
+        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # h of the run
         self.rows = torch.arange(B, device=device).unsqueeze(1)
 
     @property

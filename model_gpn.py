@@ -44,7 +44,7 @@ class Config:
     d_emb: int = 768  # width of the token embedding and output head, E (inferred: gives table 1's 130M)
     d_k: int = 128  # key size of a memory head, K
     d_v: int = 256  # value size of a memory head, D
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd in 128s (inferred from 6656 at 2496)
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, to a multiple of 128 (inferred: 6656 at 2496)
     bptt_len: int | None = None  # truncated BPTT: gradients stop at multiples of this many steps; None: never
     segment_len: int = 32  # steps recomputed at a time in the backward pass: trades memory for time, same result
     scan: Literal['auto', 'loop', 'fast'] = 'auto'  # fast: scans/gpn.py; loop: the equations; auto: fast if unedited
@@ -197,7 +197,7 @@ class Model(nn.Module):
         return gate * s + u  # Gate_f
 
     def predict(self, last, g, memory):
-        """Return s (B, C) and the new M; eq. 5, 7 to 11. last, g: two grounded states, (B, C)."""
+        """Return s (B, C), new M; eq. 5, 7 to 11. last, g: previous and current grounded state."""
         if self.write is not None:
             memory = self.write(last, g, memory)
         s = g

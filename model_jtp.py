@@ -40,7 +40,7 @@ class Config:
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, rounded up to 128s (from parameter counts)
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, up to a multiple of 128 (inferred from counts)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -128,7 +128,7 @@ class Model(nn.Module):
         self._init_weights(self.fetch)
 
     def _init_weights(self, module):
-        """Initialise every matrix; set anything that should start differently after it."""
+        """Initialise every matrix. Set other initial values after calling it."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -192,7 +192,7 @@ class Model(nn.Module):
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
-        """Add Fetch's initial weights to a model_standard run's; same logits."""
+        """Add Fetch's initial weights to a model_standard run's weights; logits do not change."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('fetch.')} | tensors
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):

@@ -57,7 +57,7 @@ class Config:
     head_size: int | None = None  # D; None: n_embd / n_head
     qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
     qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, rounded up to 128s (from parameter counts)
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, up to a multiple of 128 (inferred from counts)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
     norm_eps: float = 1e-5  # epsilon of RMSNorm
@@ -141,7 +141,7 @@ class Model(nn.Module):
             self._init_weights(self.dynamics)
 
     def _init_weights(self, module):
-        """Initialise every matrix and bias; set anything that should start differently after it."""
+        """Initialise every matrix and bias. Set other initial values after calling it."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -250,7 +250,7 @@ class Model(nn.Module):
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
-        """Add p_psi's initial weights to a model_standard run's; same logits."""
+        """Add p_psi's initial weights to a model_standard run's weights; logits do not change."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('dynamics.')} | tensors
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):

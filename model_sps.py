@@ -61,10 +61,10 @@ METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other 
 
 @dataclass
 class Config:
-    method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # see `METHODS`
+    method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # the paper's method: `METHODS`
     window: int | None = 64  # w: past positions of the windowed stream that a query sees; None: all (2x Memory)
     predict_layers: int | None = None  # beyond the paper: run rho in the top n layers only; None: in all layers
-    predict_input: Literal['predict', 'token', 'state'] = 'predict'  # initial rho_i: see `_first_rho`
+    predict_input: Literal['predict', 'token', 'state'] = 'predict'  # initial rho: <predict>; + x (token); + h (state)
     persistent_window: int | None = None  # omega in section 5: a window on the persistent streams, too; None: off
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
@@ -145,7 +145,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        # Initialises every matrix and bias: set anything that should start differently after it.
+        # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # official SPS code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0

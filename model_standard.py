@@ -101,7 +101,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        # Initialises every matrix and bias: set anything that should start differently after it.
+        # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if config.init == 'torch' and not name.startswith('embed.'):
                 continue  # keeps nn.Linear's initialisation

@@ -61,14 +61,14 @@ def stream(model, idx, graphs=True):
 
 def _parameters(model):
     """Return the parameters that `Scan` computes gradients for."""
-    return list(dict.fromkeys([*model.blocks.parameters(), *model.correction.parameters()]))  # `tied` has some twice
+    return list(dict.fromkeys([*model.blocks.parameters(), *model.correction.parameters()]))  # `tied` shares some
 
 
 def _run_graphed(model, inputs, params):
-    """Run `Scan` with CUDA graphs, captured once for all shapes and addresses of the weights."""
+    """Run `Scan` with CUDA graphs, captured once per input shape and set of weight addresses."""
     graphs = vars(model).setdefault('scan_graphs', {})
     is_given = [x is not None for x in inputs]
-    given = [x for x in inputs if x is not None]  # a graph's inputs are tensors
+    given = [x for x in inputs if x is not None]  # a graph's inputs must be tensors
 
     def scan(*tensors):
         rest = iter(tensors)

@@ -646,7 +646,7 @@ class KernelSteps:
                 k = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, self.first_key)
                 memories = delta_replay(memory, (k, v, decay, beta), carry)
                 layer |= dict(k=k, v=v, decay=decay, beta=beta, drate=u.new_empty(S, B, H))
-            if H:  # the first layer writes
+            if H:  # only the first layer writes
                 layer['memory'] = memories[1:] if i else memories[:-1]
             layers.append(layer)
         return ground, layers
@@ -766,7 +766,7 @@ class CSteps:
             products = [w.T if w.dim() == 2 else None for w in products]  # gradients need W^T and no bias
         panels = [w if w is None else w.to(wide).contiguous() if w.dim() == 1 else self._panels(w.to(dtype))
                   for w in products]
-        self.weights = [*panels, self.rate, self.first_key]  # a reference, because C has only their addresses
+        self.weights = [*panels, self.rate, self.first_key]  # keeps them alive: C has only their addresses
         self.pointers = pointers(self.weights)
         self.numbers = self.library.sizes(0, 0, *sizes[:6], 0, 0, *sizes.length_eps(norm_eps), KEY_EPS)
 
@@ -861,7 +861,7 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
             inputs = s, k, memory, u[a:b], None if carry is None else carry[a:b]
             s, k, memory, step_outputs = run_segment(w, w.steps, inputs, b - a == usual)
             out[a:b] = step_outputs[L - 1]
-            for x, part in zip(saved, (*step_outputs[:L - 1], *step_outputs[L:])):  # empty without record
+            for x, part in zip(saved, (*step_outputs[:L - 1], *step_outputs[L:])):  # `saved` is empty without record
                 x[a:b] = part
     return outputs
 
@@ -881,7 +881,7 @@ def _empty_outputs(u, sizes, dtype, record):
 def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch.Tensor],
                   outputs: list[torch.Tensor], sizes: list[int], norm_eps: float,
                   dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the gradients of u and the folded weights, given that of the predicted states."""
+    """Return the gradients of u and the folded weights. grad: gradient of the predicted states."""
     (T, B, C), sizes, (out, memories, *saved) = u.shape, Sizes(*sizes), outputs
     L, H, K, usual = sizes.n_layer, sizes.n_head, sizes.d_k, min(T, sizes.segment_len, sizes.bptt_len)
 
@@ -913,7 +913,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
                 add_product(totals[4 + 3 * i], dx, y)
             totals[-2] += drate
             totals[-1] += dfirst if a else dfirst + dk.sum(0)
-            if a % sizes.bptt_len == 0:  # the key's gradient still goes to its weights, one step before
+            if a % sizes.bptt_len == 0:  # the key's gradient still reaches its weights, one step before
                 ds, dm = torch.zeros_like(ds), torch.zeros_like(dm)
     return [grad_u, *(total.to(x.dtype) for total, x in zip(totals, folded))]
 
@@ -950,7 +950,7 @@ _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
 
 
 def product_dtype(dtype, device):
-    """Return the dtype of products: on CPUs, fp32 for fp16, and for bf16 without bf16 units."""
+    """Return the dtype of products: on CPUs, fp32 replaces fp16, and bf16 without bf16 units."""
     return c_dtype(dtype) if uses_c(device) else dtype
 
 

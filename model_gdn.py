@@ -64,7 +64,7 @@ def l2_normalize(x):
 
 
 def read(memory, x):
-    """Return M^T x per head, not by matmul, which autocast would run in bf16: (B, H, D)."""
+    """Return M^T x per head: (B, H, K, D), (B, H, K) -> (B, H, D). Autocast does not affect it."""
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
@@ -82,7 +82,7 @@ def short_convolution(x, weight, same_doc=None):
 
 
 def document_masks(is_eos, conv_size):
-    """Return same_doc (B, n, W), is_doc_start (B, n). is_eos: (B, W - 1 + n), from W - 1 before."""
+    """Return same_doc (B, n, W), is_doc_start (B, n). is_eos (B, W - 1 + n) has earlier tokens."""
     document = F.pad(is_eos[:, :-1].long().cumsum(1), (1, 0))  # index of each token's document
     taps = document.unfold(1, conv_size, 1)
     return taps == taps[..., -1:], is_eos[:, conv_size - 2:-1]

@@ -69,7 +69,7 @@ def _compiles_c(device_type):
 
 
 class Sizes(NamedTuple):
-    """Sizes from the Config."""
+    """Sizes that the scan needs from a Config."""
 
     n_embd: int
     n_ffn: int

@@ -515,7 +515,7 @@ class KVCache:
             slots.append(torch.where((positions < end) & (positions >= end - size), slot, self.spare))
         return torch.cat(slots, 1)
 
-    def filled(self, n_streams, end):
+    def used_slots(self, n_streams, end):
         """Return the slots in use after `end` positions (None: all slots), as a slice."""
         x, *rho = (size if end is None else min(size, end) for size in self.sizes[:n_streams])
         return slice(self.edge - sum(rho), self.edge + x)
@@ -533,8 +533,8 @@ class KVCache:
         v_cache[self.batch_idx, :, slots] = v.to(v_cache.dtype)
         if run.is_prefill:
             return k, v
-        filled = self.filled(k.shape[1] // run.tokens.shape[1], run.end)
-        return k_cache[:, :, filled].transpose(1, 2), v_cache[:, :, filled].transpose(1, 2)
+        used = self.used_slots(k.shape[1] // run.tokens.shape[1], run.end)
+        return k_cache[:, :, used].transpose(1, 2), v_cache[:, :, used].transpose(1, 2)
 
     def tail(self, n):
         """Return indices (B, min(n, max_run)) of each row's last tokens among the call's n."""
@@ -615,8 +615,8 @@ class Run:
             return Mask('dense', _whole_mask(cache.sees, n, doc_start, keys, queries, self.tokens.device))
         stream = torch.cat([torch.full_like(self.positions, stream) for stream in queries], 1)
         q = Tokens(self.positions.repeat(1, len(queries)), stream, self.doc_start.repeat(1, len(queries)))
-        filled = cache.filled(len(keys), self.end)
-        k = Tokens(cache.slot_pos[:, filled], cache.slot_stream[:, filled])
+        used = cache.used_slots(len(keys), self.end)
+        k = Tokens(cache.slot_pos[:, used], cache.slot_stream[:, used])
         return Mask('dense', _seen(cache.sees, q, k))
 
 

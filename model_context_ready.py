@@ -1,4 +1,4 @@
-"""The Context-Ready Transformer ("The Context-Ready Transformer", arXiv 2606.27538) and baselines.
+"""The Context-Ready Transformer (arXiv 2606.27538) and its baselines.
 
 Token embeddings enter a standard Transformer without any context. Here a small network first adds a
 correction, computed from the embedding and the previous position's block output, which already

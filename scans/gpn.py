@@ -81,7 +81,7 @@ class Sizes(NamedTuple):
     bptt_len: int  # 2**30 if gradients are never cut
 
     @classmethod
-    def of(cls, config):
+    def from_config(cls, config):
         return cls(*(getattr(config, name) for name in cls._fields[:-1]), config.bptt_len or 2 ** 30)
 
     def segments(self, T):
@@ -817,7 +817,7 @@ def _kernels_of(folded_shapes, sizes, norm_eps, dtype, device):
     return KernelSteps([torch.empty(shape, device=device) for shape in folded_shapes], sizes, norm_eps, dtype)
 
 
-def prepared(folded, sizes, norm_eps, dtype, backward=False):
+def get_steps(folded, sizes, norm_eps, dtype, backward=False):
     """Return the steps with these weights. On a GPU, objects are reused: they hold CUDA graphs."""
     if uses_c(folded[0].device):
         return CSteps(folded, sizes, norm_eps, dtype, backward)
@@ -851,7 +851,7 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
     T, sizes = len(u), Sizes(*sizes)
     L, usual = sizes.n_layer, min(T, sizes.segment_len, sizes.bptt_len)
     with torch.autocast(u.device.type, enabled=False):
-        w = prepared(folded, sizes, norm_eps, dtype)
+        w = get_steps(folded, sizes, norm_eps, dtype)
         outputs = _empty_outputs(u, sizes, dtype, record)
         out, memories, *saved = outputs
         s, k, memory = torch.zeros_like(u[:1]), w.first_key.repeat(1, u.shape[1], 1, 1), torch.zeros_like(memories[:1])
@@ -893,7 +893,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
             total.add_(dout.T @ x)
 
     with torch.autocast(u.device.type, enabled=False):
-        w, grad_u = prepared(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
+        w, grad_u = get_steps(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
         totals = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
         for (a, b), memory in reversed(list(zip(sizes.segments(T), memories))):
@@ -966,7 +966,7 @@ def scan_window(model, u, carry_mask=None):
         dtype = torch.get_autocast_dtype(kind)
     if carry_mask is not None:
         carry_mask = carry_mask.T.unsqueeze(-1).to(u.dtype, memory_format=torch.contiguous_format)
-    return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.of(c)), c.norm_eps,
+    return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.from_config(c)), c.norm_eps,
                     product_dtype(dtype, u.device), torch.is_grad_enabled())[0].transpose(0, 1)
 
 
@@ -979,7 +979,7 @@ class Decoder:
     @torch.no_grad()
     def __init__(self, model, device):
         c, device = model.config, torch.device(device)
-        self.sizes, self.segment_len = Sizes.of(c), c.segment_len
+        self.sizes, self.segment_len = Sizes.from_config(c), c.segment_len
         folded = [w.to(device, copy=True) for w in fold(model)]
         make = CSteps if uses_c(device) else KernelSteps
         self.weights = make(folded, self.sizes, c.norm_eps, product_dtype(model.fuse.weight.dtype, device))

@@ -117,8 +117,8 @@ def test_memory_is_not_held_at_every_step():
     T, B, c = 64, 2, G.Config(**SMALL | dict(segment_len=8))
     model = G.Model(c)
     u = torch.zeros(T, B, c.n_embd, requires_grad=True)
-    folded = [w.detach() for w in scan.fold(model)]
-    held = bytes_kept(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, True))
+    folded, sizes = [w.detach() for w in scan.fold(model)], list(scan.Sizes.from_config(c))
+    held = bytes_kept(lambda: scan._scan_op(u, None, folded, sizes, c.norm_eps, torch.float32, True))
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
     assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # and u

@@ -155,11 +155,9 @@ def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
     models, found = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}, {name: {} for name in runs}
     for model in models.values():
         model.config.eos_id = None  # one text without end: a document that ends would empty the context
-    for length in CONTEXTS:
-        speeds = decoding_speeds(models, length, s.decode_tokens)
-        for name, model in models.items():
-            found[name] |= {f'tokens_per_s_{length}': speeds[name],
-                            f'state_bytes_{length}': model.new_cache(1, length).nbytes}
+    for (name, length), tokens_per_s in decoding_speeds(models, CONTEXTS, s.decode_tokens).items():
+        found[name] |= {f'tokens_per_s_{length}': tokens_per_s,
+                        f'state_bytes_{length}': models[name].new_cache(1, length).nbytes}
     return found
 
 

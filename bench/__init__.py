@@ -13,6 +13,7 @@ Each prints its figures as they come and writes them, with device, date, version
 --toy it takes seconds, at meaningless sizes, and writes nothing.
 """
 import datetime
+import itertools
 import json
 import multiprocessing
 import os
@@ -76,13 +77,13 @@ def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
 
 
 @torch.inference_mode()
-def decoding_speeds(models: dict, context: int, n_tokens: int, rounds: int = 5, step=Decoder.next_tokens) -> dict:
-    """Return {name: tokens/s} of one text after `context` random tokens: median of turns of n_tokens, one to warm up.
+def decoding_speeds(models: dict, contexts, n_tokens: int, rounds: int = 5, step=Decoder.next_tokens) -> dict:
+    """Return {(name, context): tokens/s} of one text after `context` random tokens.
 
-    step(decoder) decodes a token.
+    Medians of turns of n_tokens, after one to warm up. step(decoder) decodes a token.
     """
     sides = {}
-    for name, model in models.items():
+    for (name, model), context in itertools.product(models.items(), contexts):
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
         model = decodable(model)
@@ -90,8 +91,8 @@ def decoding_speeds(models: dict, context: int, n_tokens: int, rounds: int = 5, 
         for part in prompt[:, :-1].split(1024, 1):
             model.extend(part, cache)
         decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})
-        sides[name] = lambda decoder=decoder: [step(decoder) for _ in range(n_tokens)]
-    return {name: n_tokens / seconds for name, seconds in alternate(sides, rounds, warmup=1).items()}
+        sides[name, context] = lambda decoder=decoder: [step(decoder) for _ in range(n_tokens)]
+    return {side: n_tokens / seconds for side, seconds in alternate(sides, rounds, warmup=1).items()}
 
 
 def resident() -> dict[str, int]:

@@ -44,14 +44,13 @@ def figures(toy: bool) -> Iterator[dict]:
         # of the embedding a token reads one row
         read = [count_parameters(model) - model.embed.weight.numel() for model in models.values()]
         for mode, step in modes.items():
-            speeds = decoding_speeds(models, 16, new, 9, step)
-            at = {T: decoding_speeds(models, T, 4, step=step) for T in lengths}
+            speeds, at = decoding_speeds(models, [16], new, 9, step), decoding_speeds(models, lengths, 4, step=step)
             for i, values in enumerate(pair):
                 yield {'mode': mode, 'dtype': str(dtype)[6:], 'D': values['n_layer'], 'C': values['n_embd'],
                        'correction': i == 0, 'million_parameters': round(count_parameters(models[i]) / 1e6),
-                       'tokens_per_s': round(speeds[i], 1),
-                       'speed_over_roformer': round(speeds[i] / speeds[1], 2),
-                       **{f'ms_at_{T}': round(1000 / at_T[i], 2) for T, at_T in at.items()},
+                       'tokens_per_s': round(speeds[i, 16], 1),
+                       'speed_over_roformer': round(speeds[i, 16] / speeds[1, 16], 2),
+                       **{f'ms_at_{T}': round(1000 / at[i, T], 2) for T in lengths},
                        'weights_read_over_roformer': round(read[i] / read[1], 2),
                        'cache_bytes_per_token': 2 * dtype.itemsize * values['n_layer'] * values['n_embd']}
 

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def bigram(tiny_data, tmp_path_factory):
-    """A trained run of the model in README, in a folder that stands for the repository's while it is used."""
+    """A trained run of the model in docs/own_model.md, in a folder that stands for the repository's while it is used."""
     folder = tmp_path_factory.mktemp('own')
-    source = re.search(r'```python\n(.*?)```', (ROOT / 'README.md').read_text().partition('Your own model')[2], re.S)
+    source = re.search(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)
     (folder / 'model_bigram.py').write_text(source[1])
     shutil.copy(ROOT / 'model_standard.py', folder)
     with pytest.MonkeyPatch.context() as patch:

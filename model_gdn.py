@@ -6,7 +6,7 @@ the token's value and the result. Queries, keys and values first pass through a 
 convolution. It is a baseline in the GPN paper (arXiv 2605.10643), next to the Transformer.
 
 Read `Block.step`, the memory's equation, then `Block.forward`. `Block.loop` applies it token by
-token; scans/gdn.py, used as long as it is unedited, computes the same with large matrix products.
+token. scans/gdn.py computes the same with large matrix products, unless the equation is edited.
 
     B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded    F  feed-forward width
     L  layers       H  heads       K  key size, d_k   D  value size, d_v       W  convolution taps

@@ -1,10 +1,10 @@
-"""The Grounded Prediction Network (GPN, "A Single-Layer Model Can Do Language Modeling").
+"""The Grounded Prediction Network (GPN, arXiv 2605.10643).
 
-arXiv 2605.10643. A recurrent network with one state vector and one matrix memory. Each token first
-grounds the predicted state: a gate keeps part of it, and the token is added. Then a feed-forward
-net and a read from the memory predict the next state, from which the next token is decoded. The
-memory is written once per token by the gated delta rule, with a key from the previous grounded
-state and a value from the current one.
+"A Single-Layer Model Can Do Language Modeling": a recurrent network with one state vector and one
+matrix memory. Each token first grounds the predicted state: a gate keeps part of it, and the token
+is added. Then a feed-forward net and a read from the memory predict the next state, from which the
+next token is decoded. The memory is written once per token by the gated delta rule, with a key from
+the previous grounded state and a value from the current one.
 
 Read `Write`, `Layer` and `Model.step`, the paper's equations, then `Model.loop`, which applies them
 token by token. scans/gpn.py computes the same function faster; it is used as long as the equations

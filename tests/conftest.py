@@ -117,7 +117,7 @@ def flip_bit(path, rng):
     return f'bit {bit} of byte {byte} of {path}'
 
 
-# ---- the scripts ----
+# ---- running the scripts ----
 
 def run(*args, processes=1, **kwargs):
     """Run a script or `-m module` of the repository; return its returncode, stdout and stderr.
@@ -227,7 +227,7 @@ def assert_sentence(result, *parts):
 # ---- for tests of models ----
 
 def saved_bytes(function):
-    """Return the bytes that autograd saves for the backward of function(), per storage once."""
+    """Return the bytes autograd saves for the backward of function(), each storage once."""
     kept = {}
 
     def pack(x):

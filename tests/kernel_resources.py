@@ -42,7 +42,7 @@ def compile_once(done, kernel, args, words=(), **options):
             continue
         signature[parameter.name] = TYPES[x.dtype if is_tensor else type(x)]
         address = x.storage_offset() * x.itemsize if is_tensor else x
-        if not isinstance(x, float) and address % 16 == 0:  # a launch specializes on this
+        if not isinstance(x, float) and address % 16 == 0:  # Triton specializes on it at launch
             attributes[i,] = [['tt.divisibility', 16]]
     key = (kernel.__name__, *words, *signature.values(), *constants.values())
     if key in done:

@@ -33,7 +33,7 @@ def documents(kind, B, T):
     return K.document_starts(idx, 9)
 
 
-def all_seen(sees, T, doc_start, keys, queries):
+def dense_mask(sees, T, doc_start, keys, queries):
     """Return the dense boolean mask of a pattern, (1 or B, n_q, n_k)."""
     rows = [[(t, s) for s in streams for t in range(T)] for streams in (queries, keys)]
     q, k = (torch.tensor(tokens).unsqueeze(1 - i).unbind(-1) for i, tokens in enumerate(rows))
@@ -76,7 +76,7 @@ def test_attention_equals_dense_masked_attention(method, values, T, kind, querie
     (H, HK, D), keys = heads, BOTH if method else X
     sees, doc_start = pattern(method, **values), documents(kind, 2, T)
     q, k, v = (torch.randn(2, len(streams) * T, n, D) for streams, n in ((queries, H), (keys, HK), (keys, HK)))
-    seen = all_seen(sees, T, doc_start, keys, queries)
+    seen = dense_mask(sees, T, doc_start, keys, queries)
     mask = K.make_mask(sees, T, D, device, None if doc_start is None else doc_start.to(device), keys, queries)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 1e-2)):
         rounded = [x.to(dtype) for x in (q, k, v)]

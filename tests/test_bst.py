@@ -24,7 +24,7 @@ def make(dtype=torch.float64, **values):
     return model
 
 
-def paper(model, idx, targets, cap):
+def paper_losses(model, idx, targets, cap):
     """Return {'loss', 'nll', parts}, computed pair by pair from the definition."""
     c = model.config
 
@@ -90,7 +90,7 @@ def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, cap, mo
     targets[1, :3] = -1  # a prompt
     if not last_counts:
         targets[0, -1] = -1
-    want, got = paper(model, idx, targets, cap), model(idx, targets)
+    want, got = paper_losses(model, idx, targets, cap), model(idx, targets)
     assert got.keys() == want.keys()
     for name in want:
         assert abs(got[name] - want[name]) < 1e-5 * want[name], name

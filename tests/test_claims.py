@@ -175,7 +175,7 @@ def test_all_claims_of_a_paper_run_end_to_end(paper, tmp_path, monkeypatch):
     def train_all(cells, jobs):
         for folder, args in cells.items():
             succeeded(run('train.py', *args, f'--out_dir={folder}', '--threads=1', '--eval_tokens=1000'))
-    monkeypatch.setattr(compare, 'train_all', train_all)  # in this process, to avoid imports
+    monkeypatch.setattr(compare, 'train_all', train_all)  # in this process, without new imports
     monkeypatch.setattr(claims, 'set_best_rates', lambda methods, jobs: None)
     made = claims.arguments
     monkeypatch.setattr(claims, 'arguments', lambda name: [

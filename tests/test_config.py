@@ -30,11 +30,11 @@ class Example:
     model: str = 'standard'  # which model
     count: int = 3  # how many
     rate: float = 0.5  # how fast
-    text: str = 'a'  # what
-    limit: int | None = None  # at most
-    name: str | None = None  # its name
-    flag: bool = False  # whether
-    shape: Literal['round', 'square'] | None = 'round'  # which form
+    text: str = 'a'  # some text
+    limit: int | None = None  # largest count
+    name: str | None = None  # a name
+    flag: bool = False  # a switch
+    shape: Literal['round', 'square'] | None = 'round'  # a shape
 
 
 @pytest.mark.parametrize('arg, name, value', [

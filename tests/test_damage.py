@@ -42,5 +42,5 @@ def test_verify_finds_a_flipped_bit_in_a_shard(tiny_data, tmp_path):
         for place in bit_flips(shard, -(-100 // len(shards))):
             with pytest.raises(UserError, match=shard.name):
                 Data(data).verify()
-                raise AssertionError(f'{place} was not found')
+                raise AssertionError(f'{place} was not detected')
     Data(data).verify()

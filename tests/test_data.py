@@ -56,7 +56,7 @@ def test_an_epoch_reads_every_window_once(tiny_data):
     whole = shard_ids(tiny_data, 'train')
     assert n_shards > 2 and len(whole) == d.splits['train']['bytes'] + d.splits['train']['documents']
     windows = np.lib.stride_tricks.sliding_window_view(whole.astype(np.int64), T + 1)
-    start_of = {window.tobytes(): start for start, window in reversed([*enumerate(windows)])}  # first of equals
+    start_of = {window.tobytes(): start for start, window in reversed([*enumerate(windows)])}  # the first one
     orders, offsets = [], []
     for epoch in range(2):
         idx, targets = d.train_batch(epoch, n, T, seed=5)

@@ -120,7 +120,7 @@ TEXTS = ['', ' ', 'True', 'false', 'maybe', 'None', 'null', '[]', '{}', "''", '"
          'gpt2', 'path_star', 'path_star:degree=x', 'path_star:degree=9,', 'a,b,,', ':', '=', '--', '-', '*', '[', '~',
          '.', '..', 'data', 'standard', 'nextlat', 'texts', 'texts.jsonl', 'missing',
          'standard,nextlat', 'x' * 300, 'é', '日本', '\u202eab', '\x1b[2J', '\n', '\\n', '%s', 'a\ud800']
-where = st.integers(0, 2 ** 16)  # index of the place to damage, modulo their number
+where = st.integers(0, 2 ** 16)  # the place to damage, modulo the number of places
 
 
 def as_argument(text: str) -> str:
@@ -265,7 +265,7 @@ def check(base: Path, program: str, argv, faults) -> None:
     case = f'{program} {argv!r} faults={faults!r}\n{stderr[-5000:]}'
     assert code >= 0, f'{signal.Signals(-code).name}: {case}'
     assert 'Traceback' not in stderr, case
-    assert code == 0 or stderr.strip(), f'no sentence: {case}'
+    assert code == 0 or stderr.strip(), f'no error message: {case}'
     after = contents(folder)
     changed = {name for name in before if after.get(name) != before[name]}
     if program in OWN:

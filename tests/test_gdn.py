@@ -28,7 +28,7 @@ def make(**values):
 
 # ---- the recurrence ----
 
-def by_the_recurrence(q, k, v, log_decay, beta, is_doc_start):
+def naive_recurrence(q, k, v, log_decay, beta, is_doc_start):
     """Return o_t = S_t q_t (B, T, H, D) and the last S^T (B, H, K, D) for each row and head.
 
     S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T.
@@ -72,7 +72,7 @@ def with_gradients(outputs, inputs):
 def test_values_and_gradients_equal_the_papers_recurrence(form, T, chunk_len, documents):
     """Also for lengths that chunks do not divide, and documents that start within a chunk."""
     inputs, is_doc_start = some_inputs(T), torch.rand(2, T) < 0.25 if documents else None
-    want = with_gradients(by_the_recurrence(*inputs, is_doc_start), inputs)
+    want = with_gradients(naive_recurrence(*inputs, is_doc_start), inputs)
     memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
     got = with_gradients(scan(form, memory, *inputs, is_doc_start=is_doc_start, chunk_len=chunk_len), inputs)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -81,7 +81,7 @@ def test_values_and_gradients_equal_the_papers_recurrence(form, T, chunk_len, do
 @pytest.mark.skipif(None in map(importlib.util.find_spec, ('fla', 'einops')), reason='needs fla-core and einops')
 @pytest.mark.parametrize('form', FORMS)
 def test_values_and_gradients_equal_flash_linear_attention(form):
-    """Values, last memory and gradients, relative to the largest. Their reference is fp32."""
+    """Errors are relative to the largest value. Their slow reference computes in fp32."""
     package, = importlib.util.find_spec('fla').submodule_search_locations  # the other files need a GPU
     theirs = runpy.run_path(f'{package}/ops/gated_delta_rule/naive.py')['naive_recurrent_gated_delta_rule']
     inputs = some_inputs(37, torch.float32, K=16, D=8)
@@ -98,7 +98,7 @@ def test_scan_fla_passes_documents_to_the_kernel_as_sequences(documents, monkeyp
         if cu_seqlens is not None:
             assert len(q) == 1 and (cu_seqlens.diff() > 0).all() and cu_seqlens[-1] == q.shape[1]
             is_doc_start = torch.zeros(1, q.shape[1], dtype=torch.bool).index_fill(1, cu_seqlens[:-1], True)
-        return by_the_recurrence(scale * q.double(), k.double(), v.double(), g.double(), beta.double(), is_doc_start)
+        return naive_recurrence(scale * q.double(), k.double(), v.double(), g.double(), beta.double(), is_doc_start)
 
     for name in ('fla', 'fla.ops', 'fla.ops.gated_delta_rule'):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(chunk_gated_delta_rule=kernel))
@@ -113,7 +113,7 @@ def test_scan_fla_passes_documents_to_the_kernel_as_sequences(documents, monkeyp
 
 @pytest.mark.parametrize('extreme', ['decay', 'equal keys'])
 def test_chunks_of_64_in_fp32_are_close_to_float64(extreme):
-    """Decays that underflow in fp32, and keys for which a power series of the inverse fails."""
+    """Decays that underflow in fp32, and equal keys, which make a power-series inverse fail."""
     wide = some_inputs(130, decay=60.0 if extreme == 'decay' else 0.0)
     if extreme == 'equal keys':
         wide[1] = wide[1][:, :1].expand(-1, 130, -1, -1).detach().clone().requires_grad_()
@@ -131,7 +131,7 @@ def test_the_loop_saves_its_state_once_per_segment():
 
 # ---- the model ----
 
-def by_the_paper(model, idx):
+def paper_hidden(model, idx):
     """Compute final_hidden for windows (B, T) from the paper's equations, written out."""
     w, c = dict(model.named_parameters()), model.config
     H, K, D, W = c.n_head, c.d_k, c.d_v, c.conv_size
@@ -155,7 +155,7 @@ def by_the_paper(model, idx):
             mixed = mixed + is_same * w[f'blocks.{i}.conv'][:, W - 1 - j] * earlier[:, :idx.shape[1]]
         q, k, v = (y.unflatten(-1, (H, -1)) for y in F.silu(mixed).split([H * K, H * K, H * D], -1))
         rate, bias = w[f'blocks.{i}.log_rate'].exp(), w[f'blocks.{i}.dt_bias']
-        read, _ = by_the_recurrence(unit(q) / K ** 0.5, unit(k), v, -rate * F.softplus(linear(x, 'decay') + bias),
+        read, _ = naive_recurrence(unit(q) / K ** 0.5, unit(k), v, -rate * F.softplus(linear(x, 'decay') + bias),
                                     linear(x, 'beta').sigmoid(), is_doc_start)
         gated = rms(read, f'blocks.{i}.out_norm').flatten(2) * F.silu(linear(x, 'read_gate'))
         h = h + linear(gated, 'read_out')
@@ -169,7 +169,7 @@ def by_the_paper(model, idx):
 def test_the_model_equals_the_papers_equations(form, eos_id):
     model, idx = make(eos_id=eos_id, scan=form), some_tokens(2, 23)
     with torch.no_grad():
-        want, got = by_the_paper(model, idx), model.final_hidden(idx)
+        want, got = paper_hidden(model, idx), model.final_hidden(idx)
     assert (got - want).norm() < 1e-10 * want.norm()
 
 

@@ -34,7 +34,7 @@ def set_form(model, form):
 
 
 forms = pytest.mark.parametrize('form', ['loop', pytest.param('in C', marks=pytest.mark.skipif(
-    not scan.runs_on(torch.device('cpu')), reason='no C compiler here'))])  # Triton's interpreter is slow
+    not scan.runs_on(torch.device('cpu')), reason='no C compiler'))])  # Triton's interpreter is slow
 
 
 def test_initial_weights_match_the_official_code():
@@ -51,7 +51,7 @@ def test_initial_weights_match_the_official_code():
             assert largest > 1.1 if is_normal else 0.97 < largest <= 1 + 1e-6
 
 
-def by_the_paper(model, idx):
+def paper_states(model, idx):
     """Compute the states of one window (T, C) from the equations, head by head."""
     w, c = dict(model.named_parameters()), model.config
 
@@ -125,7 +125,7 @@ def loss_and_gradients(model, states, idx):
 def test_the_loop_equals_the_papers_equations(n_layer, n_head):
     model, idx = make(n_layer=n_layer, n_head=n_head, scan='loop')
     with torch.no_grad():
-        want, got = by_the_paper(model, idx[0]), model.states(idx)[0]
+        want, got = paper_states(model, idx[0]), model.states(idx)[0]
     assert (got - want).norm() < 1e-10 * want.norm()
 
 

@@ -15,9 +15,9 @@ from scans import gpn as scan
 
 CPU = torch.device('cpu')
 in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
-needs_c = pytest.mark.skipif(not scan.runs_on(CPU), reason='no C compiler here')
+needs_c = pytest.mark.skipif(not scan.runs_on(CPU), reason='no C compiler')
 needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bfloat16,
-                                      reason='no C compiler or no bf16 units here')
+                                      reason='no C compiler or no bf16 units')
 
 
 # ---- building gpn.c ----
@@ -26,7 +26,7 @@ needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bflo
 def builds(tmp_path, monkeypatch):
     """Build with -O0 and an empty cache; return a function that counts the builds."""
     if shutil.which('cc') is None:
-        pytest.skip('no C compiler here')
+        pytest.skip('no C compiler')
     compiler, log = tmp_path / 'compiler', tmp_path / 'log'
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) echo >> {log};; esac\nexec cc "$@" -O0 $OPTION\n')
     compiler.chmod(0o755)
@@ -46,7 +46,7 @@ def test_the_c_code_is_built_once_per_compiler_and_flags(builds, monkeypatch, tm
     scan.KEPT.mkdir()
     (scan.KEPT / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
     assert n_builds() == 2
-    monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # like another CPU
+    monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # as on another CPU
     assert n_builds() == 3
     monkeypatch.setattr(scan, 'KEPT', tmp_path / 'log' / 'no folder')  # not writable
     assert n_builds() == 4
@@ -120,7 +120,7 @@ def test_saved_tensors_follow_the_documented_formula():
     held = saved_bytes(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, True))
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
-    assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # and u
+    assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # 2: states and u
 
 
 # ---- the kernels ----

@@ -198,7 +198,8 @@ def test_figure_5b_of_tiny_runs(tiny_runs, tmp_path):
     result = succeeded(run('-m', 'analysis.restricted_state', *tiny_runs, f'--out={tmp_path}/b', '--omega=6',
                            '--n_documents=5', '--batch_size=2', '--device=cpu'))
     rows, extra = read_csv(tmp_path / 'b.csv'), {}
-    assert [row['position'] for row in rows] == [str(i) for i in range(8, 33)] * 3  # from 1; 1 to 7 lose nothing
+    # positions count from 1, and 1 to 7 see everything
+    assert [row['position'] for row in rows] == [str(i) for i in range(8, 33)] * 3
     for row in rows:
         extra.setdefault(row['label'], []).append(float(row['restricted_nll']) - float(row['nll']))
         assert float(row['extra_nll']) == pytest.approx(extra[row['label']][-1])

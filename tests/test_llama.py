@@ -45,7 +45,7 @@ def make_folder(folder, name, dtype=torch.float32):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **values}), dtype=dtype).eval()
     for p in model.parameters():  # large enough that norms and biases matter
         torch.nn.init.normal_(p, std=0.2 if p.dim() > 1 else 0.5)
-    model.save_pretrained(folder, max_shard_size='50KB' if name == 'Qwen3' else '1GB')  # several files, or one file
+    model.save_pretrained(folder, max_shard_size='50KB' if name == 'Qwen3' else '1GB')  # one file or several
     return model
 
 

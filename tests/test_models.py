@@ -74,14 +74,14 @@ def make(variant, device='cpu'):
     model = small_model(name, values).to(device).eval()
     # larger than at the start of training, so that attention is far from uniform
     for weight, p in model.named_parameters():
-        if p.dim() >= 2:  # smaller for recurrences: if chaotic, fp32 is useless
+        if p.dim() >= 2:  # smaller for recurrences, which must not be chaotic
             recurrent = weight.startswith('correction.') or values.get('variant') == 'tied'
             torch.nn.init.normal_(p, std=0.05 if recurrent else 0.1 if name == 'gpn' else 0.15)
     return model
 
 
 def small_model(name, values):
-    """Build the model of a file with those SMALL settings that its Config has."""
+    """Build a small model of a file, with those settings in SMALL that its Config has."""
     module = runs.model_file(name)
     own = {field.name for field in dataclasses.fields(module.Config)}
     return module.Model(module.Config(**{key: value for key, value in SMALL.items() if key in own} | values))
@@ -176,7 +176,7 @@ def test_short_extends_have_static_shapes_and_no_host_sync(variant, monkeypatch)
 def test_a_traced_step_decodes_like_extend(variant):
     """As in a CUDA graph: the state tensors are reused, and Python reads no values.
 
-    Not for attention, which on a CPU reads the filled slots only: a graph would fix their number.
+    Without attention, which on a CPU reads only the filled slots: a graph would fix their number.
     """
     model, idx = make(variant), some_tokens(2, 9)
     want, cache = model.logits(idx), model.new_cache(2, 9, max_run=2)
@@ -409,5 +409,5 @@ def test_init_torch_leaves_linear_layers_as_torch_makes_them(tied_head):
             for p in module.parameters():
                 assert 0.95 * bound < p.abs().max() <= bound and abs(p.std() * 3 ** 0.5 / bound - 1) < 0.05
     embed = model.embed.weight
-    assert abs(embed.std() / 0.02 - 1) < 0.02 and embed.abs().max() > 0.07  # normal
+    assert abs(embed.std() / 0.02 - 1) < 0.02 and embed.abs().max() > 0.07  # a normal distribution
     assert (model.head.weight is embed) == tied_head

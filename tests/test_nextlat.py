@@ -95,7 +95,7 @@ def ahead(name, model, x, t, encoded):
         yield guess
 
 
-def paper(name, model, idx, targets, cap=None):
+def paper_losses(name, model, idx, targets, cap=None):
     """Return {'loss', 'nll', parts} from the paper's equations."""
     c, head = model.config, model.head.weight
     log_p = lambda h, weight=head: soft_cap(weight @ h, cap).log_softmax(-1)
@@ -150,7 +150,7 @@ def test_losses_and_gradients_equal_the_papers_equations(name, case, documents, 
     idx[0, [2, 3]] = idx[1, 8] = EOS
     targets = torch.randint(0, 20, (2, 9), generator=generator)
     targets[1, :4] = -1  # a prompt
-    want, got = paper(name, model, idx, targets, case.get('cap')), model(idx, targets)
+    want, got = paper_losses(name, model, idx, targets, case.get('cap')), model(idx, targets)
     assert got.keys() == want.keys()
     for part in want:
         assert abs(got[part] - want[part]) < 1e-6 * abs(want[part]), part

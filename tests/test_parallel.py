@@ -20,7 +20,7 @@ MODELS = {
     'nextlat': ['--model=nextlat', '--horizon=3'],
     'mtp': ['--model=mtp', '--horizon=2'],
     'jtp': ['--model=jtp', '--horizon=2'],
-    # Sharded as one group, because some read weights outside modules. High rates amplify rounding.
+    # Sharded as one group (some read weights without calling modules). Low rates limit rounding.
     'bst': ['--model=bst', '--learning_rate=1e-3'],
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
     'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
@@ -193,7 +193,8 @@ def test_a_sharded_checkpoint_loads_like_a_single_file(trained, tmp_path):
     from_shards, from_whole = (succeeded(run('sample.py', out, 'ab', '--max_new_tokens=8')) for out in (parts, whole))
     assert from_shards.stdout == from_whole.stdout
     from_shards, from_whole = (succeeded(run('eval.py', out, '--val')).stdout.splitlines() for out in (parts, whole))
-    assert from_shards[1:] == from_whole[1:] and 'nats_per_token' in ''.join(from_shards)  # after the name
+    # the first line names the run
+    assert from_shards[1:] == from_whole[1:] and 'nats_per_token' in ''.join(from_shards)
 
 
 @pytest.mark.slow

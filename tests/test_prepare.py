@@ -102,7 +102,7 @@ def test_preparation_interrupted_after_each_shard_gives_the_same_bytes(source, r
 
     def save_and_die(*args, save=prepare_fineweb.save_progress):
         save(*args)
-        if args[3]:  # a state, so not the empty progress of the start
+        if args[3]:  # not the empty progress at the start
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
         patch.setattr(prepare_fineweb, 'save_progress', save_and_die)

@@ -76,9 +76,9 @@ def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys)
     model, _ = make(importlib.import_module(f'model_{name}'), name)
     assert model.fast and capsys.readouterr().err == ''
     monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
-    for said in (1, 0):  # once
+    for n_lines in (1, 0):  # printed once
         assert scans.pinned(model, importlib.import_module(f'scans.{name}')) is None
-        assert capsys.readouterr().err.count('step by step: scans.' + name) == said
+        assert capsys.readouterr().err.count('step by step: scans.' + name) == n_lines
 
 
 @pytest.mark.parametrize('name, old, new', [

@@ -42,7 +42,7 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     monkeypatch.setattr(compare, 'train_all', lambda commands, jobs: trained.update(commands))
     monkeypatch.setattr(shootout, 'speed', lambda folder: speeds[folder.name.partition('_')[0]])
     runs = shootout.train_cells(s, DATA, tmp_path)
-    assert len(runs) == 6 and len(trained) == 2 * (1 + 3)  # Standard's three budgets are one
+    assert len(runs) == 6 and len(trained) == 2 * (1 + 3)  # Standard's three budgets are equal
 
     settings = {key: given(trained[folders[0]]) for key, folders in runs.items()}
     tokens = {key: int(own['max_tokens']) for key, own in settings.items()}

@@ -118,7 +118,7 @@ def test_shuffling_mixes_files_and_documents(tmp_path):
     write(tmp_path / 'files', 'jsonl', [{'id': i, 'text': line} for i, line in enumerate(LINES)], n_files=8)
     order = [LINES.index(text) for text in texts(read(tmp_path / 'files', shuffle=250))]
     assert sorted(order) == [*range(400)] and sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
-    assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # five files a block
+    assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # a block: 5 files
 
 
 @pytest.mark.parametrize('kind', ['saved', 'saved dict', 'arrow'])

@@ -28,7 +28,7 @@ def make(name, seed=0, spread=0.3, **values):
     return model.eval()
 
 
-def near(model):
+def perturbed(model):
     """Return a good draft model: the same weights with noise."""
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -47,7 +47,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 def test_greedy_texts_equal_plain_decoding(name, drafts, draft_len):
     """100 prompts of different lengths, 30 new tokens, models with eos."""
     model = make(name, eos_id=59)
-    draft = None if drafts is None else near(model) if drafts == name else make(drafts, seed=1, eos_id=59)
+    draft = None if drafts is None else perturbed(model) if drafts == name else make(drafts, seed=1, eos_id=59)
     prompts = [torch.randint(0, 60, (1 + i % 9,), generator=torch.Generator().manual_seed(i)).tolist()
                for i in range(100)]
     got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0)

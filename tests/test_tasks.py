@@ -77,13 +77,13 @@ def recall(tokens, task=None):
     return found
 
 
-def rearranged(arrangement, element):
+def permute(arrangement, element):
     """Apply a permutation to an arrangement, both written as digits."""
     return ''.join(arrangement[int(digit) - 1] for digit in element)
 
 
 def multiply(tokens, task=None):
-    return dict(enumerate(accumulate(tokens[:-1], rearranged)))
+    return dict(enumerate(accumulate(tokens[:-1], permute)))
 
 
 def ways(numbers, equations=()):
@@ -210,7 +210,7 @@ def test_a5_is_the_60_even_permutations():
     symbols = open_data('a5').task.symbols
     assert len(set(symbols)) == 60 and all(sorted(element) == list('12345') for element in symbols)
     assert all(np.linalg.det(np.eye(5)[[int(digit) - 1 for digit in element]]) > 0 for element in symbols)
-    assert rearranged('23145', '13425') == '21435'  # the example in data/a5.py
+    assert permute('23145', '13425') == '21435'  # the example in data/a5.py
 
 
 @pytest.mark.parametrize('kind', ['unseen', 'seen'])
@@ -232,7 +232,7 @@ def test_batches_depend_only_on_seed_and_step_and_examples_end_before_an_answer(
     assert not any(torch.equal(d.train_batch(step, 8, T, seed)[0], idx) for step, seed in ((7, 2), (8, 1)))
     if name:
         assert not {*map(tuple, d.train_batch(0, 50, T, 0)[0].tolist())} & {
-            *map(tuple, d.val_batch(range(50), T)[0].tolist())} or name == STAR  # it has few graphs
+            *map(tuple, d.val_batch(range(50), T)[0].tolist())} or name == STAR  # few graphs exist
         prompt, n = d.example(T, 100)
         start, answer = len(prompt) - 1, d.val_batch([0], T)[1][0].tolist()
         assert n >= 1 and min(answer[start:start + n]) >= 0 and (start + n == T or answer[start + n] < 0)
@@ -360,8 +360,8 @@ PROMPT = '14 83 88 91 23 | | | | | | | |'
 @pytest.mark.parametrize('answer, marks', [
     ('83-14=69 91-88=3 69/3=23', (1, 1, 1, 1)),  # the example in the paper
     ('83-14=69 91-88=3 69/3=22', (0, 1, 1, 0)),  # a wrong result
-    ('83-14=69 91-88=3 69-3=66', (0, 1, 1, 1)),  # another target
-    ('14-83=69 91-88=3 69/3=23', (0, 0, 1, 1)),  # below 0
+    ('83-14=69 91-88=3 69-3=66', (0, 1, 1, 1)),  # not the target
+    ('14-83=69 91-88=3 69/3=23', (0, 0, 1, 1)),  # a negative result
     ('83-14=69 83-14=69 69/3=23', (0, 1, 1, 1)),  # a number used twice
     ('83-14=69 91-88=3 46/2=23', (0, 1, 1, 1)),  # numbers that are not available
     ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # not divisible

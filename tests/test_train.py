@@ -326,7 +326,7 @@ def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(t
     result = succeeded(run('train.py', *args, '--memory=4'))
     assert 'assumed a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
     assert f'python prepare_fineweb.py --out_dir={tmp_path / "gone"} --max_tokens=1.05e06' in result.stdout
-    assert 'largest micro_batch_size that fits is 4' in result.stdout  # batch_size
+    assert 'largest micro_batch_size that fits is 4' in result.stdout  # the batch_size
     small = run('train.py', *args, '--memory=0.0001', '--assumed_ids=300').stdout
     assert 'a step does not fit 0.0001 GiB; no micro_batch_size fits' in small and 'vocabulary of 300 ids' in small
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import dense_attention, run_subprocess
 from kernel_resources import STREAMS, VARIANTS
-from test_attn_kernels import all_seen, gradients
+from test_attn_kernels import dense_mask, gradients
 
 import attn_kernels as K
 import model_sps
@@ -29,7 +29,7 @@ def make_case(streams, T, D, group, documents, reaches, dtype, device):
     doc_start = torch.where(starts & documents, torch.arange(T), 0).cummax(1).values
     model = model_sps.Model(model_sps.Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9, n_ids=8))
     model.w_x, model.w_rho = (*reaches, 0)[:2]
-    seen = all_seen(model.sees, T, doc_start, range(NK), range(first, first + NQ)).to(device)
+    seen = dense_mask(model.sees, T, doc_start, range(NK), range(first, first + NQ)).to(device)
     return (q, k, v), seen, (doc_start.to(device) if documents else None, reaches[:NK], T, first)
 
 

@@ -58,7 +58,7 @@ def test_intervals_and_p_values_equal_textbook_formulas():
 
 
 def test_holm_correction_equals_hand_computed_values():
-    # 4 * .005, 3 * .01, 2 * .03, and .04 raised to the value before it
+    # sorted: 4 * .005, 3 * .01, 2 * .03, 1 * .04, each at least the one before it
     assert claims.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert claims.holm([0.5, 0.6]) == [1, 1] and claims.holm([0.02, 0.02]) == [0.04, 0.04] and claims.holm([]) == []
 

@@ -231,7 +231,7 @@ def stand_alone() -> None:
     torch.set_num_threads = lambda n: None  # ignore --threads: idle threads spin
     torch.cuda.is_available = lambda: False
     os.environ |= {'HF_HUB_OFFLINE': '1', 'HTTPS_PROXY': 'http://127.0.0.1:1'}  # offline
-    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # read on import
+    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # read them on import
         sys.modules[name].HF_HUB_OFFLINE = True
     gc.disable()  # a collection would copy the memory shared with the parent
     for module in map(importlib.import_module, ('data', 'data.shards', 'prepare_fineweb')):

@@ -27,7 +27,7 @@ def test_geometry_of_known_states():
     assert numbers['cosine of the mean with the first component of centred states'] < 0.1
 
 
-def test_retention_lifetimes_and_pools():
+def test_retention_lifetimes_and_pools_of_known_decays():
     lags, lives = [1, 2, 4, 8, 16, 32, 64], [1.5, 3, 40]
     log_decay = torch.tensor([-1 / life for life in lives]).expand(2, 100, 3)
     curves = gpn_state.retention(log_decay, lags)
@@ -40,7 +40,7 @@ def test_retention_lifetimes_and_pools():
     assert gpn_state.lifetime(torch.tensor([math.exp(-4), 0]), [1, 2]) == pytest.approx(1 / 4)
 
 
-def test_cosines_over_lags_are_those_of_each_pair_of_states():
+def test_cosines_over_lags_equal_a_loop_over_pairs():
     torch.manual_seed(0)
     states = torch.randn(2, 8, 5).double()
     raw, centred = gpn_state.cosines(states, [1, 3])

@@ -399,7 +399,7 @@ def test_conflicting_settings_give_a_clear_error(name, values, sentence):
 
 
 @pytest.mark.parametrize('tied_head', [True, False])
-def test_init_torch_leaves_linear_layers_as_torch_makes_them(tied_head):
+def test_init_torch_keeps_the_default_init_of_linear_layers(tied_head):
     torch.manual_seed(0)
     values = dict(n_layer=1, n_head=2, n_embd=128, vocab_size=512, n_ids=512, eos_id=None, qkv_bias=True)
     model = model_standard.Model(model_standard.Config(init='torch', tied_head=tied_head, **values))

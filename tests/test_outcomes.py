@@ -73,7 +73,7 @@ def test_seed_statistics_equal_textbook_formulas(a, b):
     assert figures.interval([2.0, 2.0]) == (None, None)
 
 
-def test_seeds_are_tested_where_there_are_several(tmp_path):
+def test_seed_tests_need_several_seeds(tmp_path):
     runs = [family_run(tmp_path / f'{method}_{seed}', method, [9.0, loss], seed=seed)
             for method, losses in LOSSES.items() for seed, loss in enumerate(losses)]
     alone = family_run(tmp_path / 'alone', 'reverse_sps', [9.0, 3.0])

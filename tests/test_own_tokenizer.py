@@ -127,12 +127,12 @@ def kinds(tokenizers):
     fast.add_tokens(['some words'])
     fast.save(str(tokenizers / 'llama.json'))
     with pytest.MonkeyPatch.context() as patch:
-        use_bytes_of_tiktoken(patch)
+        use_tiny_gpt2(patch)
         files = [tokenizers / name for name in ('own.json', 'llama.json', 'own.model', 'bpe.model')]
         return {name: load_tokenizer(name).encode_document for name in ('byte', 'gpt2', *files)}
 
 
-def use_bytes_of_tiktoken(patch):
+def use_tiny_gpt2(patch):
     """Replace 'gpt2' by a tiktoken encoding with GPT-2's splitting rules, but few merges."""
     tiktoken, public = pytest.importorskip('tiktoken'), pytest.importorskip('tiktoken_ext.openai_public')
     ranks = {bytes([i]): i for i in range(256)} | {b'\n\n': 257, b' a': 258, b'te': 259, b'xt': 260, b'text': 261}
@@ -170,7 +170,7 @@ def test_encoding_a_long_text_in_pieces_gives_the_same_ids(kinds, seed, blank, m
 
 @pytest.mark.parametrize('blank', [' ', '\n'])
 def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatch, capfd):
-    use_bytes_of_tiktoken(monkeypatch)
+    use_tiny_gpt2(monkeypatch)
     tokenizer, text = load_tokenizer('gpt2'), f'a{blank * 10 ** 6}b'
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids).decode() == text and document_ids(tokenizer, text).tolist() == [*ids, 50256]

@@ -153,7 +153,7 @@ def test_ranks_come_from_torchrun_or_the_environment(monkeypatch, environment, r
     ({}, 6), ({'cpu.max': 'max 100\n'}, 6), ({'cpu.max': '250 100\n'}, 3),
     ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100\n'}, 6),
     ({'cpu/cpu.cfs_quota_us': '50\n', 'cpu/cpu.cfs_period_us': '100\n'}, 1)])
-def test_cores_and_threads_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, files, cores):
+def test_thread_count_follows_cpu_affinity_and_container_quota(monkeypatch, tmp_path, files, cores):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -224,7 +224,7 @@ def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
         load(run_folder)
 
 
-def test_any_nan_or_inf_is_found_and_finite_overflowing_sums_are_allowed():
+def test_any_nan_or_inf_is_found_but_an_overflowing_sum_is_allowed():
     large, nan = torch.full((4,), 3e38), float('nan')
     assert checkpoint.not_finite({'large': large, 'half': torch.full((99,), 6e4).half(), 'none': torch.ones(0)}) is None
     for bad in ([nan], [float('inf'), 1.0], [float('inf'), -float('inf')], [3e38, 3e38, nan]):

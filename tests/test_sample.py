@@ -88,8 +88,8 @@ def test_empty_prompts_and_non_finite_logits_give_a_clear_error(device, drafting
 @pytest.mark.parametrize('threads, local_world, omp, expected', [
     (None, 1, None, None), (None, 1, '3', None), (5, 1, '3', 5), (None, 2, None, 4), (None, 2, '1', 4),
     (None, 2, '3', None), (5, 2, '1', 5), (None, 99, None, 1)])
-def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch, threads, local_world, omp, expected):
-    """Expected None: PyTorch's default, which reads OMP_NUM_THREADS."""
+def test_processes_share_the_cores_unless_threads_are_set(monkeypatch, threads, local_world, omp, expected):
+    """An expected value of None means PyTorch's default, which reads OMP_NUM_THREADS."""
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     if omp is not None:
         monkeypatch.setenv('OMP_NUM_THREADS', omp)

@@ -59,7 +59,7 @@ def test_greedy_texts_equal_plain_decoding(name, drafts, draft_len):
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])
-def test_drafts_by_the_same_weights_are_accepted(name):
+def test_drafts_from_the_same_weights_are_always_accepted(name):
     model = make(name)
     _, statistics = speculative_generate(model, PROMPTS, 30, draft=copy.deepcopy(model), draft_len=3, temperature=0)
     # 1 token from the prefill, 4 in each of 7 rounds, then 1

@@ -214,7 +214,7 @@ def test_a5_is_the_60_even_permutations():
 
 
 @pytest.mark.parametrize('kind', ['unseen', 'seen'])
-def test_countdown_targets_of_held_out_rows_are_not_in_training_unless_asked_for(kind):
+def test_countdown_validation_targets_are_unseen_by_default(kind):
     d = open_data(f'countdown:val_targets={kind}')
     train, val = ({*d.rows(split, range(500), 0)[:, 4].tolist()} for split in ('train', 'val'))
     assert len(train) == 82 and (val == train if kind == 'seen' else val.isdisjoint(train) and len(val) == 9)

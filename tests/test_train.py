@@ -46,7 +46,7 @@ def test_a_run_learns_and_writes_its_files(tiny_run):
 @pytest.mark.parametrize('args', [['--model=sps', '--window=4', '--predict_input=token'],
                                   ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--bptt_len=12'],
                                   ['--model=gdn', '--d_k=8', '--d_v=8', '--chunk_len=12'], ['--optimizer=muon']])
-def test_a_run_of_another_model_or_optimizer_resumes_on_the_same_losses_and_generates(args, tiny_data, tmp_path):
+def test_other_models_and_optimizers_resume_with_the_same_losses_and_generate(args, tiny_data, tmp_path):
     out = tmp_path / 'run'
     succeeded(train_tiny(tiny_data, out, *args))
     want = losses(out)
@@ -69,8 +69,8 @@ def test_losses_do_not_depend_on_processes_or_micro_batches(tiny_data, tiny_run,
         assert got[step] == pytest.approx(want[step], rel=1e-4, abs=1e-4), step
 
 
-# Runs train.py in a process that kills itself: 'time': after that many seconds of training,
-# 'write': at that call of a function that writes a checkpoint.
+# Runs train.py in a process that kills itself: after some seconds of training ('time'), or at the
+# n-th call of a function that writes checkpoints ('write').
 KILLED = '''
 import os, signal, sys, threading
 kind, when = sys.argv.pop(1), float(sys.argv.pop(1))
@@ -335,7 +335,7 @@ def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(t
 @pytest.mark.long
 @pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
 @pytest.mark.parametrize('method', ['standard', 'sps', 'sps/two_x_memory', 'sps/delayed_state', 'sps/reverse_sps'])
-def test_a_step_of_every_sps_config_fits_80_gib_by_the_estimate(method, scale):
+def test_every_sps_config_is_estimated_to_fit_80_gib(method, scale):
     result = run('train.py', f'config/{method}_{scale}.py', '--dry_run', '--memory=80')
     assert 'a step fits 80 GiB' in result.stdout, result.stdout + result.stderr
 

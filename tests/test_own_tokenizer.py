@@ -215,7 +215,7 @@ def test_tokenizers_are_compared_by_content(trained, tokenizers, tmp_path):
     with pytest.raises(UserError, match='use data with the same tokenizer'):
         runs.run_data(record, str(tokenizers / 'other'))
     assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with the same tokenizer')
-    load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', 'float32')
+    load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', None)
     draft = {'tokenizer': other.tokenizer, 'n_ids': other.n_ids, 'eos_id': other.eos_id}
     with pytest.raises(UserError, match='they must have one tokenizer'):
-        load_draft(trained, {'data': draft}, 'cpu', 'float32')
+        load_draft(trained, {'data': draft}, 'cpu', None)

@@ -83,7 +83,7 @@ def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path
 
 
 def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
-    for _ in range(2):  # the second time nothing is trained
+    for _ in range(2):  # nothing is trained the second time
         methods = {name: Method([], BUDGET, rate, f'{tmp_path}/{name}')
                    for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
         compare.set_best_rates(methods, 1)
@@ -121,7 +121,7 @@ def test_models_that_cannot_be_compared_give_a_clear_error(arguments, sentence, 
 
 def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp_path, trained):
     sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 --learning_rate=2e-3'
-    for _ in range(2):  # the second time nothing is trained
+    for _ in range(2):  # nothing is trained the second time
         result = succeeded(run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
                                '--max_tokens=100'))
     runs = [(own['model'], own['learning_rate'], own['seed']) for own in map(given, trained)]

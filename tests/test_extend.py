@@ -1,4 +1,4 @@
-"""--extend continues a run from before its decay and equals one long run."""
+"""--extend continues a run from before its decay, with the result of one long run."""
 import shutil
 
 import pytest

@@ -102,7 +102,7 @@ def test_no_circular_imports():
 
 
 def writes_to_imported(source):
-    """List writes, deletions and patches of imported names, and of any `.forward`."""
+    """List assignments, deletions and patches of imported names, and of any `.forward`."""
     tree, found = ast.parse(source), []
     imported = {(alias.asname or alias.name).partition('.')[0] for node in ast.walk(tree)
                 if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}

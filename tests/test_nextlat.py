@@ -193,7 +193,7 @@ DRAFTING = pytest.mark.parametrize('name, case', [('nextlat', dict(horizon=1)), 
 @DRAFTING
 @pytest.mark.parametrize('documents', [True, False])
 def test_draft_probabilities_are_those_that_training_scores(name, case, documents):
-    """After ragged extends and a rollback, drafting one token, then two more."""
+    """Drafts one token, then two more, after ragged extends and a rollback."""
     model = make(name, EOS if documents else None, cap=2.0, **case).eval()
     idx = torch.randint(0, 19, (3, 12), generator=torch.Generator().manual_seed(2))
     idx[0, 4] = idx[1, 1] = EOS
@@ -202,7 +202,7 @@ def test_draft_probabilities_are_those_that_training_scores(name, case, document
     run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
     model.extend(run, cache, torch.tensor([3, 3, 2]))
     undone = model.draft(run[:, 0], cache, 2, lambda logits: (logits.argmax(-1), logits.softmax(-1)))
-    assert undone[0].shape == (3, 2)  # rolled back with the tokens
+    assert undone[0].shape == (3, 2)  # the rollback below discards it
     cache.rollback(torch.tensor([1, 0, 1]))
     held = [6, 9, 6]  # tokens kept per row; from here on each row is in one document
     assert cache.lengths.tolist() == held

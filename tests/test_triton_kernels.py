@@ -52,7 +52,7 @@ def test_kernels_equal_dense_attention(streams, T, D, group, documents, reaches,
 
 
 def least_tiles(seen, own, walked):
-    """Count the tiles (own, walked) that cover the visible pairs, and those that need a mask."""
+    """Count the own x walked tiles that cover the visible pairs, and those that need a mask."""
     tiles = []
     for strip in seen.split(own):
         columns = strip.any(0).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""The minimal model in README (`Config`, `forward`, `logits`) works with every script."""
+"""The minimal model in docs/own_model.md works with every script."""
 import re
 import shutil
 import sys
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def bigram(tiny_data, tmp_path_factory):
-    """Train the model in README, in a folder that replaces the repository root meanwhile."""
+    """Train the model in docs/own_model.md, in a folder that replaces the repository root."""
     folder = tmp_path_factory.mktemp('own')
-    source = re.search(r'```python\n(.*?)```', (ROOT / 'README.md').read_text().partition('Your own model')[2], re.S)
+    source = re.search(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)
     (folder / 'model_bigram.py').write_text(source[1])
     shutil.copy(ROOT / 'model_standard.py', folder)
     with pytest.MonkeyPatch.context() as patch:

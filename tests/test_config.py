@@ -145,7 +145,7 @@ def test_help_lists_every_setting_with_type_default_and_comment(capsys):
     assert exit.value.code == 0
     assert '--count=3  (int)\n        how many' in text and '--limit=None  (int or None)' in text
     assert "--shape='round'  ('round', 'square' or None)" in text
-    assert '--window=None' in text and 'positions of the past' in text  # model settings, too
+    assert '--window=None' in text and 'past positions' in text  # model settings, too
 
 
 # ---- numbers out of range ----

@@ -31,7 +31,7 @@ def builds(tmp_path, monkeypatch):
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) echo >> {log};; esac\nexec cc "$@" -O0 $OPTION\n')
     compiler.chmod(0o755)
     monkeypatch.setenv('CC', str(compiler))
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'kept')
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'kept')
     return lambda: len(log.read_text()) if log.exists() else 0
 
 
@@ -42,13 +42,13 @@ def test_the_c_code_is_built_once_per_compiler_and_flags(builds, monkeypatch, tm
 
     assert n_builds() == n_builds() == 1
     kept, = (tmp_path / 'kept').iterdir()
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'other')
-    scan.KEPT.mkdir()
-    (scan.KEPT / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'other')
+    scan.LIBRARY_DIR.mkdir()
+    (scan.LIBRARY_DIR / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
     assert n_builds() == 2
     monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # as on another CPU
     assert n_builds() == 3
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'log' / 'no folder')  # not writable
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'log' / 'no folder')  # not writable
     assert n_builds() == 4
 
 
@@ -116,8 +116,8 @@ def test_saved_tensors_follow_the_documented_formula():
     T, B, c = 64, 2, G.Config(**SMALL | dict(segment_len=8))
     model = G.Model(c)
     u = torch.zeros(T, B, c.n_embd, requires_grad=True)
-    folded = [w.detach() for w in scan.fold(model)]
-    held = saved_bytes(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, True))
+    folded, sizes = [w.detach() for w in scan.fold(model)], list(scan.Sizes.from_config(c))
+    held = saved_bytes(lambda: scan._scan_op(u, None, folded, sizes, c.norm_eps, torch.float32, True))
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
     assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # 2: states and u

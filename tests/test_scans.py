@@ -72,7 +72,7 @@ def test_pins_are_current_and_cover_the_listed_objects(name):
 
 @pytest.mark.parametrize('name, piece', [(name, piece) for name in PINNED for piece in PINNED[name].split()])
 def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys):
-    scans._say.cache_clear()
+    scans._warn_once.cache_clear()
     model, _ = make(importlib.import_module(f'model_{name}'), name)
     assert model.fast and capsys.readouterr().err == ''
     monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
@@ -105,7 +105,7 @@ def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, edi
 @pytest.mark.parametrize('name', MODELS)
 def test_renamed_functions_and_subclasses_run_the_equations_unless_scan_is_fast(name, capsys, monkeypatch):
     file = importlib.import_module(f'model_{name}')
-    scans._say.cache_clear()
+    scans._warn_once.cache_clear()
 
     class Own(file.Model):
         pass

@@ -37,7 +37,7 @@ def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args):
 
 def test_a_benchmark_makes_one_measurement_at_a_time():
     for given in (['scales', 'objectives'], ['scale']):
-        assert_sentence(run('-m', 'bench.train_step', *given, '--toy'), f"what is '{' '.join(given)}'? Expected one of")
+        assert_sentence(run('-m', 'bench.train_step', *given, '--toy'), f"'{' '.join(given)}': expected one of")
 
 
 def test_table_2_s_memory_is_that_of_fp32_weights_and_a_bf16_cache():

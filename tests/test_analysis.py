@@ -86,7 +86,7 @@ def test_differences_are_those_of_runs_of_one_seed(tmp_path):
     rows = {(row['label'], row['step']): row for row in figures.read_csv(tmp_path / 'figure.csv')}
     assert [[float(row[key]) for key in ('mean', 'lowest', 'highest')] for (label, _), row in rows.items()
             if label == 'sps'] == [[0.25, 0, 0.5], [0.375, 0.25, 0.5]]
-    assert 'has seed 3, which no run has' in result.stderr
+    assert 'has seed 3: --minus has no run' in result.stderr
 
 
 def test_crossing_is_where_a_line_goes_below_for_good():

@@ -45,7 +45,7 @@ def test_a_final_loss_is_the_last_one_of_a_whole_run(tmp_path, capsys):
     again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
     assert figures.final_losses([whole, cut, again]) == [2.5]
     told = capsys.readouterr().err
-    assert 'cut was last evaluated at 100 of its 200 tokens' in told and 'not even in the seed (0)' in told
+    assert 'cut was last evaluated at 100 of 200 tokens' in told and 'including the seed (0)' in told
 
 
 # ---- seeds ----
@@ -112,10 +112,10 @@ def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
     assert float(first['tokens_ratio']) == pytest.approx(5200 / 1800, abs=1e-12)
     # the other way round: SPS is first at or below 3.2 at 1,300
     assert (second['loss_of'], second['by'], second['tokens']) == ('standard', 'sps', '1300')
-    assert '2.889 times the tokens' in found.stdout
+    assert '2.889 times as many' in found.stdout
     # without the long run Standard never gets there
     (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps)
-    assert 'standard does not have it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
+    assert 'standard does not reach it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
 
 
 def test_a_run_of_constant_rate_has_no_decay_and_one_of_cosine_is_a_sentence(tmp_path):

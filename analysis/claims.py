@@ -140,7 +140,10 @@ def gpn_states(run) -> dict[str, float]:
 
 
 def states_beyond(run) -> dict[str, float]:
-    """Return A5 accuracy beyond the trained length, up to three times, of p_psi alone if any."""
+    """Return the accuracy on A5 words at positions from one to three times the trained length.
+
+    Evaluates p_psi alone (see `analysis.a5`) if the model has it, else the whole model.
+    """
     device, trained = pick_device('auto'), a5.trained_length(run)
     scores = open_data(f'a5:length={3 * trained},val_rows=2000').score(load_run(run, device)[0], device, 1000)
     name = 'rnn_accuracy' if 'rnn_accuracy_1' in scores else 'accuracy'

@@ -193,7 +193,10 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
 
 
 def table(runs: dict[str, list[Path]]) -> list[dict]:
-    """Return a row for each of {name: runs}, compared with the first. Speed is the first seed's."""
+    """Return a row for each of {name: runs, one per seed}, compared with the first name.
+
+    Size, state, FLOPs and speed are from the first seed.
+    """
     losses = {name: [figures.final_loss(run) for run in folders] for name, folders in runs.items()}
     reference, *_ = losses.values()
     rows = []

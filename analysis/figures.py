@@ -84,7 +84,7 @@ def n_parameters(run: str) -> int:
 
 
 def final_loss(run: str) -> float:
-    """Return the final validation loss in nats per token, or raise UserError if unfinished."""
+    """Return a run's final validation loss in nats per token, or raise UserError if unfinished."""
     evaluated = [record for record in read_log(run) if is_number(record.get('val'))]
     if not evaluated:
         raise UserError(f'{run}: no validation loss was logged')

@@ -116,7 +116,10 @@ def lifetime(curve, lags):
 
 
 def pools(lives):
-    """Split heads into (fast, slow) at the largest ratio of lifetimes. Equal ones are slow."""
+    """Split heads into (fast, slow) at the largest ratio between neighbouring lifetimes.
+
+    If all lifetimes are equal, all heads are slow.
+    """
     ordered = sorted(min(life, 1e6) for life in lives)
     tokens = max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] / pair[0], default=ordered)[-1]
     return [h for h, life in enumerate(lives) if life < tokens], [h for h, life in enumerate(lives) if life >= tokens]
@@ -150,7 +153,7 @@ def geometry_rows(states):
 
 
 def direction_rows(model, means, unigram, show):
-    """Return CSV rows on the mean state. means (N, C): mean of each batch; else as in `measure`."""
+    """Return CSV rows on the mean state. means (N, C): one per batch; others as in `measure`."""
     from scipy.stats import spearmanr
     n_ids, mean = model.config.n_ids, means.mean(0)
 

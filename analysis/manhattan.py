@@ -78,7 +78,10 @@ def paths_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]
 # ---- compression ----
 
 def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | None:
-    """Return the ids of a random walk of n_steps to a node, drawn backwards; None if stuck."""
+    """Return the ids of a random walk of n_steps that ends at a node on the way to goal.
+
+    Draws the walk backwards. None if it meets a place that no street leads to.
+    """
     turns = []
     for _ in range(n_steps):
         before, turn = (task.neighbour == node).nonzero()

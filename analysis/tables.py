@@ -3,8 +3,9 @@
     python eval.py RUN RUN ... --paper=sps
     python -m analysis.tables RUN RUN ... --out=NAME
 
-Writes NAME.md and NAME.csv with means over seeds. Scores are from eval.jsonl, decoding speed and
-memory (ratios to Standard) from bench.inference, everything else from the logs.
+Tables 2 and 3 of the SPS paper, table 1 of the GPN paper and the language-modeling table of the
+NextLat paper. Writes NAME.md and NAME.csv with means over seeds. Scores are from eval.jsonl,
+decoding speed and memory (ratios to Standard) from bench.inference, everything else from the logs.
 
 analysis/papers/PAPER.csv has the paper's table. Columns without a space are settings that identify
 a run (`model` is the model or method; an empty cell matches any value). Columns with a space are

@@ -1,4 +1,4 @@
-"""Side-by-side benchmarks. Both sides take turns, and results are ratios, against noise.
+"""Side-by-side benchmarks. Both sides take turns, and noise cancels in the ratio of their times.
 
     python -m bench.train_step      training steps, compared with Hugging Face Llama;
                                     `objectives`: NextLat, MTP and JTP, compared with GPT
@@ -57,8 +57,8 @@ def make_model(name: str, **values):
     return module.Model(module.Config(**own, **values)).to(DEVICE)
 
 
-def ratio_to_standard(seconds: dict[str, float]) -> dict[str, float]:
-    """Divide {name: seconds} by Standard's seconds."""
+def over_standard(seconds: dict[str, float]) -> dict[str, float]:
+    """Return {name: seconds} of the other methods divided by Standard's seconds."""
     return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
 
 
@@ -104,8 +104,11 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
-def in_new_process(function: Callable, *args, **environment: str):
-    """Call function(*args) in a new process with environment variables; list a generator's rows."""
+def isolated(function: Callable, *args, **environment: str):
+    """Call function(*args) in a new process with environment variables, and return its result.
+
+    Used to measure peak memory. The rows of a generator function are returned as a list.
+    """
     spawn = multiprocessing.get_context('spawn')
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
         return pool.submit(_call, function, *args).result()

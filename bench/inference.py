@@ -17,18 +17,7 @@ from typing import Literal
 
 import torch
 
-from bench import (
-    DEVICE,
-    FAMILY,
-    GPU,
-    TOY_SHAPE,
-    alternate,
-    in_new_process,
-    make_model,
-    measure,
-    ratio_to_standard,
-    resident,
-)
+from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common.decoding import generate
 from common.files import ROOT, UserError
 from common.settings import read_config_file
@@ -92,19 +81,19 @@ def speed(scale: str, s: Settings) -> Iterator[dict]:
         n_tokens = s.batch * (n_new if what == 'end to end' else s.prompt)
         yield {'scale': scale, 'dtype': s.dtype, 'what': f'throughput, {what}',
                'standard tokens/s': round(n_tokens / seconds['standard'], 1),
-               **{name: round(1 / ratio, 3) for name, ratio in ratio_to_standard(seconds).items()}}
+               **{name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}}
 
 
 def figures(**values) -> Iterator[dict]:
     s = Settings(**values)
     for scale in s.scales.split(','):
         yield from speed(scale, s)
-        used = {name: memory(name, scale, s) if s.toy else in_new_process(memory, name, scale, s) for name in s.names}
+        used = {name: memory(name, scale, s) if s.toy else isolated(memory, name, scale, s) for name in s.names}
         for what in ('held', 'peak', 'cache'):
             n_bytes = {name: of_method[what] for name, of_method in used.items()}
             n_bytes['standard'] = max(1, n_bytes['standard'])  # may be 0 at toy size
             yield {'scale': scale, 'dtype': s.dtype, 'what': f'memory, {what}',
-                   'standard MiB': round(n_bytes['standard'] / 2 ** 20, 1), **ratio_to_standard(n_bytes)}
+                   'standard MiB': round(n_bytes['standard'] / 2 ** 20, 1), **over_standard(n_bytes)}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import train
-from bench import DEVICE, GPU, alternate, in_new_process, measure, resident
+from bench import DEVICE, GPU, alternate, isolated, measure, resident
 from common import machine, runs
 from scans import gpn
 
@@ -73,7 +73,7 @@ def compare(name: str, batch_size: int, T: int, values: dict, toy: bool) -> dict
             if form != 'loop' and 'loop' in seconds}
     del steps
     if not toy:
-        row |= {f'{form}_peak_mb': in_new_process(peak_mb, name, form, batch_size, T, values) for form in forms}
+        row |= {f'{form}_peak_mb': isolated(peak_mb, name, form, batch_size, T, values) for form in forms}
     return row
 
 

@@ -25,18 +25,7 @@ import torch
 import bench
 import model_standard
 import train
-from bench import (
-    DEVICE,
-    FAMILY,
-    GPU,
-    TOY_SHAPE,
-    alternate,
-    in_new_process,
-    make_model,
-    measure,
-    ratio_to_standard,
-    resident,
-)
+from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common import export, gpu, machine, runs
 from common.start import SPIN_COUNT
 
@@ -115,7 +104,7 @@ def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds
     return {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'n_layer': shape['n_layer'], 'T': T,
             'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
             'standard_mfu': peak and round(models['standard'].flops_per_token(T) * tokens_per_s / peak, 3)
-            } | ratio_to_standard(seconds)
+            } | over_standard(seconds)
 
 
 def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:
@@ -173,7 +162,7 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
     """Yield the rows of the table of training costs, at toy size without memory."""
     machine.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
-    base = None if toy else in_new_process(peak_memory, *ntp, batch_size, **TRAINING)
+    base = None if toy else isolated(peak_memory, *ntp, batch_size, **TRAINING)
     for side in OBJECTIVES:
         steps = {name: objective_step(*name, batch_size, vocabulary, toy) for name in dict.fromkeys([ntp, side])}
         seconds = alternate({name: step for name, (step, _) in steps.items()}, rounds=1 if toy else 7)
@@ -181,7 +170,7 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
                'parameters': sum(p.numel() for p in steps[side][1].parameters()),
                'steps_per_s': round(1 / seconds[side], 3), 'time_over_ntp': round(seconds[side] / seconds[ntp], 3)}
         if not toy:
-            row['peak_memory_over_ntp'] = round(in_new_process(peak_memory, *side, batch_size, **TRAINING) / base, 3)
+            row['peak_memory_over_ntp'] = round(isolated(peak_memory, *side, batch_size, **TRAINING) / base, 3)
         yield row
         torch.compiler.reset()  # torch.compile allows only eight versions of one forward
 
@@ -193,8 +182,8 @@ def figures(toy: bool, batch_size: int) -> Iterator[dict]:
         yield from beside_hugging_face(TOY_SHAPE, 1, batch_size)
         yield from two_streams(True, batch_size)
         return
-    yield from in_new_process(beside_hugging_face, SHAPE, 12, batch_size, **TRAINING)
-    yield from in_new_process(two_streams, False, batch_size, **TRAINING)
+    yield from isolated(beside_hugging_face, SHAPE, 12, batch_size, **TRAINING)
+    yield from isolated(two_streams, False, batch_size, **TRAINING)
 
 
 def main(argv: list[str] | None = None) -> None:

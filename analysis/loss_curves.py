@@ -34,13 +34,13 @@ def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
 
 def crossings(points: list[dict], first: list[dict]) -> list[str]:
     """Format the `crossing` of each axis that both curves have."""
-    texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('by time ', '{:.1f} minutes'),
-             'gpu_hours': ('by GPUs ', '{:,.1f} GPU-hours'), 'flops': ('by compute ', '{:.3g} FLOPs')}
+    texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('over time ', '{:.1f} minutes'),
+             'gpu_hours': ('over GPU time ', '{:,.1f} GPU-hours'), 'flops': ('over compute ', '{:.3g} FLOPs')}
     found = []
-    for axis, (by, amount) in texts.items():
+    for axis, (over, amount) in texts.items():
         if points[-1][axis] is not None and first[-1][axis] is not None:
             where = crossing(points, first, axis)
-            found.append(f'{by}from {"no point" if where is None else amount.format(where)} on')
+            found.append(over + ('never' if where is None else f'from {amount.format(where)} on'))
     return found
 
 
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, seeds: {end["seeds"]}) '
                   f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
             if points is not first:
-                print(f'  below the first line {", ".join(crossings(points, first))}')
+                print(f'  below the first curve {", ".join(crossings(points, first))}')
         rows = [{'label': label} | p for label, points in curves.items() for p in points]
         figures.write_figure(s.out, runs, 'loss_curves', rows, plot(curves, s.minus))
 

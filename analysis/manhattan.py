@@ -212,9 +212,9 @@ def follow(node: int, goal: int, turns, true: dict, used: dict, degree: Counter,
 
 
 def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
-    """Return the streets {(node, turn): neighbour} used by (start, goal, turns), and n_failed.
+    """Return the streets {(node, turn): neighbour} that walks use, and the number of failed walks.
 
-    near[node]: places that an invented street from a node may lead to.
+    walks: (start, goal, turns); near[node]: places that an invented street may lead to.
     """
     used, degree, n_failed = {}, Counter(), 0
 

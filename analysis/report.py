@@ -61,7 +61,7 @@ def run_row(run: str, about: dict, label: str) -> dict[str, str]:
 
 
 def last_scores(log: list[dict]) -> dict[str, float]:
-    """Return the last evaluation without NAMES, such as the scores of a synthetic task."""
+    """Return the other values of the last evaluation, such as the scores of a synthetic task."""
     last = ([{}] + [record for record in log if 'val' in record])[-1]
     return {key: value for key, value in last.items()
             if figures.is_number(value) and key not in {*X_KEYS, 'loss', 'skipped', *NAMES}}

@@ -31,11 +31,11 @@ class Settings(figures.Settings):
 class Curve:
     points: list[dict]  # of `figures.curve`, at the constant learning rate
     budget: int  # tokens at which the shortest run's decay begins
-    last: dict  # the shortest run's last point
+    last: dict  # the shortest run's last point before its decay
 
 
 def constant_rate(runs: list[str]) -> Curve:
-    """Return the Curve of runs that differ only in length and seed, or raise UserError for cosine."""
+    """Return the Curve of runs that differ only in length and seed. Schedules must not be cosine."""
     by_length = {}
     for run in runs:
         by_length.setdefault(figures.settings_of(run).max_tokens, []).append(run)

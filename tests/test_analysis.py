@@ -98,7 +98,7 @@ def test_crossing_is_where_a_line_goes_below_for_good():
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
     assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # of one evaluation each
     assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis on its own
-        'from 1 tokens on', 'by time from no point on', 'by compute from no point on']
+        'from 1 tokens on', 'over time never', 'over compute never']
 
 
 def test_gpu_hours_are_wall_time_times_gpus(tmp_path):

@@ -35,7 +35,7 @@ class Curve:
 
 
 def constant_rate(runs: list[str]) -> Curve:
-    """Return the Curve of runs that differ only in length and seed. Schedules must not be cosine."""
+    """Return the Curve of runs that differ only in length and seed, without cosine schedules."""
     by_length = {}
     for run in runs:
         by_length.setdefault(figures.settings_of(run).max_tokens, []).append(run)

@@ -172,7 +172,8 @@ def print_help(*classes: type) -> None:
     print(inspect.getmodule(classes[0]).__doc__.strip())
     for cls, title in zip(classes, ('settings and their defaults, which a config may change', 'settings of the model')):
         print(f'\n{title} ({cls.__module__}.py):')
-        comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
+        source = ''.join(inspect.getsource(c) for c in cls.__mro__[-2::-1])  # base classes first
+        comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', source, re.M))
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
             print(f'  --{f.name}={f.default!r}  ({expected(hints[f.name])})\n        {comments.get(f.name, "")}')

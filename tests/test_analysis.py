@@ -86,7 +86,7 @@ def test_differences_pair_runs_by_seed(tmp_path):
     rows = {(row['label'], row['step']): row for row in figures.read_csv(tmp_path / 'figure.csv')}
     assert [[float(row[key]) for key in ('mean', 'lowest', 'highest')] for (label, _), row in rows.items()
             if label == 'sps'] == [[0.25, 0, 0.5], [0.375, 0.25, 0.5]]
-    assert 'has seed 3, which no run has' in result.stderr
+    assert 'has seed 3: --minus has no run' in result.stderr
 
 
 def test_crossing_is_where_a_curve_drops_below_and_stays_below():
@@ -97,8 +97,8 @@ def test_crossing_is_where_a_curve_drops_below_and_stays_below():
     # nothing is compared beyond the end of the first curve
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
     assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # one evaluation each
-    assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis separately
-        'from 1 tokens on', 'by time from no point on', 'by compute from no point on']
+    assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis on its own
+        'from 1 tokens on', 'over time never', 'over compute never']
 
 
 def test_gpu_hours_are_wall_time_times_gpus(tmp_path):

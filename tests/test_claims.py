@@ -21,7 +21,7 @@ LOW, HIGH, WIDE = [1.0, 1.01, 0.99], [1.2, 1.21, 1.18], [0.8, 1.3, 1.1]
 
 def verdict_of(judged):
     """Return the verdict when this is the only claim of its paper."""
-    return claims.with_verdicts([{'name': 'a', 'paper': 'sps', **judged}])['a']['verdict']
+    return claims.add_verdicts([{'name': 'a', 'paper': 'sps', **judged}])['a']['verdict']
 
 
 @pytest.mark.parametrize(('ours', 'other', 'direction', 'margin', 'verdict'), [
@@ -116,7 +116,7 @@ def test_claims_can_be_judged_in_several_calls(tmp_path, monkeypatch):
 def test_committed_verdicts_follow_from_their_numbers():
     folder = ROOT / 'bench/results/claims'
     rows = read_csv(folder / 'claims.csv')
-    again = claims.with_verdicts([*claims.kept_rows(folder / 'claims.csv').values()])
+    again = claims.add_verdicts([*claims.saved_rows(folder / 'claims.csv').values()])
     assert [row['name'] for row in rows] == list(again) == [claim.name for claim in CLAIMS if claim.name in again]
     for row in rows:
         found = again[row['name']]
@@ -156,14 +156,14 @@ def test_learning_rates_are_searched_only_for_loss_claims(tmp_path, monkeypatch)
     monkeypatch.setattr(compare, 'train_all', lambda cells, jobs: None)
     monkeypatch.setattr(claims, 'set_best_rates',
                         lambda methods, jobs: [setattr(method, 'rate', 2 * method.rate) for method in methods.values()])
-    runs = claims.train(Settings(seeds=2), claims.chosen('nextlat_a5,nextlat_ntp'), tmp_path)
+    runs = claims.train(Settings(seeds=2), claims.select_claims('nextlat_a5,nextlat_ntp'), tmp_path)
     assert runs['a5_ntp'][1].name == 'a5_ntp_lr0.001_seed2'
     assert runs['ntp'][0].name == 'ntp_lr0.0088_seed1'
 
 
 def test_claims_are_selected_and_listed_by_paper_or_name(tmp_path):
-    papers = [claim.paper for claim in claims.chosen('gpn,sps_standard')]
-    assert papers[0] == 'sps' and {*papers[1:]} == {'gpn'} and claims.chosen('all') == CLAIMS
+    papers = [claim.paper for claim in claims.select_claims('gpn,sps_standard')]
+    assert papers[0] == 'sps' and {*papers[1:]} == {'gpn'} and claims.select_claims('all') == CLAIMS
     text = run('-m', 'analysis.claims', '--list', '--only=sps_standard').stdout
     assert text.startswith('sps_standard: ') and '-0.042 (XS)' in text and text.count('\n') == 2
     assert_sentence(run('-m', 'analysis.claims', f'--out_dir={tmp_path}', '--only=spx'), "only has 'spx'")
@@ -185,4 +185,4 @@ def test_all_claims_of_a_paper_run_end_to_end(paper, tmp_path, monkeypatch):
                         (claims.probes, dict(steps=2)), (claims.manhattan, dict(n_walks=20, n_prefixes=20))):
         monkeypatch.setattr(module, 'Settings', lambda made=module.Settings, few=few, **own: made(**own | few))
     succeeded(run('-m', 'analysis.claims', f'--only={paper}', '--seeds=2', f'--out_dir={tmp_path}/out'))
-    assert list(claims.kept_rows(tmp_path / 'out/claims.csv')) == [c.name for c in CLAIMS if c.paper == paper]
+    assert list(claims.saved_rows(tmp_path / 'out/claims.csv')) == [c.name for c in CLAIMS if c.paper == paper]

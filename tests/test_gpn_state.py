@@ -53,7 +53,7 @@ def test_cosines_over_lags_equal_a_loop_over_pairs():
 @pytest.mark.parametrize('values', [dict(n_head=0), dict(n_layer=2), dict(decoder_bias=True)])
 def test_all_measures_of_a_small_model(values):
     model, idx = make(eos_id=None, **values)
-    states, _ = gpn_state.walk(model, idx)
+    states, _ = gpn_state.unroll(model, idx)
     assert torch.allclose(states, model.states(idx))
     batches = [(idx, idx.roll(-1, 1)), (idx.flip(0), idx.flip(0).roll(-1, 1))]
     rows = gpn_state.measure(model, batches, torch.arange(64), str)
@@ -66,7 +66,7 @@ def test_all_measures_of_a_small_model(values):
     assert all(x < T for part, _, x, _ in rows if part in ('cosine', 'retention'))
     assert sum(value for part, *_, value in rows if part == 'correlation') == pytest.approx(1)
     ppl = {name: v for part, name, _, v in rows if part == 'perplexity'}
-    assert ppl['as it is'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
+    assert ppl['unchanged'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
     assert len(set(ppl.values())) == len(ppl)
     axes = {ax.get_ylabel() or ax.get_xlabel(): ax for ax in gpn_state.plot(rows).axes}
     assert [bar.get_width() for bar in axes['validation perplexity'].patches] == [*ppl.values()]
@@ -96,14 +96,14 @@ def test_accuracy_by_distance_equals_the_score_of_the_task():
     rows = gpn_state.measure(model, batches, torch.arange(d.n_ids), str, d.task.asked_distance)
     value = {row[:3]: row[3] for row in rows}
     score = d.score(model, 'cpu', 16)
-    assert [value['accuracy', 'as it is', far] for far in (4, 8)] == pytest.approx([*score.values()])
+    assert [value['accuracy', 'unchanged', far] for far in (4, 8)] == pytest.approx([*score.values()])
     for name in {name for part, name, _ in value if part == 'perplexity'}:  # equally many queries at each distance
         mean = (value['nll', name, 4] + value['nll', name, 8]) / 2
         assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
-    nats, is_right, _ = gpn_state.judge(model, batches, heads_off=[0, 1])
+    nats, is_right, _ = gpn_state.evaluate(model, batches, heads_off=[0, 1])
     with torch.no_grad():
         model.layers[0].read_out.weight.zero_()  # the memory is not read
-    assert torch.allclose(nats, gpn_state.judge(model, batches)[0]) and len(is_right) == 16 * 4
+    assert torch.allclose(nats, gpn_state.evaluate(model, batches)[0]) and len(is_right) == 16 * 4
 
 
 def test_main_reports_loss_by_distance_for_an_edited_model(tmp_path, capsys):
@@ -116,6 +116,6 @@ def test_main_reports_loss_by_distance_for_an_edited_model(tmp_path, capsys):
     gpn_state.main([str(tmp_path / 'run'), f'--out={tmp_path / "x"}', '--device=cpu', '--unigram_tokens=1000',
                     f'--data={other}', '--batches=2', '--batch_size=8'])
     said, rows = capsys.readouterr().out, read_csv(tmp_path / 'x.csv')
-    values = [row['value'] for row in rows if (row['part'], row['name']) == ('nll', 'as it is')]
-    assert 'nll, as it is: ' + '  '.join(f'{float(v):.4g} at {x}' for v, x in zip(values, (5, 16, 24))) in said
+    values = [row['value'] for row in rows if (row['part'], row['name']) == ('nll', 'unchanged')]
+    assert 'nll, unchanged: ' + '  '.join(f'{float(v):.4g} at {x}' for v, x in zip(values, (5, 16, 24))) in said
     assert any(row['name'].startswith('slow heads') for row in rows if row['part'] == 'perplexity')

@@ -45,7 +45,7 @@ def test_final_losses_come_from_finished_runs(tmp_path, capsys):
     again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
     assert figures.final_losses([whole, cut, again]) == [2.5]
     told = capsys.readouterr().err
-    assert 'cut was last evaluated at 100 of its 200 tokens' in told and 'not even in the seed (0)' in told
+    assert 'cut was last evaluated at 100 of 200 tokens' in told and 'including the seed (0)' in told
 
 
 # ---- seeds ----
@@ -113,10 +113,10 @@ def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
     assert float(first['tokens_ratio']) == pytest.approx(5200 / 1800, abs=1e-12)
     # conversely: SPS first reaches 3.2 or less at 1,300
     assert (second['loss_of'], second['by'], second['tokens']) == ('standard', 'sps', '1300')
-    assert '2.889 times the tokens' in found.stdout
+    assert '2.889 times as many' in found.stdout
     # without the long run, Standard never reaches it
     (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps)
-    assert 'standard does not have it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
+    assert 'standard does not reach it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
 
 
 def test_constant_runs_count_to_the_end_and_cosine_gives_a_clear_error(tmp_path):

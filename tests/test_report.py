@@ -43,12 +43,12 @@ def test_the_page_shows_the_runs_and_loads_nothing(two_runs, tmp_path):
 def test_curves_are_drawn_over_tokens_flops_time_and_steps(two_runs):
     found = {folder: report.read(folder) for folder in two_runs}
     rows = report.points(found, dict(zip(two_runs, ('standard', 'sps'))))
-    val = [row for row in rows if row['what'] == 'validation loss']
+    val = [row for row in rows if row['what'] == 'validation loss, nats']
     assert [[row[axis] for axis in (*report.AXES, 'value')] for row in val[:1]] == [
         [300, 300 * flops_per_token(two_runs[0]), 3, 3, 2.125]]
-    figure = report.curves(rows, 'steps')
+    figure = report.curves(rows, 'training steps')
     drawn = {(trace.name, tuple(trace.x), tuple(trace.y)): trace.line.color for trace in figure.data}
     first, second = drawn['standard', (3,), (2.125,)], drawn['sps', (0, 1), (4.0, 3.5)]
-    assert first != second and 'validation loss' in [title.text for title in figure.layout.annotations]
+    assert first != second and 'validation loss, nats' in [title.text for title in figure.layout.annotations]
     log = [{'step': i, 'tokens': 10 * i, 'seconds': 60.0 * i, 'val': 5.0 - i / 1000} for i in range(402)]
     assert len(report.points({'a': {'log': log, 'flops': None}}, {'a': 'a'})) == 81

@@ -46,7 +46,7 @@ def grid():
 def test_a_perfect_guide_recovers_from_detours(grid):
     task, guide = grid
     pairs = task.held_out_pairs
-    straight, around = (manhattan.ways_with_detours(guide, task, pairs, share, np.random.default_rng(0))
+    straight, around = (manhattan.paths_with_detours(guide, task, pairs, share, np.random.default_rng(0))
                         for share in (0, 0.75))
     assert [len(way) for way in straight] == [guide.distance[goal, start] + 1 for start, goal in pairs]
     assert all(task.is_valid(*pair, way) for ways in (straight, around) for pair, way in zip(pairs, ways))
@@ -56,7 +56,7 @@ def test_a_perfect_guide_recovers_from_detours(grid):
 def test_compression_is_1_if_only_position_and_goal_matter(grid, monkeypatch):
     task, guide = grid
     prefixes = manhattan.pairs_of_walks(task, 20, np.random.default_rng(0))
-    measured = lambda: [share(guide, task, prefixes, 64) for share in (manhattan.same_way, manhattan.compression)]
+    measured = lambda: [share(guide, task, prefixes, 64) for share in (manhattan.same_paths, manhattan.compression)]
     assert measured() == [1, 1]
     monkeypatch.setattr(guide, 'next', lambda walk: task.end if walk[2:3] == [0] else Guide.next(guide, walk))
     same_way, compression = measured()

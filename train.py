@@ -195,8 +195,8 @@ def read_skips(s, step, skips, lr) -> dict[str, int]:
     """Return {'skipped': steps skipped since the last call} or {}. UserError for three in a row."""
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
-        raise UserError(f'the gradients were not finite in three consecutive steps, at or before step {step}, at a learning '
-                        f'rate of {lr:.2e}; these steps were skipped. {checkpoint.last_good(s.out_dir)}')
+        raise UserError(f'the gradients were not finite in three consecutive steps, at or before step {step}, with '
+                        f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.last_good(s.out_dir)}')
     if not n_skipped:
         return {}
     say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last log line, because the '
@@ -209,7 +209,7 @@ def read_skips(s, step, skips, lr) -> dict[str, int]:
 
 @torch.no_grad()
 def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
-    """Return 'val' (validation loss, nats per token), 'val_<part>' for other loss parts, and scores.
+    """Return 'val' (validation loss, nats per token), 'val_<part>' for other loss parts and scores.
 
     Only rank 0 computes scores: those of a task, or 'acceptance', the fraction of accepted drafts.
     """
@@ -313,7 +313,7 @@ class Meter:
 
 
 def train(s, config, data, record, machine, argv):
-    """Train a model. record: config.json of the run to continue, or None. argv: for ."""
+    """Train a model. record: config.json of the run to continue. argv: the command line, to resume."""
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     optimizer = make_optimizer(model, s)

@@ -63,7 +63,7 @@ def read_prompts(s: Settings, texts: list[str]) -> list[str]:
 
 
 def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tuple[list[list[int]], int]:
-    """Return the prompts' ids and the number of new tokens. UserError if the context is too short."""
+    """Return the prompts' ids and the number of new tokens. UserError if they do not fit."""
     block_size, eos_id = record['settings']['block_size'], record['data']['eos_id']
     prompts = [[*tokenizer.start, *tokenizer.encode(text)] if text else [*tokenizer.start] or [eos_id]
                for text in texts]

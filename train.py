@@ -313,7 +313,7 @@ class Meter:
 
 
 def train(s, config, data, record, machine, argv):
-    """Train a model. record: config.json of the run to continue. argv: the command line, to resume."""
+    """Train a model. record: config.json of the run to continue. argv: the command line."""
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     optimizer = make_optimizer(model, s)

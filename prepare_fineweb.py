@@ -83,7 +83,7 @@ def encode(batch: list[tuple | None]) -> list[tuple | None]:
 
 @contextmanager
 def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecutor]:
-    """Start the processes that run `encode`. Call it before opening the source, which may use threads."""
+    """Start the processes that run `encode`. Call it before the source starts threads."""
     method = 'fork' if sys.platform == 'linux' else 'spawn'  # forked workers need not repeat the imports
     workers = s.workers or int(os.environ.get('OMP_NUM_THREADS') or usable_cores())
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))

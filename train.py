@@ -290,7 +290,7 @@ class Records:
 
 
 class Meter:
-    """Measures speed and training time, excluding evaluation and checkpointing."""
+    """Measure speed and training time, excluding evaluation and checkpointing."""
 
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine

@@ -42,7 +42,7 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
 
 
 def check_logits(logits) -> None:
-    """Raise UserError unless the maximum of each row (B, V) is finite. Synchronizes with the GPU."""
+    """Raise UserError unless each row (B, V) has a finite maximum. Synchronizes with the GPU."""
     if not logits.amax(-1).isfinite().all():  # padding ids of the vocabulary have -inf
         raise UserError('the logits of a prompt are not finite: the weights contain NaN or infinity, or are too large')
 
@@ -61,7 +61,7 @@ def draw(probs, noise) -> torch.Tensor:
 @torch.autocast('cpu', enabled=False)  # CPUs decode in fp32
 def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eos_id=None, finished=None, cache=None,
              **sampling) -> list[list[int]]:
-    """Continue each prompt, of any length >= 1. Returns the new ids of each, including a final eos_id.
+    """Continue each prompt, of any length >= 1. Returns the new ids of each, incl. a final eos_id.
 
     eos_id: one or several ids that end a text. finished(i, new_ids) -> bool is called after each
     new token of prompt i except eos_id (on a GPU, every 16 steps for the tokens since); True ends
@@ -102,7 +102,7 @@ class NewTexts:
 
 
 class Decoder:
-    """Decodes one token per row and step. On a GPU, a step (model, sampling) is one CUDA graph."""
+    """Decode one token per row and step. On a GPU, a step (model, sampling) is one CUDA graph."""
 
     def __init__(self, model, prompts: list[list[int]], cache, seed: int, filters: dict):
         """Prefill the prompts. `tokens` (B,) are the first new ones. filters: see `token_probs`."""
@@ -138,7 +138,7 @@ class Decoder:
         return self.tokens
 
     def run(self, name, step, undo, models=()):
-        """Run step() of this model and `models`, on a GPU as a CUDA graph captured the first time."""
+        """Run step() of this model and `models`; on a GPU, as a CUDA graph captured at first."""
         if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
             return step()
         if name not in self.graphs:

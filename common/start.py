@@ -1,15 +1,15 @@
-"""Process setup that must run before the slow imports."""
+"""Process setup that must run before slow imports."""
 import os
 import sys
 
-# Iterations that an idle OpenMP thread spins before it sleeps. With libgomp's default (300,000), training is 5 times
-# slower than with this value while another program keeps a core busy. With 1,000 it is a quarter slower on an idle
-# machine, because threads fall asleep between two matrix products (bench/results/spin_cpu.json).
+# How long an idle OpenMP thread spins before it sleeps. libgomp's default (300,000) makes training
+# 5 times slower while another program keeps a core busy; 1,000 makes it a quarter slower on an idle
+# machine, because threads sleep between matrix products (bench/results/spin_cpu.json).
 SPIN_COUNT = '5000'
 
 
 def quiet_start() -> None:
-    """Prepare the process: characters that the terminal cannot show are printed as escapes, no progress bars in logs.
+    """Prepare the process: escape unprintable characters, no progress bars in logs.
 
     Environment variables that the user has set are kept.
     """

@@ -5,7 +5,7 @@ MAX_LOGITS = 2 ** 26  # maximum number of logits in one call
 
 
 class Recomputing:
-    """Wrapper that adds `new_cache` and `extend` to a model with `logits(idx)` only. Caches the text.
+    """Adapter that adds `new_cache` and `extend` to a model with `logits(idx)`. Caches the text.
 
     There is no `cache.hidden`, and steps are not captured as CUDA graphs.
     """

@@ -86,7 +86,7 @@ def check_settings(s, data, world) -> None:
             (s.shard and s.parallel == 'ddp',
              f'shard is {s.shard}, but parallel = ddp does not shard weights: use --parallel=fsdp'),
             (s.shard and world > 1 and world % s.shard,
-             f'shard is {s.shard}, but does not divide the {world} processes: use a divisor, such as the number of '
+             f'shard is {s.shard}, but must divide the {world} processes: use, say, the number of '
              'GPUs per machine'),
             (s.batch_size < world,
              f'batch_size is {s.batch_size}: each of the {world} processes needs at least one sequence'),

@@ -132,7 +132,7 @@ def check_record(record: dict) -> None:
 
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
-    """Return the data called `name`, or the run's own. UserError if missing or tokenizers differ."""
+    """Return the data called `name`, or the run's own. UserError if none or tokenizers differ."""
     name = name or record['settings'].get('data')
     if not name:  # an imported run
         raise UserError('this run has no data: give --data=FOLDER')
@@ -152,7 +152,7 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
     want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id}
     if not same_vocabulary(want, have):
         run = f'the run in {folder}' if folder else 'this run'
-        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} ({data.n_ids} ids), but {run} was trained with '
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} ({data.n_ids} ids), {run} was trained with '
                         f'{want["tokenizer"]!r} ({want["n_ids"]}): use data with that tokenizer')
 
 

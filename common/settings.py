@@ -51,8 +51,8 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
             raise UserError(f'expected one config file and overrides as --key=value, got {" ".join(positional)}')
         from_file = read_config_file(positional[0])
         if 'model' in given and 'model' in from_file:  # drop settings that only the file's model has
-            file_names, given_names = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
-            for name in file_names.keys() - given_names.keys() - typing.get_type_hints(Settings).keys():
+            of_file, of_given = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
+            for name in of_file.keys() - of_given.keys() - typing.get_type_hints(Settings).keys():
                 from_file.pop(name, None)
         given, where = from_file | given, dict.fromkeys(from_file, f'in {positional[0]}') | where
     own = {f.name: f for f in dataclasses.fields(Settings)}
@@ -142,8 +142,7 @@ def parsed(text: str, options: list):
 def make_settings(Settings: type, values: dict, where: str):
     """Return a dataclass of settings, or a model's Config, with these values and defaults.
 
-    Raises UserError for unknown names and invalid values. where: source of the values, for the
-    message.
+    Raises UserError for unknown names and invalid values; its message ends with `where`.
     """
     types_of = typing.get_type_hints(Settings)
     if unknown := sorted(values.keys() - types_of.keys()):

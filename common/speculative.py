@@ -15,8 +15,8 @@ from common import decoding
 from common.files import UserError
 
 # draft_len 'auto' stops when the product of confidences falls below this value, as in EAGLE-2 and,
-# for single tokens, Hugging Face. The confidence is the probability of the most likely token, not
-# of the sampled one, which predicts acceptance poorly at temperature 1.
+# for single tokens, Hugging Face. The confidence is the probability of the most likely token: that
+# of the sampled one says little about acceptance at temperature 1.
 AUTO_CONFIDENCE = 0.02
 LONGEST_AUTO = 16  # maximum draft with draft_len 'auto'
 LONGEST = 1000  # maximum of any draft_len
@@ -68,7 +68,7 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
     decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
-        most = longest if device.type == 'cuda' else min(longest, max(room))  # a fixed length needs fewer graphs
+        most = longest if device.type == 'cuda' else min(longest, max(room))  # the same length reuses one CUDA graph
         live = torch.tensor(texts.live, device=device)
         n = draft_tokens(decoder, most, live, AUTO_CONFIDENCE if draft_len == 'auto' else 0)
         lengths = [min(n, tokens) for tokens in room]
@@ -96,7 +96,7 @@ def draft_tokens(decoder, longest: int, live, least: float) -> int:
 
 
 def longest_draft(model, draft, draft_len: int | str) -> int:
-    """Return the maximum draft for a draft_len. UserError if it is invalid or too long for the model."""
+    """Return the maximum draft for a draft_len. UserError if invalid or too long for the model."""
     if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= LONGEST):
         raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or 1 to {LONGEST} tokens")
     if draft is not None and draft.config.vocab_size != model.config.vocab_size:
@@ -154,7 +154,7 @@ class SpeculativeDecoder:
         self.plain.run(('draft', i), step, lambda: None, [self.drafter.model])
 
     def verify(self, n, lengths, live):
-        """Verify n drafted tokens; the first `lengths` (B,) count. Rows not `live` (B,) stay unchanged.
+        """Verify n drafted tokens; the first `lengths` (B,) count. Rows not `live` (B,) are kept.
 
         Sets `accepted`, the number of accepted tokens of `drafts`, and `token`, the one after them.
         """
@@ -188,7 +188,10 @@ class OwnDraft:
         self.model, self.cache = model, cache
 
     def step(self, i, token, pick):
-        """Draft token i after `token` (B,). Returns it (B,) and its distribution (B, V). Idempotent."""
+        """Draft token i, after `token` (B,). Returns it (B,) and its distribution (B, V).
+
+        Idempotent.
+        """
         self.cache.drafted = i  # set here, because graph replay does not
         tokens, probs = self.model.draft(token, self.cache, 1, pick)
         return tokens[:, 0], probs[:, 0]
@@ -236,8 +239,7 @@ class RunDraft:
 class DraftStatistics:
     """Counts over all rows: `rounds` and `drafted` tokens. Each round adds one more, not drafted.
 
-    By position in the draft: `accepted_at`; `tried_at` counts tokens whose predecessors were
-    accepted.
+    By position: `accepted_at`, and `tried_at` for tokens whose predecessors were all accepted.
     """
 
     def __init__(self):

@@ -2,9 +2,9 @@
 import os
 import sys
 
-# How long an idle OpenMP thread spins before it sleeps. libgomp's default (300,000) makes training
-# 5 times slower while another program keeps a core busy; 1,000 makes it a quarter slower on an idle
-# machine, because threads sleep between matrix products (bench/results/spin_cpu.json).
+# Iterations an idle OpenMP thread spins before it sleeps. Compared with 5,000, libgomp's default of
+# 300,000 is 5 times slower in training if another program keeps a core busy; 1,000 is a quarter
+# slower on an idle machine: threads sleep between matrix products (bench/results/spin_cpu.json).
 SPIN_COUNT = '5000'
 
 

@@ -6,11 +6,10 @@
     python eval.py RUN --paper=sps                             tasks and averages of a paper
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
 
-RUN is a run folder; its newest checkpoint is evaluated and the results are appended to its
-eval.jsonl. Several runs are printed side by side. With --data_dir, tasks and corpora are read from
-local benchmark files (see common/benchmarks.py) and nothing is downloaded.
-
-Corpora are scored by rolling likelihood, as in the SPS paper (docs/evaluation.md).
+Evaluates the newest checkpoint of each run folder RUN, adds a line to its eval.jsonl, and prints
+the runs side by side. With --data_dir, tasks and corpora come from local files
+(common/benchmarks.py) and nothing is downloaded. Corpora are scored by rolling likelihood, as in
+the SPS paper (docs/evaluation.md).
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -74,9 +73,9 @@ class Settings:
 def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> dict[str, float]:
     """Return LAMBADA's metrics as in the GPN paper, over the sub-words of the last word.
 
-    acc: how often the first sub-word is the model's top prediction. The paper's perplexity is exp
-    of a mean over sub-words, but it does not say which mean: perplexity_of_examples weights all
-    examples equally, perplexity_pooled all sub-words.
+    acc: how often the first sub-word is the argmax. The paper's perplexity is exp of a mean over
+    sub-words, but it does not say which: perplexity_of_examples weights all examples equally,
+    perplexity_pooled all sub-words.
     """
     if s.data_dir is None:
         import datasets

@@ -9,8 +9,7 @@
 An empty prompt "" starts a new document: generation continues after eos. If the training data was
 prepared with --bos, every prompt starts with bos, and an empty prompt is bos alone.
 
-To generate from Python, import `generate` (common/decoding.py) or `speculative_generate`
-(common/speculative.py). Both batch prompts of different lengths.
+In Python, import `generate` and `speculative_generate`. Both batch prompts of different lengths.
 """
 if __name__ == '__main__':
     from common.start import quiet_start

@@ -2,12 +2,11 @@
 
     python train.py config/quickstart.py                      a small model, in minutes
     python train.py config/standard_s.py --learning_rate=3e-4 override any setting
-    torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs (docs/scale.md)
-    python train.py config/quickstart.py --resume             continue an interrupted run
+    torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs, same batches
+    python train.py config/quickstart.py --resume             resume a run, same batches
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   train a finished run further
 
-Neither the number of GPUs nor an interruption changes the batches. Read this file from top to
-bottom. A model needs `forward` and `logits`; docs/own_model.md lists the optional methods.
+Read this file from top to bottom. docs/own_model.md lists what a model must and may define.
 """
 if __name__ == '__main__':
     from common.start import quiet_start

@@ -8,8 +8,8 @@ from common.files import UserError
 def local_records(folder, task: str) -> list[dict]:
     """Return a task's documents from a folder, with the fields that lm-eval's task expects.
 
-    Reads TASK.jsonl, or TASK_valid.jsonl, _val, _dev or _test. Labels may be in a file of their
-    own, NAME_labels.lst beside NAME.jsonl, one per line.
+    Reads TASK.jsonl, or TASK_valid.jsonl, _val, _dev or _test. Labels may be in NAME_labels.lst
+    next to NAME.jsonl, one per line.
 
     arc_easy, arc_challenge                          question {stem, choices} and answerKey, or
     query, choices, gold

@@ -86,8 +86,8 @@ def check_settings(s, data, world) -> None:
             (s.shard and s.parallel == 'ddp',
              f'shard is {s.shard}, but parallel = ddp does not shard weights: use --parallel=fsdp'),
             (s.shard and world > 1 and world % s.shard,
-             f'shard is {s.shard}, but must divide the {world} processes: use, say, the number of '
-             'GPUs per machine'),
+             f'shard is {s.shard}: expected a divisor of the {world} processes, such as the '
+             'number of GPUs per machine'),
             (s.batch_size < world,
              f'batch_size is {s.batch_size}: each of the {world} processes needs at least one sequence'),
             (s.parallel == 'fsdp' and s.batch_size % world,
@@ -100,7 +100,7 @@ def check_settings(s, data, world) -> None:
             raise UserError(sentence)
     for split in ('train', 'val'):
         if data.n_windows(split, s.block_size) < 1:
-            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for one window of '
+            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for a window of '
                             f'block_size = {s.block_size}: use a smaller block_size or more data')
     if s.sample_tokens and not s.dry_run:
         load_tokenizer(data.tokenizer)  # fail now, not after training

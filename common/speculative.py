@@ -182,16 +182,13 @@ class SpeculativeDecoder:
 # ---- sources of drafts ----
 
 class OwnDraft:
-    """Drafts from the model itself, through its `draft`."""
+    """Drafts from the model itself, through its `draft`. `step` is idempotent."""
 
     def __init__(self, model, cache):
         self.model, self.cache = model, cache
 
     def step(self, i, token, pick):
-        """Draft token i, after `token` (B,). Returns it (B,) and its distribution (B, V).
-
-        Idempotent.
-        """
+        """Draft token i, after `token` (B,). Returns it (B,) and its distribution (B, V)."""
         self.cache.drafted = i  # set here, because graph replay does not
         tokens, probs = self.model.draft(token, self.cache, 1, pick)
         return tokens[:, 0], probs[:, 0]

@@ -10,13 +10,12 @@ A walk is written as start, destination, turns and the end of text:
 A row is a sequence of walks, the last one cut off; `--documents=True` (the default) separates them.
 Start and destination do not count, because they cannot be predicted. Walks have 1 to 100 steps,
 uniformly (inferred from the paper's counts of walks and tokens). About one in twenty pairs of start
-and destination occurs in no row; the score `valid` tests paths between such pairs.
+and destination is in no row; the score `valid` tests paths between these.
 
-The city is a file {"edges": [[node, direction, neighbour], ...]}: nodes are numbers or words,
-directions words such as NE, and a node has at most one edge per direction. The paper's Manhattan:
-github.com/keyonvafa/world-model-evaluation (docs/data.md). Without a file: a square grid of `grid`
-streets each way, with alternating directions, so that the outer four form a ring and every place
-can be reached.
+A city file is {"edges": [[node, direction, neighbour], ...]}: nodes are numbers or words,
+directions words such as NE, and a node has at most one edge per direction. docs/data.md tells how
+to get the paper's Manhattan. Without a file: a grid of `grid` streets each way, in alternating
+directions; the outer four form a ring, so every place can be reached.
 """
 import json
 import re

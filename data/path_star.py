@@ -2,15 +2,14 @@
 
     python train.py --data=path_star:degree=2,length=5,nodes=20 --block_size=31 ...    see Task
 
-G(d, l): d arms of l - 1 nodes leave one start node; all nodes are different, drawn from N. A row is
-the edges in random order, start and goal (the end of one arm), and the path between them:
+NextLat's planning task. In G(d, l), d arms of l - 1 nodes leave a start node; all nodes differ, out
+of N. A row is the edges in random order, start and goal (the end of one arm), and the path between:
 
     a,b|c,d|...|y,z/start,goal=start,...,goal
 
-Tokens are the nodes and | / = (commas are not tokens); `$` is in the vocabulary, as in the authors'
-files, but in no row. The prompt, up to and including =, does not count. Only the first step is
-hard: the model must know which arm leads to the goal before it enters one. The training set has
-200,000 fixed graphs, as in both papers.
+Tokens are the nodes and | / =; `$` is in the vocabulary, as in the authors' files, but in no row.
+The prompt, up to and including =, does not count. Only the first step is hard: the model must know
+which arm leads to the goal. The training set has 200,000 fixed graphs, as in both papers.
 """
 from dataclasses import dataclass
 

@@ -7,20 +7,18 @@ The task of "Context-Ready Transformer", section 5.6 and appendix B.
 
 The base table gives each of M keys a value. Each of the H index tables above it maps M new keys to
 the keys of the table below by a random bijection. Queries follow each table; their answers are
-values. A query at level l takes l look-ups in index tables and one in the base table; or a single
-one plus the answer to a query one level below, which is in the input, perhaps within the window.
-Tables and queries are triplets,
+values. A query at level l takes l look-ups in index tables and one in the base table; or one
+look-up and the answer to a query one level below, which is in the input, perhaps within the window.
 
     table    v3 = A        the key's content is on its left, where causal attention finds it
     query    Q A v3        the target of A is v3; no other position counts
 
-and `||` follows each table and each table's queries. Keys are in a fixed order at each level; the
-base table's values all differ. The last level has one query, for its first key, whose answer is
-only a target. So T = (6 M + 2) H + 3 M + 3.
+`||` follows each table and each table's queries. Keys are in a fixed order at each level; the base
+table's values all differ. The last level has one query, for its first key, whose answer is only a
+target. So T = (6 M + 2) H + 3 M + 3.
 
-Appendix B's text asks for "every key at every level defined so far" after each table, but its
-worked example, like this task, only for that table's keys; else the last queries would be outside
-the paper's window of 38.
+Appendix B asks for "every key at every level defined so far" after each table; its worked example
+and this task, only for that table's keys. Else queries would exceed the paper's window of 38.
 """
 import string
 from dataclasses import dataclass

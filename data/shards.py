@@ -3,7 +3,7 @@
 A data folder holds shards of token ids (integers without a header) and meta.json:
 
     {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "bos": false, "dtype": "uint16", "splits": {
-    "train": {"tokens", "documents", "bytes", "shards": [{"file", "tokens", "sha256"}]}, "val": ...}}
+    "train": {"tokens", "documents", "bytes", "shards": [{"file", "tokens", "sha256"}]}, "val": {}}}
 
 One eos follows each document. With "bos", each document also starts with the tokenizer's bos.
 """

@@ -167,7 +167,7 @@ def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
 
 
 def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
-    """Yield (next state, place, record, split) from a state on: file number and lines or rows read."""
+    """Yield (next state, place, record, split) from a state on: file number, lines or rows read."""
     read = {'json': json_records, 'parquet': partial(parquet_records, s), 'csv': partial(csv_records, s),
             'txt': partial(text_records, s, len(files))}
     for i in range(state['file'], len(files)):
@@ -321,7 +321,7 @@ def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') 
 
 
 def hash_share(text: str, val_hash: str) -> float:
-    """Return the first 8 bytes of a text's hash as a fraction of 2^64. md5 is as in official SPS code."""
+    """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
     if val_hash == 'md5':
         return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64

@@ -2,8 +2,8 @@
 
     python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json   train a BPE
 
-Texts are .txt files or records with a field `text`, as in prepare_fineweb.py. Use the result with
-its --tokenizer=bpe16k.json.
+Texts are .txt files or records with a field `text`. Then use prepare_fineweb.py
+--tokenizer=bpe16k.json.
 """
 import json
 import re
@@ -44,8 +44,7 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's
     encoder.json and vocab.bpe. bos: start documents and prompts with bos. eos_token ends a
-    document; None: from tokenizer_config.json next to tokenizer.json, else a common name. UserError
-    if unusable.
+    document; None: from tokenizer_config.json next to it, else a common name. Raises UserError.
     """
     name, path = str(name), Path(name)
     if name == 'byte':
@@ -101,7 +100,7 @@ def special_tokens(path: Path) -> dict[str, str]:
 def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     """Copy a tokenizer's file or folder into a folder. Returns its name there, for meta.json.
 
-    Names that are not paths are returned unchanged. eos_token goes into tokenizer_config.json.
+    Names that are not paths are returned unchanged. tokenizer_config.json records eos_token.
     """
     path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
     if path.is_file():
@@ -246,7 +245,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
-    """Return a token's bytes, from GPT-2's or SentencePiece's characters (<0x41>, U+2581 = space)."""
+    """Return a token's bytes, from GPT-2's or SentencePiece's spelling (<0x41>, U+2581: space)."""
     if byte_of:
         return bytes(byte_of[c] for c in piece) if all(c in byte_of for c in piece) else piece.encode()
     if re.fullmatch('<0x[0-9A-F]{2}>', piece):
@@ -289,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f'{s.out} already exists: choose another --out')
         batches = (batch for name in names for _, batch in open_source(name, TEXTS)[0](None))
         texts = (found[2] for batch in batches for found in batch if found)
-        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))  # limits memory
+        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))  # a whole text takes 80x
         write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 

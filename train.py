@@ -326,7 +326,7 @@ def train(s, config, data, record, machine, argv):
         records.save(model, optimizer, step, seconds)
     n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
-    print(f'run folder {s.out_dir}, starting at step {step}; Ctrl-C saves a checkpoint and stops')
+    print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
 
     with caught_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)

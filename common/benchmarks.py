@@ -9,14 +9,13 @@ def local_records(folder, task: str) -> list[dict]:
     """Return a task's documents from a folder, with the fields that lm-eval's task expects.
 
     Reads TASK.jsonl, or TASK_valid.jsonl, _val, _dev or _test. Labels may be in NAME_labels.lst
-    next to NAME.jsonl, one per line.
+    next to NAME.jsonl, one per line. Fields:
 
-    arc_easy, arc_challenge                          question {stem, choices} and answerKey, or
-    query, choices, gold
-    piqa, social_iqa, hellaswag, winogrande, sciq    as published
-    lambada_openai, lambada_standard                 text, or context and continuation
-    wikitext, c4, books3, govreport                  page or text, one document per line
-    other lm-eval tasks                              the fields of the dataset on the hub
+    arc_easy, arc_challenge: question {stem, choices} and answerKey, or query, choices, gold
+    piqa, social_iqa, hellaswag, winogrande, sciq: as published
+    lambada_openai, lambada_standard: text, or context and continuation
+    wikitext, c4, books3, govreport: page or text, one document per line
+    other lm-eval tasks: the fields of the dataset on the hub
     """
     paths = [Path(folder) / f'{task}{part}.jsonl' for part in ('', '_valid', '_val', '_dev', '_test')]
     path = next(filter(Path.is_file, paths), None)

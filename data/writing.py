@@ -38,7 +38,7 @@ class ShardWriter:
         return sum(info['tokens'] for info in self.splits.values())
 
     def _continue(self, split: str, shard: dict) -> None:
-        """Truncate an interrupted shard to its recorded size, check it, and reopen it unless full."""
+        """Truncate an interrupted shard to its recorded size, check it, and reopen it if needed."""
         path, size = self.folder / shard['file'], shard['tokens'] * np.dtype(self.dtype).itemsize
         if path.is_file() and path.stat().st_size > size:
             os.truncate(path, size)

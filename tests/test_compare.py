@@ -73,7 +73,7 @@ def test_runs_are_trained_once_and_interrupted_ones_are_resumed(tmp_path, traine
 
 
 @pytest.mark.parametrize('args, sentence', [
-    (['--n_layer=3'], 'has n_layer = 2, but 3 is asked for'), (['--max_tokens=200'], 'has max_tokens = 100'),
+    (['--n_layer=3'], 'has n_layer = 2, but 3 was given'), (['--max_tokens=200'], 'has max_tokens = 100'),
     (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on other data than elsewhere')])
 def test_a_finished_run_is_not_taken_for_another(args, sentence, tmp_path, trained):
     finished_run(tmp_path / 'a', settings={'data': 'here'})

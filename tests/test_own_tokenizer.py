@@ -85,7 +85,7 @@ def test_added_tokens_decode_to_themselves_and_padding_truncation_and_dropout_ar
     assert 2 < len(ids) < 5 and tokenizer.decode(ids).decode() == 'caf\u00e9 \u00e9'
     fast.decoder = library.decoders.WordPiece()
     fast.save(str(path))
-    with pytest.raises(UserError, match='expected one by bytes'):
+    with pytest.raises(UserError, match='expected a byte-level or SentencePiece decoder'):
         load_tokenizer(path)
 
 
@@ -99,7 +99,7 @@ def test_a_tokenizer_is_trained_to_a_size_from_whatever_preparation_reads(tmp_pa
     tokenizer = load_tokenizer(tmp_path / 'bpe.json')
     assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
-    assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'exists: write to another --out')
+    assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'already exists: choose another --out')
 
 
 def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
@@ -212,10 +212,10 @@ def test_what_needs_one_tokenizer_compares_its_content(trained, tokenizers, tmp_
     record = runs.read_run(trained)
     other = Data(tokenizers / 'other')
     assert other.n_ids == record['data']['n_ids']
-    with pytest.raises(UserError, match='use data with the same tokenizer'):
+    with pytest.raises(UserError, match='use data with that tokenizer'):
         runs.run_data(record, str(tokenizers / 'other'))
     assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with the same tokenizer')
     load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', 'float32')
     draft = {'tokenizer': other.tokenizer, 'n_ids': other.n_ids, 'eos_id': other.eos_id}
-    with pytest.raises(UserError, match='they must have one tokenizer'):
+    with pytest.raises(UserError, match='choose a draft run with the same tokenizer'):
         load_draft(trained, {'data': draft}, 'cpu', 'float32')

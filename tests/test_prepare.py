@@ -152,7 +152,7 @@ def test_a_preparation_continues_with_the_same_source_tokenizer_and_settings_onl
     changed.write_bytes(before + b'\n')
     options = ['--val_hash=md5'] if what == 'val_hash' else []
     assert_sentence(prepare(source, half, f'--tokenizer={own}', '--shard_tokens=30_000', *options),
-                    f'{half} was begun with {what}', '(now: ')
+                    f'{half} was started with {what}', '(now ')
     changed.write_bytes(before)
     os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
@@ -185,7 +185,7 @@ def test_a_killed_preparation_leaves_no_workers_and_a_folder_to_continue_with_th
 
 @pytest.mark.parametrize('name, content, options, sentence', [
     ('late.jsonl', '{"id": 1, "text": "a"}\n{"text": "b"}\n', [], "no field 'id'"),
-    ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text in its split'),
+    ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text, val'),
     ('blank.txt', ' \n', [], 'has no text in field'), ('null.jsonl', '{"id": 1, "text": null}\n', [], 'has no text in'),
     ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'the fields are id, text'),
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
@@ -200,8 +200,8 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, name, content, options, sen
 
 
 @pytest.mark.parametrize('name, content, sentence', [
-    ('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'), ('meta.json', '{}', 'is complete'),
-    ('progress.json', '{"mine": 1}', 'not of a preparation'), ('progress.json', '[', 'progress.json is damaged'),
+    ('thesis.tex', 'x', 'contains other files (thesis.tex)'), ('meta.json', '{}', 'is already complete'),
+    ('progress.json', '{"mine": 1}', 'contains other files'), ('progress.json', '[', 'progress.json is damaged'),
     (None, 'a file', 'Not a directory')])
 def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, source, name, content, sentence):
     path = tmp_path / 'out' / (name or '')

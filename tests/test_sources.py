@@ -92,7 +92,7 @@ def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_the
     assert left_out == 2  # records without a text
     with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
         read(folder, text_field='body')
-    with pytest.raises(UserError, match='with .txt files alone'):  # a folder of records and a text
+    with pytest.raises(UserError, match='only .txt files'):  # a folder of records and a text
         data.open_data(str(folder))
 
 
@@ -159,7 +159,7 @@ def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(tmp_pat
     (tmp_path / 'texts').mkdir()
     (tmp_path / 'texts/all.txt').write_text('\ufeff' + text, encoding='utf-8')
     folders = [data.open_data(str(tmp_path / name)).folder for name in ('texts', 'texts/all.txt')]
-    assert capsys.readouterr().out.count('one text: its last 10% are the validation data') == 2
+    assert capsys.readouterr().out.count('single text: its last 10% are the validation data') == 2
     folders += [prepared(tmp_path / name, tmp_path / out) for name, out in (('texts', 'a'), ('texts/all.txt', 'b'))]
     for folder in folders:
         (train,), (val,) = byte_documents(folder, 'train'), byte_documents(folder, 'val')
@@ -217,16 +217,16 @@ def test_ids_that_repeat_are_said_and_shares_are_of_documents(n_ids, said, tmp_p
     records = [{'id': i % n_ids, 'text': line} for i, line in enumerate(LINES[:90])]
     (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, records)))
     result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_share=1e-9'))
-    assert said in result.stdout and ('ids repeat' in result.stdout) == (said != '')
+    assert said in result.stdout and ('repeated ids' in result.stdout) == (said != '')
     n_val = {90: 4, 3: 30, 1: 4}[n_ids]  # 5% of the documents, or all of an id
-    assert 'leaves 0 of 90 documents for validation: it is raised to' in result.stdout
+    assert 'leaves 0 of 90 documents for validation: raised to' in result.stdout
     assert f'which leaves {n_val}\n' in result.stdout and Data(tmp_path / 'out').splits['val']['documents'] == n_val
 
 
 def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
     result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))
-    assert "1 records without a text in field 'text' were left out" in result.stdout  # as far as it has read
+    assert "1 records without text in field 'text' were skipped" in result.stdout  # as far as it has read
     splits = Data(tmp_path / 'out').splits
     assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
     assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is why it was raised

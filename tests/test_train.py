@@ -151,10 +151,10 @@ def test_init_from_starts_from_the_weights_and_needs_the_other_folder_no_longer(
     (new / 'config.json').write_text(json.dumps(record))
     succeeded(run('train.py', f'--out_dir={new}', '--resume'))
     for setting in ('--n_embd=32', '--documents=False', '--model=sps'):
-        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'is asked for')
+        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'was given')
     other_data = run('train.py', f'--out_dir={new}', '--resume', '--data=python_docs')
     assert_sentence(other_data, f'is not the data that the run in {new} was trained on')
-    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), 'is the source of the weights')
+    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), '--init_from and --out_dir')
     assert runs.load_run(new)[1]['step'] == 3
     succeeded(train_tiny(tiny_data, tmp_path / 'sps', '--resume=False', '--model=sps', '--window=4', steps=1))
     for model in ('sps', 'standard'):  # SPS has the tensors of Standard, so nothing else would tell the two apart
@@ -166,12 +166,12 @@ def test_init_from_starts_from_the_weights_and_needs_the_other_folder_no_longer(
 @pytest.mark.slow
 def test_a_run_folder_is_never_overwritten_unasked(tiny_data, tiny_run):
     before = {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')}
-    assert_sentence(train_tiny(tiny_data, tiny_run), 'holds a run already', '--resume', '--overwrite')
+    assert_sentence(train_tiny(tiny_data, tiny_run), 'already contains a run', '--resume', '--overwrite')
     succeeded(train_tiny(tiny_data, tiny_run, '--dry_run'))
     longer = run('train.py', '--resume', f'--out_dir={tiny_run}', '--max_tokens=200000')
-    assert_sentence(longer, f'make it longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
+    assert_sentence(longer, f'train longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
     assert_sentence(run('train.py', tiny_run, '--resume'), 'is a run folder', f'--out_dir={tiny_run} --resume')
-    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 is asked for')
+    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 was given')
     assert {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')} == before
 
 
@@ -194,7 +194,7 @@ def test_bad_input_is_a_sentence_and_creates_nothing(tiny_data, tmp_path, args, 
 
 def test_a_dry_run_says_that_the_warm_up_is_too_long(tiny_data, tmp_path):
     printed = train_tiny(tiny_data, tmp_path / 'out', '--dry_run', '--warmup_tokens=3000').stdout
-    for part in ('the warm-up takes 3,000 tokens, and the decay begins, or the run ends, after 2,304', 'parameters',
+    for part in ('the warm-up takes 3,000 tokens, but the decay begins, or the run ends, after 2,304', 'parameters',
                  '20 steps of 4 x 32 = 128 tokens', 'FLOP per token', 'estimated memory'):
         assert part in printed
     assert not (tmp_path / 'out').exists()
@@ -203,7 +203,7 @@ def test_a_dry_run_says_that_the_warm_up_is_too_long(tiny_data, tmp_path):
 @pytest.mark.slow
 def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'out', '--learning_rate=1e15', '--grad_clip=0', '--save_interval=1')
-    assert_sentence(result, 'not finite three steps in a row', 'learning rate', 'last good checkpoint is', 'step_0000')
+    assert_sentence(result, 'in three consecutive steps', 'learning rate', 'last good checkpoint is', 'step_0000')
     runs.load_run(tmp_path / 'out')  # as every checkpoint, it is finite
 
 
@@ -326,7 +326,7 @@ def test_live_bytes_are_those_of_each_storage_while_it_lives():
 def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits(tmp_path):
     args = [*TINY, f'--data={tmp_path / "gone"}', f'--out_dir={tmp_path / "out"}', '--max_tokens=1e6', '--dry_run']
     result = succeeded(run('train.py', *args, '--memory=4'))
-    assert 'assumed a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
+    assert 'assuming a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
     assert f'python prepare_fineweb.py --out_dir={tmp_path / "gone"} --max_tokens=1.05e06' in result.stdout
     assert 'largest micro_batch_size that fits is 4' in result.stdout  # batch_size
     small = run('train.py', *args, '--memory=0.0001', '--assumed_ids=300').stdout

@@ -29,8 +29,8 @@ from typing import Literal
 import torch
 
 from common.benchmarks import local_records
-from common.files import UserError, friendly_errors, naming
-from common.machine import Device, DType, decoding_dtype, join_processes, own_device, pick_dtype
+from common.files import UserError, add_path_to_errors, friendly_errors
+from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
 from common.parallel import rank
 from common.runs import load_run, run_data
 from common.scoring import Scorer
@@ -127,7 +127,7 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
 
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     """Load a run. Returns its Scorer, tokenizer and config.json."""
-    device = own_device(s.device)
+    device = local_device(s.device)
     model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type))
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
@@ -142,11 +142,11 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
         results['val'] = validation(model, record, s)
     if 'lambada_first_token' in tasks:
         results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
-    of_lm_eval = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
-    if of_lm_eval:
+    lm_eval_tasks = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
+    if lm_eval_tasks:
         from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
-        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), of_lm_eval, s.data_dir,
-                                          s.limit))
+        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), lm_eval_tasks,
+                                          s.data_dir, s.limit))
         versions['lm_eval'] = importlib.metadata.version('lm_eval')
     for corpus in corpora:
         results[corpus]['nats_per_word'] = math.log(results[corpus]['word_perplexity'])
@@ -169,7 +169,7 @@ def append_line(folder, line: dict) -> None:
     """Append a line to eval.jsonl. Non-finite numbers become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with naming(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
+    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 
@@ -185,9 +185,9 @@ def print_table(columns: dict[str, dict[str, float]]) -> None:
 
 def chosen(s: Settings) -> tuple[list[str], list[str]]:
     """Return (tasks, corpora) to evaluate. UserError for an unknown corpus or nothing to do."""
-    metrics, of_paper = PAPERS.get(s.paper, ({}, ()))
+    metrics, paper_corpora = PAPERS.get(s.paper, ({}, ()))
     tasks, corpora = ([name.strip() for name in text.split(',') if name.strip()] for text in (s.tasks, s.corpus))
-    tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*of_paper, *corpora]))
+    tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*paper_corpora, *corpora]))
     if unknown := [corpus for corpus in corpora if corpus not in CORPORA]:
         raise UserError(f'unknown corpus {unknown[0]!r}: expected {", ".join(CORPORA)}')
     if not (s.val or tasks or corpora):
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
         if not runs:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
-        join_processes('gloo')
+        init_distributed('gloo')
         columns = {}
         for run in runs:
             line = evaluate(run, s, tasks, corpora)

@@ -38,8 +38,8 @@ from data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
-OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
-AHEAD = 2 ** 27  # characters queued for the workers, to keep them busy while a shard is written
+FINEWEB_SETTINGS = dict(config='sample-350BT', val_share=0.0005, val_hash='md5', shuffle=200_000)  # official SPS code
+MAX_PENDING_CHARS = 2 ** 27  # characters queued for the workers, to keep them busy while a shard is written
 
 
 @dataclass
@@ -66,11 +66,11 @@ class Settings:
 def start_worker(tokenizer_name: str, bos: bool) -> None:
     global tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(tokenizer_name, bos)
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Exit when the parent process exits, even if it is killed: workers share the folder's lock."""
     multiprocessing.parent_process().join()
     os._exit(1)
@@ -97,12 +97,12 @@ def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecuto
 
 
 def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield (next state, encoded batch) in order, keeping up to AHEAD characters in the queue."""
+    """Yield (next state, encoded batch) in order, with up to MAX_PENDING_CHARS in the queue."""
     waiting = deque()
     for state, batch in batches:
         n_characters = sum(len(found[1]) for found in batch if found)
         waiting.append((state, n_characters, pool.submit(encode, batch)))
-        while sum(n for _, n, _ in waiting) > AHEAD:
+        while sum(n for _, n, _ in waiting) > MAX_PENDING_CHARS:
             state, _, future = waiting.popleft()
             yield state, future.result()
     for state, _, future in waiting:
@@ -137,7 +137,7 @@ def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dic
 
 
 @contextmanager
-def removed_on_failure(folder: Path) -> Iterator[None]:
+def cleanup_on_failure(folder: Path) -> Iterator[None]:
     """If the preparation fails before its first full shard, delete what it has written."""
     check_folder(folder)  # check again, now that the folder is locked
     try:
@@ -161,7 +161,7 @@ def prepare(name: str, s: Settings) -> None:
     folder = Path(s.out_dir or BUILT / own_name)
     check_folder(folder)  # before the lock file is written there
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
-    with locked(folder), removed_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
+    with locked(folder), cleanup_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
         read, source_checksum = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None}
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
                             "files, quote the pattern: 'texts/*.jsonl'")
         name = positional[0] if positional else FINEWEB
         if name == FINEWEB:
-            s = dataclasses.replace(s, **{key: value for key, value in OF_FINEWEB.items() if key not in given})
+            s = dataclasses.replace(s, **{key: value for key, value in FINEWEB_SETTINGS.items() if key not in given})
         check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8),
                      val_share=(0, 1))
         prepare(name, s)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from common.decoding import SAMPLING, generate, roomy_cache
+from common.decoding import SAMPLING, allocate_cache, generate
 from common.files import UserError, friendly_errors
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, same_vocabulary
@@ -78,9 +78,9 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
 
 def load_draft(folder, record: dict, device, dtype):
     """Load the draft model from a run folder. UserError if its tokenizer is not `record`'s."""
-    draft, of_draft = load_run(folder, device, dtype)
-    if not same_vocabulary(of_draft['data'], record['data']):
-        raise UserError(f'the draft run {folder} has tokenizer {of_draft["data"]["tokenizer"]}, but the run has '
+    draft, draft_record = load_run(folder, device, dtype)
+    if not same_vocabulary(draft_record['data'], record['data']):
+        raise UserError(f'the draft run {folder} has tokenizer {draft_record["data"]["tokenizer"]}, but the run has '
                         f'{record["data"]["tokenizer"]}: choose a draft run with the same tokenizer')
     return draft
 
@@ -128,7 +128,7 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
         new, statistics = speculative_generate(model, prompts, n_new, **options, **drafting)
         report = f'accepted {statistics.accepted_per_step:.2f} tokens per step'
     else:
-        cache = roomy_cache(model, prompts, n_new)
+        cache = allocate_cache(model, prompts, n_new)
         new = generate(model, prompts, n_new, cache=cache, **options)
         report = f'cache {cache.nbytes / 2**20:.1f} MiB'
     seconds = time.perf_counter() - start

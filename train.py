@@ -28,7 +28,7 @@ import torch
 
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, command, friendly_errors
-from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
+from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import counted, validation_loss
 from data import has_data, open_data
@@ -171,7 +171,7 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[di
         (out['loss'] * (loss_share * machine.world)).backward()  # because DDP and FSDP average over processes
         for name, value in out.items():
             parts[name] = parts.get(name, 0) + value.detach() * (share if name == 'nll' else loss_share)
-    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
+    norm = parallel.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     skip_if_not_finite(optimizer, norm, skips)
     if machine.device.type != 'mps' or not optimizer.found_inf:  # before PyTorch 2.13, AdamW ignores it on Apple GPUs
         optimizer.step()
@@ -195,7 +195,7 @@ def read_skips(s, step, skips, lr) -> dict[str, int]:
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
         raise UserError(f'the gradients were not finite in three consecutive steps, at or before step {step}, with '
-                        f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.last_good(s.out_dir)}')
+                        f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.recovery_advice(s.out_dir)}')
     if not n_skipped:
         return {}
     say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last log line, because the '
@@ -320,7 +320,7 @@ def train(s, config, data, record, machine, argv):
     if record:
         from common.continuing import restore
         step, seconds = restore(s, model, optimizer)
-    ddp = parallel.averaging_gradients(model, compiled, machine.device)
+    ddp = parallel.wrap_ddp(model, compiled, machine.device)
     records = Records(s, config, data, machine, step)
     if runs.extension_starts(s):
         records.save(model, optimizer, step, seconds)
@@ -328,7 +328,7 @@ def train(s, config, data, record, machine, argv):
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
 
-    with caught_signals() as stop:
+    with catch_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # stop after this step
@@ -347,7 +347,7 @@ def train(s, config, data, record, machine, argv):
             progress(f'step {step}/{n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')
             if eval_due:
-                with parallel.whole_weights(model):
+                with parallel.gather_weights(model):
                     found = evaluate(model, compiled, data, s, machine)
                 further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
                 say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats per token'
@@ -367,7 +367,7 @@ def train(s, config, data, record, machine, argv):
 
 def finish(s, model, data, machine, seconds):
     """Plot the loss curve, generate a sample and suggest the next commands."""
-    with parallel.whole_weights(model):
+    with parallel.gather_weights(model):
         if machine.rank > 0:
             return
         runs.plot_loss(s.out_dir)
@@ -405,14 +405,14 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 with parallel.rank_0_first():  # rank 0 builds missing data
                     if not has_data(s.data):
-                        from common.dry_run import explain_missing_data
-                        explain_missing_data(s, record)
+                        from common.dry_run import raise_missing_data
+                        raise_missing_data(s, record)
                     data = open_data(s.data)
                 if s.verify:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)
                 run_settings.check_settings(s, data, machine.world)
-                claim = runs.claimed(s.out_dir, not s.resume, s.overwrite)
+                claim = runs.locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)
     if machine.world > 1:

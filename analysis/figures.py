@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from common.continuing import MAY_CHANGE
-from common.files import UserError, command, friendly_errors, say_once
+from common.files import UserError, command, friendly_errors, warn_once
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
+from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
 from data.shards import Data
 from train import Settings as TrainSettings
@@ -66,7 +66,7 @@ def settings_of(run: str) -> TrainSettings:
 
 def n_parameters(run: str) -> int:
     """Return the number of parameters of a run's model, tied ones counted once."""
-    return count_parameters(blank_run(run))
+    return count_parameters(meta_run(run))
 
 
 def final_loss(run: str) -> float:
@@ -85,7 +85,7 @@ def flops_per_token(run: str) -> float | None:
     """Return the matmul FLOPs of a training token, None if the model file has changed or cannot tell."""
     record = read_run(run)
     try:
-        return blank_run(run).flops_per_token(record['settings']['block_size'])
+        return meta_run(run).flops_per_token(record['settings']['block_size'])
     except Exception:  # a model file that was edited since, or that has no flops_per_token
         return None
 
@@ -144,7 +144,7 @@ def long_documents(data, least: int, most: int, n: int) -> list:
         raise UserError(f'{data.folder} has no validation document of {least:,} tokens or more: give shorter lengths, '
                         'or --data=FOLDER with longer documents')
     if len(found) < n:
-        say_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
+        warn_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
     return found
 
 

@@ -24,11 +24,11 @@ import torch
 from analysis import compare, figures, report
 from analysis.compare import method_of, one_dtype, set_best_rates, speed, train_seeds
 from bench import alternate, markdown_table, one_line, where_and_when
-from common.decoding import Decoder, decodable, roomy_cache
+from common.decoding import Decoder, allocate_cache, decodable
 from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
-from common.runs import blank_model, count_parameters, load_run
+from common.runs import count_parameters, load_run, meta_model
 from common.settings import load_settings
 from data import open_data
 from train import Settings as TrainSettings
@@ -95,7 +95,7 @@ def methods(s: Settings) -> dict[str, Method]:
 
 def blank(model: str, values: dict, data):
     """Return the model that train.py would make of these Config values for the data, without storage."""
-    return blank_model(model, model_config(TrainSettings(model=model), values, data, None))
+    return meta_model(model, model_config(TrainSettings(model=model), values, data, None))
 
 
 def sized(method: Method, data, target: int) -> dict:
@@ -159,7 +159,7 @@ def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
         model = decodable(model)
-        cache = roomy_cache(model, prompt.tolist(), (ROUNDS + 1) * s.decode_tokens)
+        cache = allocate_cache(model, prompt.tolist(), (ROUNDS + 1) * s.decode_tokens)
         for part in prompt[:, :-1].split(PREFILL, 1):
             model.extend(part, cache)
         decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})

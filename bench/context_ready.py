@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from bench import alternate, measure
-from common.decoding import generate, roomy_cache
+from common.decoding import allocate_cache, generate
 from common.machine import decoding_dtype, start_processes
 from common.runs import count_parameters
 from model_context_ready import Config, Model
@@ -30,7 +30,7 @@ PROMPT, NEW = [[7] * 16], 10_000 if GPU else 32  # new tokens: the table's, on a
 @torch.inference_mode()
 def decode_eagerly(model, new: int) -> int:
     """Greedy tokens one by one, every operator launched by Python."""
-    cache = roomy_cache(model, PROMPT, new)
+    cache = allocate_cache(model, PROMPT, new)
     token = model.extend(torch.tensor(PROMPT, device=DEVICE), cache).argmax(-1, keepdim=True)
     for _ in range(new - 1):
         token = model.extend(token, cache).argmax(-1, keepdim=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from bench import FAMILY, alternate, apart, make_model, over_standard, resident, write_results
-from common.decoding import generate, roomy_cache
+from common.decoding import allocate_cache, generate
 from common.files import ROOT, UserError, friendly_errors
 from common.settings import load_settings, read_config_file
 
@@ -68,7 +68,7 @@ def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
     torch.zeros(1, device='cuda' if GPU else 'cpu')
     before = resident()['held']
     model, prompts = ready_model(name, scale), prompts_of(s)
-    cache = roomy_cache(model, prompts, s.new)
+    cache = allocate_cache(model, prompts, s.new)
     if GPU:  # the peak starts again, at what is held
         torch.cuda.reset_peak_memory_stats()
     else:

@@ -28,7 +28,7 @@ def local_records(folder, task: str) -> list[dict]:
         if labels.is_file():
             added = [{'label': int(label)} for label in labels.read_text().split()]
         for line, label in zip(lines, added, strict=True):
-            records.append(as_on_the_hub(json.loads(line) | label, task))
+            records.append(to_hub_fields(json.loads(line) | label, task))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f'{path}, record {len(records) + 1}, does not have the fields of {task} '
                         f'({type(error).__name__}: {error})')
@@ -37,7 +37,7 @@ def local_records(folder, task: str) -> list[dict]:
     return records
 
 
-def as_on_the_hub(record: dict, task: str) -> dict:
+def to_hub_fields(record: dict, task: str) -> dict:
     """Convert a record to the fields of the Hugging Face dataset that lm-eval's task reads."""
     if task.startswith('arc') and 'query' in record:  # one string, "Question: ... Answer:"
         question = record['query'].removeprefix('Question:').removesuffix('Answer:').strip()

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, say_once, sha256, sync, write_json
+from common.files import UserError, sha256, sync, warn_once, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
 
@@ -22,7 +22,7 @@ FILES = ('model.safetensors', 'optimizer.safetensors')
 
 # ---- weights ----
 
-def own_tensors(model: torch.nn.Module) -> dict:
+def checkpoint_tensors(model: torch.nn.Module) -> dict:
     """Return {name: tensor} of a model's checkpoint: parameters, then persistent buffers."""
     persistent = model.state_dict().keys()
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
@@ -30,7 +30,7 @@ def own_tensors(model: torch.nn.Module) -> dict:
 
 def check_weights(model: torch.nn.Module, tensors: dict, source) -> None:
     """Raise UserError unless the tensors have the model's names and shapes."""
-    own = own_tensors(model)
+    own = checkpoint_tensors(model)
     for name in own | tensors:
         have, want = (tuple(some[name].shape) if name in some else 'missing' for some in (tensors, own))
         if have != want:
@@ -40,15 +40,15 @@ def check_weights(model: torch.nn.Module, tensors: dict, source) -> None:
 def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
     """Copy named tensors into the model's parameters and buffers. UserError on a mismatch."""
     check_weights(model, tensors, source)
-    own = own_tensors(model)
+    own = checkpoint_tensors(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 
 
-def not_finite(tensors: dict) -> str | None:
+def first_nonfinite(tensors: dict) -> str | None:
     """Return the name of a tensor with a NaN or an infinity in this process's shard, else None."""
-    parts = {name: parallel.own_part(t) for name, t in tensors.items() if t.is_floating_point()}
+    parts = {name: parallel.local_shard(t) for name, t in tensors.items() if t.is_floating_point()}
     # A sum is ten times faster than isfinite on all elements, but it may overflow.
     return next((name for name, t in parts.items() if not t.sum().isfinite() and not t.isfinite().all()), None)
 
@@ -64,7 +64,8 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     names, is_sharded = {p: name for name, p in model.named_parameters()}, parallel.is_sharded(model)
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
     if is_sharded or parallel.rank() == 0:
-        save_checkpoint(folder, step, own_tensors(model) | moments, {'step': step, 'seconds': seconds}, is_sharded)
+        state = {'step': step, 'seconds': seconds}
+        save_checkpoint(folder, step, checkpoint_tensors(model) | moments, state, is_sharded)
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
 
@@ -95,10 +96,10 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
     tensors: weights and moments (a '/' in the name). state: a dict for state.json. Call it on all
     processes if tensors are sharded. UserError if the disk is full or a tensor is not finite.
     """
-    ckpt, bad = Path(folder) / 'ckpt', not_finite(tensors)
-    if bad := parallel.first_given(bad) if is_sharded else bad:
+    ckpt, bad = Path(folder) / 'ckpt', first_nonfinite(tensors)
+    if bad := parallel.first_not_none(bad) if is_sharded else bad:
         raise UserError(f'{bad} contains NaN or infinity after step {step}, so no checkpoint was written. '
-                        + last_good(folder))
+                        + recovery_advice(folder))
     temporary = ckpt / f'.writing_{step:08d}'
     try:
         if parallel.rank() == 0:
@@ -122,7 +123,7 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
                         'are intact: free some disk space, then continue with --resume')
 
 
-def last_good(folder) -> str:
+def recovery_advice(folder) -> str:
     """Return advice for a run that diverged, with the name of its newest checkpoint."""
     return (f'The last good checkpoint is {next(iter(checkpoints(folder)), "none")}: start a new run with a lower '
             f'learning_rate or more warmup_tokens, from scratch or from these weights with --init_from={folder}')
@@ -182,10 +183,10 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None, mod
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as caught:
             error = str(caught)
         if model is not None:
-            error = parallel.first_given(error)
+            error = parallel.first_not_none(error)
         if error is None:
             return found
-        say_once(f'checkpoint {path} is damaged ({error}); trying the previous one')
+        warn_once(f'checkpoint {path} is damaged ({error}); trying the previous one')
     raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load')
 
 
@@ -196,24 +197,24 @@ def read_checkpoint(path: Path, moments: bool, model, folder) -> tuple[dict, dic
         shards = [name for name in shards if name.endswith('-00001-of-00002.safetensors')]
     files = shards or FILES[:1 + moments]
     share = slice(None) if model is None else slice(parallel.rank(), None, parallel.world())
-    state = checked_state(path, files[share])
+    state = read_state(path, files[share])
     if model is None and not shards:
         tensors = {key: tensor for name in files for key, tensor in load_file(path / name).items()}
     else:
-        from common.sharding import fill, places_in, tensors_in_files
-        tensors = {key: t for key, t in tensors_in_files(path).items() if moments or '/' not in key}
+        from common.sharding import load_in_place, target_tensors, tensor_metadata
+        tensors = {key: t for key, t in tensor_metadata(path).items() if moments or '/' not in key}
         if model is None:
             tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in tensors.items()}
         else:
             check_weights(model, {key: tensor for key, tensor in tensors.items() if '/' not in key}, folder)
-            tensors = places_in(own_tensors(model), tensors)
-        fill(tensors, path)
-    if bad := not_finite(tensors):
+            tensors = target_tensors(checkpoint_tensors(model), tensors)
+        load_in_place(tensors, path)
+    if bad := first_nonfinite(tensors):
         raise ValueError(f'{bad} contains NaN or infinity')
     return state, tensors
 
 
-def checked_state(path: Path, files) -> dict:
+def read_state(path: Path, files) -> dict:
     """Return a checkpoint's state.json. Raises an error unless it and `files` match SHA256SUMS."""
     sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
     for name in sums:

@@ -23,7 +23,7 @@ MAY_CHANGE = {  # on --resume; the last line lists model settings that only affe
 
 # ---- settings ----
 
-def with_model_of_run(argv: list[str]) -> list[str]:
+def add_model_option(argv: list[str]) -> list[str]:
     """Add --model of the run to continue to argv, unless argv names a model or a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
     options = {name: value for name, value in options.items() if value not in ('None', 'False', 'false')}
@@ -74,7 +74,7 @@ def check_unchanged(folder, saved: dict, given: dict) -> None:
                         f'(and the config file), or {other}')
 
 
-def with_model_of_source(s, given: dict) -> tuple:
+def inherit_model_settings(s, given: dict) -> tuple:
     """Return (settings, given), with the model settings of s.init_from where the user gave none."""
     if Path(s.out_dir).resolve() == Path(s.init_from).resolve():
         raise UserError(f'--init_from and --out_dir are both {s.init_from}: set another --out_dir')
@@ -127,16 +127,16 @@ def copy_log(source, folder, step: int) -> None:
 def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -> None:
     """Load the weights of s.init_from, unless the run continues from a checkpoint of its own.
 
-    record: config.json of the run to continue, None for a new one. idx (B, T): see `start_from`.
+    record: config.json of the run to continue, None if new. idx: see `load_source_weights`.
     """
     if s.extend or record and checkpoint.checkpoints(s.out_dir):
         return
     state, tensors = checkpoint.load_checkpoint(s.init_from)
-    start_from(model, s.init_from, tensors, idx)
+    load_source_weights(model, s.init_from, tensors, idx)
     print(f'loaded the weights of {s.init_from}, step {state["step"]}')
 
 
-def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
+def load_source_weights(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
     """Load the weights of another run, `source`, into a model.
 
     If the model's `adopt` adds new weights, check on idx (B, T) that the logits are unchanged.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common.files import UserError, say_once
+from common.files import UserError, warn_once
 from common.settings import check_ranges
 
 # ---- the distribution ----
@@ -65,12 +65,12 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eo
 
     eos_id: one or several ids that end a text. finished(i, new_ids) -> bool is called after each
     new token of prompt i except eos_id (on a GPU, every 16 steps for the tokens since); True ends
-    the text. cache: from `roomy_cache`, to inspect afterwards. sampling: options of `token_probs`.
+    the text. cache: from `allocate_cache`, to inspect later. sampling: options of `token_probs`.
     Raises UserError for options out of range and for prompts whose logits are not finite.
     """
-    cache = roomy_cache(model, prompts, max_new_tokens) if cache is None else cache
+    cache = allocate_cache(model, prompts, max_new_tokens) if cache is None else cache
     decoder = Decoder(model, prompts, cache, seed, sampling)
-    texts, unread = NewTexts(len(prompts), max_new_tokens, eos_id, finished), []
+    texts, unread = GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished), []
     steps_per_read = 16 if decoder.tokens.device.type == 'cuda' else 1
     for i in range(max_new_tokens):
         unread.append((decoder.next_tokens() if i else decoder.tokens).clone())
@@ -83,7 +83,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eo
     return texts.new
 
 
-class NewTexts:
+class GeneratedTexts:
     """The new ids of each prompt. A text ends at eos_id, finished(i, new_ids) or max_new_tokens."""
 
     def __init__(self, n: int, max_new_tokens: int, eos_id: int | tuple | None, finished):
@@ -160,12 +160,12 @@ def decodable(model):
     """Return the model, wrapped in `Recomputing` (with a warning) if it has no cache."""
     if getattr(model, 'new_cache', None) and getattr(model, 'extend', None):
         return model
-    say_once(f'{type(model).__module__} has no new_cache and extend: decoding recomputes the whole text for each token')
+    warn_once(f'{type(model).__module__} has no new_cache and extend: decoding recomputes the text for each token')
     from common.recomputing import Recomputing
     return Recomputing(model)
 
 
-def roomy_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
+def allocate_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
     """Return an empty cache with room for the prompts and the new tokens."""
     return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_run)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from common import runs
 from common.files import ROOT, UserError, command, first_line
 from common.machine import pick_dtype
-from common.memory import bytes_by_rows
+from common.memory import activation_bytes
 from common.run_settings import check_settings, describe, model_config
 from common.sharding import gathered_modules
 from data import has_data, open_data
@@ -21,7 +21,7 @@ def dry_run(s, given: dict, record, machine) -> None:
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
     check_settings(s, data, n_processes)
-    model = runs.blank_model(s.model, config)
+    model = runs.meta_model(s.model, config)
     describe(s, model, data)
     print_memory(s, model, n_processes)
 
@@ -43,7 +43,7 @@ def assumed_data(s, record) -> SimpleNamespace:
                            n_windows=lambda split, T: 1, command=make)
 
 
-def explain_missing_data(s, record) -> None:
+def raise_missing_data(s, record) -> None:
     """Raise UserError for missing data, with the command that builds it."""
     try:
         open_data(s.data)
@@ -59,12 +59,12 @@ def print_memory(s, model, n_processes: int) -> None:
     most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
     n_rows = min(s.micro_batch_size, most)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
-    held = held_bytes(model, n_processes // n_shards, n_shards, n_rows < most)
+    held = state_bytes(model, n_processes // n_shards, n_shards, n_rows < most)
     share = f'1/{n_shards} of ' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='')
     dtype = pick_dtype(s.dtype, 'cuda')
     try:
-        fixed, per_row = bytes_by_rows(model, dtype, s.block_size)
+        fixed, per_row = activation_bytes(model, dtype, s.block_size)
     except (RuntimeError, NotImplementedError) as error:  # an operator without meta implementation
         print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
         return
@@ -81,7 +81,7 @@ def print_memory(s, model, n_processes: int) -> None:
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
 
 
-def held_bytes(model, n_copies: int, n_shards: int, accumulates: bool) -> float:
+def state_bytes(model, n_copies: int, n_shards: int, accumulates: bool) -> float:
     """Return bytes per process of fp32 weights, gradients, two moments and DDP or FSDP buffers.
 
     n_shards processes share each of n_copies copies of the weights. docs/scale.md lists what FSDP

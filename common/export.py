@@ -28,7 +28,7 @@ from common import checkpoint, runs
 from common.files import ROOT, UserError, command, first_line, friendly_errors, read_json, write_file
 from common.hf_tokenizer import fast_tokenizer, save_tokenizer
 from common.settings import load_settings
-from data.tokenizers import Tokenizer, keep_tokenizer, load_tokenizer, padded_vocab
+from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vocab
 
 LINEAR = ',1e9,2e9,1'  # suffix of a rope_scaling that divides all frequencies by one factor
 CHAT_TEMPLATE = 'chat_template.jinja'  # copied from an imported folder into the run folder
@@ -44,14 +44,14 @@ class Settings:
     eos_token: str | None = None  # with --from_llama: token that ends a document; None: from tokenizer_config.json
 
 
-def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
+def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
     """Return {tensor of model_standard.Model: [(Hugging Face tensor, its rows)]} for a Config.
 
     Here q, k, v are one stacked matrix, and so are gate and up. Hugging Face's embedding and head
     have n_rows rows; ours have padding rows below them.
     """
     q, kv = c.n_head * c.head_size, c.n_kv_head * c.head_size
-    of_block = {
+    block_parts = {
         'attn_norm.weight': [('input_layernorm.weight', c.n_embd)],
         'qkv.weight': [(f'self_attn.{name}_proj.weight', rows) for name, rows in (('q', q), ('k', kv), ('v', kv))],
         'attn_out.weight': [('self_attn.o_proj.weight', c.n_embd)],
@@ -59,14 +59,14 @@ def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
         'gate_up.weight': [('mlp.gate_proj.weight', c.n_ffn), ('mlp.up_proj.weight', c.n_ffn)],
         'ffn_out.weight': [('mlp.down_proj.weight', c.n_embd)]}
     if c.qkv_bias:
-        of_block['qkv.bias'] = [(name.replace('weight', 'bias'), rows) for name, rows in of_block['qkv.weight']]
+        block_parts['qkv.bias'] = [(name.replace('weight', 'bias'), rows) for name, rows in block_parts['qkv.weight']]
     if c.qk_norm:
-        of_block |= {f'{name}.weight': [(f'self_attn.{name}.weight', c.head_size)] for name in ('q_norm', 'k_norm')}
+        block_parts |= {f'{name}.weight': [(f'self_attn.{name}.weight', c.head_size)] for name in ('q_norm', 'k_norm')}
     found = {'embed.weight': [('model.embed_tokens.weight', n_rows)], 'norm.weight': [('model.norm.weight', c.n_embd)]}
     if not c.tied_head:
         found['head.weight'] = [('lm_head.weight', n_rows)]
     for i in range(c.n_layer):
-        for ours, parts in of_block.items():
+        for ours, parts in block_parts.items():
             found[f'blocks.{i}.{ours}'] = [(f'model.layers.{i}.{name}', rows) for name, rows in parts]
     return found
 
@@ -97,15 +97,15 @@ def to_llama(c, tensors: dict, n_rows: int, max_tokens: int = 8192, ends: int | 
 
 
 def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
-    """Return a Standard model's tensors under Hugging Face names, as views (see `parts_of`)."""
+    """Return a Standard model's tensors under Hugging Face names, as views (`hf_tensor_map`)."""
     theirs = {}
-    for ours, parts in parts_of(c, n_rows).items():
+    for ours, parts in hf_tensor_map(c, n_rows).items():
         names, rows = zip(*parts)
         theirs |= zip(names, tensors[ours][:sum(rows)].split(rows))
     return theirs
 
 
-def not_a_llama(record: dict, c) -> str | None:
+def llama_mismatch(record: dict, c) -> str | None:
     """Return why a run cannot be a Llama, or None if it can. c: the model's Config."""
     if record['model'] != 'standard':
         return f'is a run of model_{record["model"]}'
@@ -126,7 +126,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
         raise UserError(f'{folder} already exists: choose a new folder')
     record = runs.read_run(run)
     c, data, block_size = runs.saved_config(record, run), record['data'], record['settings']['block_size']
-    reason = not_a_llama(record, c)
+    reason = llama_mismatch(record, c)
     if as_llama and reason:
         raise UserError(f'{run} {reason}, which Llama does not support: use --to_hf')
     tensors = checkpoint.load_checkpoint(run)[1]
@@ -189,18 +189,18 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
         own = load_tokenizer(path, eos_token=eos_token)
         if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
             raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
-        of_hf = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        bos = of_hf is not None and of_hf('a').input_ids[:1] == [own.bos_id]
+        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
         c, n_rows, block_size = standard_config(folder, own)
-        theirs = load_theirs(folder)
+        theirs = load_hf_model(folder)
         c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
         tensors = read_tensors(theirs, c, n_rows)
     except UserError:
         raise
     except Exception as error:  # transformers and safetensors raise various errors for damaged files
         raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
-    ends = sorted({own.eos_id, *ends_of(folder)})
-    with runs.claimed(run, is_new=True, overwrite=False):
+    ends = sorted({own.eos_id, *read_eos_ids(folder)})
+    with runs.locked_run(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
         runs.save_run(run, {
             'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
@@ -208,9 +208,9 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
             'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
                      'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
             'versions': {'torch': torch.__version__}})
-        keep_tokenizer(run, own.name, eos_token)
-        if of_hf and isinstance(of_hf.chat_template, str):
-            write_file(run / CHAT_TEMPLATE, of_hf.chat_template.encode())
+        copy_tokenizer(run, own.name, eos_token)
+        if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
+            write_file(run / CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
     sample = command('sample.py', run, 'Once upon a time')
     print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: {sample}; finetune: train.py with '
           f'{shlex.quote(f"--init_from={run}")}')
@@ -219,7 +219,7 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
         print(f'Generation stops at {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}; documents at {own.eos_id}')
 
 
-def ends_of(folder: Path) -> set[int]:
+def read_eos_ids(folder: Path) -> set[int]:
     """Return the eos ids in config.json and generation_config.json of a Hugging Face folder."""
     found = []
     for path in (folder / 'config.json', folder / 'generation_config.json'):
@@ -283,16 +283,16 @@ def window_of(theirs, folder) -> int | None:
 
 
 def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
-    """Convert a Hugging Face model's tensors to those of model_standard.Model (see `parts_of`)."""
+    """Convert a Hugging Face model's tensors to a Standard model's (see `hf_tensor_map`)."""
     tensors, state = {}, theirs.state_dict()
-    for ours, parts in parts_of(c, n_rows).items():
+    for ours, parts in hf_tensor_map(c, n_rows).items():
         tensors[ours] = torch.cat([state[name] for name, _ in parts])
     for name in {'embed.weight', 'head.weight'} & tensors.keys():
         tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
     return tensors
 
 
-def load_theirs(folder: Path) -> torch.nn.Module:
+def load_hf_model(folder: Path) -> torch.nn.Module:
     """Load a Hugging Face folder in its dtype. UserError for missing or unexpected tensors."""
     from transformers import AutoModelForCausalLM
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,

@@ -53,7 +53,7 @@ def first_line(error: Exception) -> str:
 
 
 @functools.cache
-def say_once(line: str) -> None:
+def warn_once(line: str) -> None:
     """Print a line to stderr, only on rank 0 and only the first time."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, file=sys.stderr, flush=True)
@@ -69,7 +69,7 @@ def command(*args) -> str:
 
 
 @contextmanager
-def naming(path) -> Iterator[None]:
+def add_path_to_errors(path) -> Iterator[None]:
     """Add the path to an OSError that names no file, such as a write to a full disk."""
     try:
         yield
@@ -94,7 +94,7 @@ def locked(folder, wait: bool = False) -> Iterator[None]:
         raise UserError(f'{folder} cannot be locked ({error}): use a folder on another disk, with --out_dir or, for '
                         'built-in data, the environment variable BUILT_DATA')
     try:
-        with naming(folder):
+        with add_path_to_errors(folder):
             path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
             yield
     finally:
@@ -105,7 +105,7 @@ def sync(path) -> None:
     """Flush a file, or renames in a folder, to disk, so that they survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with add_path_to_errors(path):
             os.fsync(fd)
     except OSError as error:
         if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS and FUSE cannot
@@ -151,7 +151,7 @@ def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
 def sha256(path) -> str:
     """Return a file's SHA-256 in hexadecimal."""
     digest = hashlib.sha256()
-    with naming(path), open(path, 'rb') as file:
+    with add_path_to_errors(path), open(path, 'rb') as file:
         while block := file.read(2 ** 24):
             digest.update(block)
     return digest.hexdigest()

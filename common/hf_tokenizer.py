@@ -37,7 +37,7 @@ def fast_tokenizer(name: str):
         own = load_tokenizer(name)
         return byte_level({own.decode([i]): i for i in range(own.eos_id)}, splits_words=name != 'byte')
     if name.endswith('.model'):
-        return sentencepiece_as_fast(name)
+        return convert_sentencepiece(name)
     if not task_class(name):
         return Tokenizer.from_file(name)
     symbols = make_task(name).symbols
@@ -58,7 +58,7 @@ def byte_level(ranks: dict[bytes, int], splits_words: bool = True):
     return fast
 
 
-def sentencepiece_as_fast(path: str):
+def convert_sentencepiece(path: str):
     """Convert a SentencePiece .model with transformers."""
     from transformers import AutoTokenizer
     with tempfile.TemporaryDirectory() as folder:

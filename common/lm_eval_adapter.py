@@ -16,8 +16,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from common.benchmarks import task_files
 from common.decoding import generate
-from common.files import ROOT, UserError, say_once
-from common.parallel import all_gather, first_given, rank, world
+from common.files import ROOT, UserError, warn_once
+from common.parallel import all_gather, first_not_none, rank, world
 from common.scoring import Scorer
 from data.tokenizers import Tokenizer
 
@@ -67,7 +67,7 @@ class RunLM(TemplateLM):
             text, options = request.args
             options = normalize_gen_kwargs(options)
             if options['max_gen_toks'] > longest:
-                say_once(f'answers are cut at {longest} tokens, half of the context length')
+                warn_once(f'answers are cut at {longest} tokens, half of the context length')
                 options['max_gen_toks'] = longest
             prompt = [*self.encoding.start, *self.encoding.encode(text)] or [self.prefix_token_id]
             room = max(1, self.scorer.max_length - options['max_gen_toks'])
@@ -128,7 +128,7 @@ def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | No
         except OSError as error:
             raise UserError(f'the data of {", ".join(tasks)} could not be loaded ({type(error).__name__}: '
                             f'{error}); offline, use --data_dir')
-    return first_given(found)  # lm-eval only returns them on rank 0
+    return first_not_none(found)  # lm-eval only returns them on rank 0
 
 
 def task_metrics(found: dict) -> dict[str, dict[str, float]]:

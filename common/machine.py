@@ -77,7 +77,7 @@ def pick_device(name: Device) -> str:
     return name
 
 
-def own_device(name: Device) -> torch.device:
+def local_device(name: Device) -> torch.device:
     """Return the device of this process. Selects the GPU of its local rank."""
     device, local = torch.device(pick_device(name)), ranks()[2]
     if device.type != 'cuda':
@@ -111,12 +111,12 @@ def decoding_dtype(name: DType, device: str) -> torch.dtype:
 def start_processes(s) -> Machine:
     """Join the other processes and set up device, threads, allocator. s has `device`, `threads`."""
     rank, world, _, local_world = ranks()
-    device = own_device(s.device)
+    device = local_device(s.device)
     if device.type != 'cuda':
         set_threads(s.threads, local_world)
         torch.set_flush_denormal(True)  # arithmetic on denormals is far slower
         keep_freed_memory()
-    join_processes('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
+    init_distributed('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
     return Machine(rank, world, device, launcher=os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None)
 
 
@@ -131,7 +131,7 @@ def ranks() -> tuple[int, int, int, int]:
     return tuple(int(os.environ.get(name, default)) if is_worker else default for name, default in defaults.items())
 
 
-def join_processes(backend: str) -> None:
+def init_distributed(backend: str) -> None:
     """Initialize torch.distributed if there are several processes. Prints a hint after 10 s."""
     rank, world, *_ = ranks()
     if world == 1 or dist.is_initialized():
@@ -202,7 +202,7 @@ def say(line: str, end: str = '\n') -> None:
 
 
 @contextmanager
-def caught_signals() -> Iterator[list]:
+def catch_signals() -> Iterator[list]:
     """Yield a list that becomes non-empty at the first SIGINT, SIGTERM or SIGHUP.
 
     A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP, which shells may send, is

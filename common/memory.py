@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.sizes.pop(address)
 
 
-class AsOnGPU(DeviceContext):  # the only mode that checkpointing re-enters in the backward pass
+class EmulateGPU(DeviceContext):  # the only mode that checkpointing re-enters in the backward pass
     """torch.device('meta'), with matrix products in `dtype`, like autocast, and fused attention."""
 
     def __init__(self, dtype: torch.dtype):
@@ -55,7 +55,7 @@ class AsOnGPU(DeviceContext):  # the only mode that checkpointing re-enters in t
                                           kwargs)
 
 
-def bytes_by_rows(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[float, float]:
+def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[float, float]:
     """Return peak bytes of forward and backward without weights and gradients: (fixed, per row).
 
     model: on the meta device. Assumes one document per window. Fitted at about 2,000 and 4,000
@@ -67,7 +67,7 @@ def bytes_by_rows(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[f
         p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
     for n_rows in (few, 2 * few):
         tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
-        with LiveBytes() as live, AsOnGPU(dtype):
+        with LiveBytes() as live, EmulateGPU(dtype):
             model(tokens, tokens)['loss'].backward()
         peaks.append(live.peak)
     per_row = (peaks[1] - peaks[0]) / few

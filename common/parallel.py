@@ -25,7 +25,7 @@ def all_gather(value) -> list:
     return values
 
 
-def first_given(value):
+def first_not_none(value):
     """Return the first value, by rank, that is not None on its process; None if there is none."""
     return next((v for v in all_gather(value) if v is not None), None)
 
@@ -60,7 +60,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
 
-def averaging_gradients(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def wrap_ddp(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Wrap the compiled model in DistributedDataParallel if each process has a copy."""
     if world() == 1 or is_sharded(model):
         return compiled
@@ -77,7 +77,7 @@ def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> 
 
 
 @contextmanager
-def whole_weights(model: torch.nn.Module) -> Iterator[None]:
+def gather_weights(model: torch.nn.Module) -> Iterator[None]:
     """Gather all weights on every process, to run the model without training it. Collective."""
     sharded = [module for module in model.modules() if is_sharded(module)]
     for module in sharded:
@@ -91,11 +91,11 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
             module.set_reshard_after_forward(module is not model, recurse=False)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a sharded one; other tensors unchanged."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a sharded tensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor

@@ -17,7 +17,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     """
     if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
         from common import continuing
-        argv = continuing.with_model_of_run(argv)
+        argv = continuing.add_model_option(argv)
     s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
     if s.out_dir is None:
         s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
@@ -25,7 +25,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     if s.extend or s.resume:
         s, record = continuing.continued_settings(s, given)
     elif s.init_from:
-        s, given = continuing.with_model_of_source(s, given)
+        s, given = continuing.inherit_model_settings(s, given)
     own = {f.name for f in fields(Settings)}
     return s, {name: value for name, value in given.items() if name not in own}, record
 

@@ -22,9 +22,9 @@ from common.files import ROOT, UserError, command, first_line, locked, read_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.tasks import Generated
-from data.tokenizers import TOKENIZER_FILES, keep_tokenizer, tokenizer_digest
+from data.tokenizers import TOKENIZER_FILES, copy_tokenizer, tokenizer_digest
 
-NEEDED = {  # required keys of config.json, besides the settings of training and of the model
+REQUIRED_KEYS = {  # required keys of config.json, besides the settings of training and of the model
     'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,
     'versions': dict, 'data': dict, 'data.tokenizer': str, 'data.n_ids': int, 'data.eos_id': int, 'data.bos': bool,
     'data.sha256': str}
@@ -63,7 +63,7 @@ def saved_config(record: dict, folder):
     return make_settings(model_file(record['model']).Config, record['model_config'], f'in {folder}/config.json')
 
 
-def blank_model(model_name: str, config) -> torch.nn.Module:
+def meta_model(model_name: str, config) -> torch.nn.Module:
     """Return a model on the meta device, for names, shapes, costs. UserError if it is too large."""
     try:
         with torch.device('meta'):
@@ -93,10 +93,10 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
 
-def blank_run(folder) -> torch.nn.Module:
+def meta_run(folder) -> torch.nn.Module:
     """Return the model of a run folder on the meta device."""
     record = read_run(folder)
-    return blank_model(record['model'], saved_config(record, folder))
+    return meta_model(record['model'], saved_config(record, folder))
 
 
 def read_run(folder) -> dict:
@@ -116,12 +116,12 @@ def read_run(folder) -> dict:
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
-    return {name: record[name] for name in NEEDED if '.' not in name}
+    return {name: record[name] for name in REQUIRED_KEYS if '.' not in name}
 
 
 def check_record(record: dict) -> None:
-    """Raise ValueError if config.json lacks anything in NEEDED. Converts whole floats to int."""
-    for name, kind in NEEDED.items():
+    """Raise ValueError if config.json lacks any of REQUIRED_KEYS. Converts whole floats to int."""
+    for name, kind in REQUIRED_KEYS.items():
         part, _, key = name.rpartition('.')
         owner = record[part] if part else record
         if key not in owner:
@@ -190,7 +190,7 @@ def check_out_dir(folder, overwrite: bool) -> None:
 
 
 @contextmanager
-def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
+def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     """Lock a run folder. Deletes the folder again if it is new and nothing was written."""
     folder = Path(folder)
     was_there = folder.exists()
@@ -216,7 +216,7 @@ def remove_run(folder) -> None:
 def save_run(folder, record: dict) -> None:
     """Write a new run folder's config.json (see `read_run`) and a copy of its tokenizer."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    data = {**record['data'], 'tokenizer': keep_tokenizer(folder, record['data']['tokenizer'])}
+    data = {**record['data'], 'tokenizer': copy_tokenizer(folder, record['data']['tokenizer'])}
     write_json(Path(folder) / 'config.json', {**record, 'data': data})
 
 

@@ -3,11 +3,11 @@ from collections.abc import Iterator
 
 import torch
 
-from common.decoding import decodable, pad, roomy_cache
+from common.decoding import allocate_cache, decodable, pad
 from common.files import UserError
 from common.parallel import all_gather, rank, world
 
-SHARED = 64  # requests with continuations up to this length share the prefill of their context
+MAX_SHARED = 64  # requests with continuations up to this length share the prefill of their context
 
 
 class Scorer:
@@ -43,7 +43,7 @@ class Scorer:
                                 f'max_length = {self.max_length}')
             room = self.max_length + 1 - len(continuation)  # the last token is only predicted
             self.truncated += len(context) > room
-            alone = None if len(continuation) <= SHARED else i
+            alone = None if len(continuation) <= MAX_SHARED else i
             groups.setdefault((tuple(context[-room:]), alone), []).append((i, continuation))
 
         def order(group):
@@ -76,19 +76,19 @@ class Scorer:
         max_run = longest
         if n_turns == 1:  # feed a long continuation in pieces, to bound the size of its logits
             max_run = min(longest, max(1, self.max_logits // self.model.config.vocab_size))
-        model, cache = decodable(self.model), roomy_cache(self.model, contexts, longest, max_run)
+        model, cache = decodable(self.model), allocate_cache(self.model, contexts, longest, max_run)
         tokens, lengths = pad(contexts, self.device)
         first_logits = model.extend(tokens, cache, lengths)
         results = {}
         for turn in range(n_turns):
             members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
             targets, lengths = pad([continuation for _, continuation in members], self.device)
-            judged, n_read = [judge(first_logits[:, None], targets[:, :1])], targets.shape[1] - 1
+            judged, n_read = [target_log_probs(first_logits[:, None], targets[:, :1])], targets.shape[1] - 1
             for start in range(0, n_read, max_run):  # several runs only for a batch of one row
                 tokens = targets[:, start:min(start + max_run, n_read)]
                 n_new = (lengths - 1).clamp(1, tokens.shape[1])
                 logits = model.extend(tokens, cache, n_new, all_positions=True)
-                judged.append(judge(logits, targets[:, start + 1:start + 1 + tokens.shape[1]]))
+                judged.append(target_log_probs(logits, targets[:, start + 1:start + 1 + tokens.shape[1]]))
             if n_read and turn + 1 < n_turns:
                 cache.rollback(n_new)
             nats, is_greedy = (torch.cat(parts, 1) for parts in zip(*judged))
@@ -99,7 +99,7 @@ class Scorer:
         return results
 
 
-def judge(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:
+def target_log_probs(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities (fp64) of targets (B, n) under logits (B, n, V), and argmax hits."""
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     dtype = torch.float32 if logits.device.type == 'mps' else torch.float64  # Apple GPUs have no fp64

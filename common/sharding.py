@@ -47,20 +47,20 @@ def save_shards(folder: Path, tensors: dict) -> None:
         raise OSError(f'process {failed}: {cause}')
 
 
-def tensors_in_files(path: Path) -> dict[str, torch.Tensor]:
+def tensor_metadata(path: Path) -> dict[str, torch.Tensor]:
     """Return {name: meta tensor} for a folder's safetensors files, sharded or not."""
     found = checkpoint.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device='meta')
             for name, tensor in found.items()}
 
 
-def places_in(own: dict, tensors: dict) -> dict:
+def target_tensors(own: dict, tensors: dict) -> dict:
     """Return {name: tensor to load into}: the model's `own` tensors, and moments sharded alike."""
     return {name: own[name].detach() if name in own else torch.zeros(()) if tensor.dim() == 0
             else torch.zeros_like(own[name.partition('/')[2]]) for name, tensor in tensors.items()}
 
 
-def fill(tensors: dict, path: Path) -> None:
+def load_in_place(tensors: dict, path: Path) -> None:
     """Load tensors in place from a folder's safetensors files; sharded ones load their shard."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*torch.distributed is disabled')

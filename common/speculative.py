@@ -4,7 +4,7 @@ Each round drafts n tokens, feeds the last token and the draft to the model in o
 the tokens that `verify` accepts, and samples one more. The text has the same distribution as plain
 decoding, whatever the draft.
 
-Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` create the drafts.
+Read `verify` first, then `speculative_generate`. `SelfDrafter` and `ModelDrafter` draft.
 """
 from collections import Counter
 from math import inf
@@ -18,8 +18,8 @@ from common.files import UserError
 # for single tokens, Hugging Face. The confidence is the probability of the most likely token: that
 # of the sampled one says little about acceptance at temperature 1.
 AUTO_CONFIDENCE = 0.02
-LONGEST_AUTO = 16  # maximum draft with draft_len 'auto'
-LONGEST = 1000  # maximum of any draft_len
+MAX_AUTO_DRAFT = 16  # maximum draft with draft_len 'auto'
+MAX_DRAFT = 1000  # maximum of any draft_len
 
 
 def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,12 +59,12 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
     """
     longest = longest_draft(model, draft, draft_len)
     room = max_new_tokens + longest + 2
-    cache = decoding.roomy_cache(model, prompts, room, longest + 1)
+    cache = decoding.allocate_cache(model, prompts, room, longest + 1)
     plain = decoding.Decoder(model, prompts, cache, seed, sampling)
-    texts, statistics = decoding.NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
+    texts, statistics = decoding.GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
     for b, token in enumerate(plain.tokens.tolist()):
         texts.add(b, [token])
-    drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, room, longest + 1)
+    drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, room, longest + 1)
     decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
@@ -97,8 +97,8 @@ def draft_tokens(decoder, longest: int, live, least: float) -> int:
 
 def longest_draft(model, draft, draft_len: int | str) -> int:
     """Return the maximum draft for a draft_len. UserError if invalid or too long for the model."""
-    if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= LONGEST):
-        raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or 1 to {LONGEST} tokens")
+    if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= MAX_DRAFT):
+        raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or 1 to {MAX_DRAFT} tokens")
     if draft is not None and draft.config.vocab_size != model.config.vocab_size:
         raise UserError(f'the draft model has vocab_size {draft.config.vocab_size}, but the model has '
                         f'{model.config.vocab_size}: use a draft model with the same vocabulary')
@@ -106,7 +106,7 @@ def longest_draft(model, draft, draft_len: int | str) -> int:
     if most < 1:
         raise UserError(f'{type(model).__module__} cannot draft for itself as trained: give a draft model, '
                         '--draft=RUN')
-    longest = min(most, LONGEST_AUTO) if draft_len == 'auto' else draft_len
+    longest = min(most, MAX_AUTO_DRAFT) if draft_len == 'auto' else draft_len
     if longest > most:
         raise UserError(f'draft_len is {draft_len}: this model can draft at most {most} tokens')
     return longest
@@ -181,7 +181,7 @@ class SpeculativeDecoder:
 
 # ---- sources of drafts ----
 
-class OwnDraft:
+class SelfDrafter:
     """Drafts from the model itself, through its `draft`. `step` is idempotent."""
 
     def __init__(self, model, cache):
@@ -197,7 +197,7 @@ class OwnDraft:
         """Roll back to the first accepted (B,) of the drafts (B, n); fully in rows not live."""
 
 
-class RunDraft:
+class ModelDrafter:
     """Drafts from another model, of any architecture.
 
     A cache can only roll back its last run, so each step feeds the whole draft so far as one run.
@@ -207,7 +207,7 @@ class RunDraft:
     def __init__(self, model, prompts, room, max_run):
         """room: number of tokens after the prompts that the cache must hold."""
         self.model, device = decoding.decodable(model), next(model.parameters()).device
-        self.cache = decoding.roomy_cache(model, prompts, room, max_run)
+        self.cache = decoding.allocate_cache(model, prompts, room, max_run)
         tokens, lengths = decoding.pad(prompts, device)
         decoding.check_logits(self.model.extend(tokens, self.cache, lengths))
         self.new_run = torch.zeros(len(prompts), max_run, dtype=torch.int64, device=device)
@@ -216,7 +216,7 @@ class RunDraft:
         self.batch_idx = torch.arange(len(prompts), device=device)
 
     def step(self, i, token, pick):
-        """See `OwnDraft.step`."""
+        """See `SelfDrafter.step`."""
         self.new_run[self.batch_idx, self.n_unread + i - 1] = token
         self.cache.rollback(self.n_held)
         width = i + (int(self.n_unread.max()) if token.device.type == 'cpu' else 2)
@@ -224,7 +224,7 @@ class RunDraft:
         return pick(self.model.extend(self.new_run[:, :width], self.cache, self.n_held))
 
     def end_round(self, n, drafts, accepted, live):
-        """See `OwnDraft.end_round`."""
+        """See `SelfDrafter.end_round`."""
         if n == 0:  # every text is at its last token
             return
         self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.n_held))

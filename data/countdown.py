@@ -82,13 +82,13 @@ class Task:
     def marks(self, prompt, answer) -> tuple[bool, ...]:
         """Return (solved, equation 1 is true, 2, 3) for prompt ids and the 15 ids of an answer."""
         left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
-        equations = [self.true_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
+        equations = [self.parse_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
         if None not in equations:
             for a, b, result in equations:
                 left = left - Counter([a, b]) + Counter([result])  # if a and b are there, one number fewer
         return left == Counter([target]), *(equation is not None for equation in equations)
 
-    def true_equation(self, a, operation, b, equals, result) -> tuple | None:
+    def parse_equation(self, a, operation, b, equals, result) -> tuple | None:
         """Return (a, b, result) if the five ids form a true equation, else None."""
         if max(a, b, result) >= self.largest or not self.pause < operation < self.equals or equals != self.equals:
             return None
@@ -102,9 +102,9 @@ def solve(numbers, target: int, largest: int) -> tuple:
 
     No result exceeds `largest`. Evaluates all 1,152 ways per row at once, in depth-first order.
     """
-    three = combined(numbers, largest)
-    two = combined(three.reshape(-1, 3), largest)
-    found = combined(two.reshape(-1, 2), largest).reshape(len(numbers), -1) == target
+    three = combine_pairs(numbers, largest)
+    two = combine_pairs(three.reshape(-1, 3), largest)
+    found = combine_pairs(two.reshape(-1, 2), largest).reshape(len(numbers), -1) == target
     solvable = found.any(1).nonzero()[0]
     if not len(solvable):
         return None, None
@@ -122,7 +122,7 @@ def solve(numbers, target: int, largest: int) -> tuple:
     return numbers[first].tolist(), equations
 
 
-def combined(numbers, largest: int):
+def combine_pairs(numbers, largest: int):
     """Return the numbers (N, pairs, 4, n - 1) left after each operation on each pair of (N, n).
 
     The result comes last. 0 marks invalid results and results above `largest`, and stays 0.

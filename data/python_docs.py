@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.sources import split_of
 
-LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
+SKIPPED_FOLDERS = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
 MIN_CHARACTERS = 80  # shorter docstrings only repeat the function name
 
 
@@ -25,7 +25,7 @@ def texts():
     yield from (topics[name] for name in sorted(topics))
     library = Path(sysconfig.get_paths()['stdlib'])
     for path in sorted(library.rglob('*.py')):
-        if LEFT_OUT.intersection(path.relative_to(library).parts):
+        if SKIPPED_FOLDERS.intersection(path.relative_to(library).parts):
             continue
         try:
             tree = ast.parse(path.read_bytes())

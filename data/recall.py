@@ -26,7 +26,7 @@ from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
 QUERY, FIRST_VALUE = 0, 1  # ids; after the values come the keys, then the fillers
-NEAREST = 3  # smallest distance: Q directly follows the pair's value
+MIN_DISTANCE = 3  # smallest distance: Q directly follows the pair's value
 TRIES = 100  # random attempts before a row counts as too short
 
 
@@ -45,11 +45,11 @@ class Task:
 
     def __post_init__(self):
         self.pairs = min(8, self.keys) if self.pairs is None else self.pairs
-        check_ranges(self, pairs=(1, 10_000), length=(NEAREST + 1, 1_000_000), keys=(1, 1_000_000),
+        check_ranges(self, pairs=(1, 10_000), length=(MIN_DISTANCE + 1, 1_000_000), keys=(1, 1_000_000),
                      values=(1, 1_000_000), fillers=(1, 1_000_000), val_rows=(1, 10 ** 7))
         parts = self.distances.split('-')
-        if not all(part.isdecimal() and len(part) < 8 and int(part) >= NEAREST for part in parts):
-            raise UserError(f'distances is {self.distances!r}: expected integers of at least {NEAREST} joined by '
+        if not all(part.isdecimal() and len(part) < 8 and int(part) >= MIN_DISTANCE for part in parts):
+            raise UserError(f'distances is {self.distances!r}: expected integers of at least {MIN_DISTANCE} joined by '
                             '-, such as 8-16-32-64')
         self.all_distances = sorted({int(part) for part in parts})
         if not len(self.all_distances) <= self.pairs <= self.keys:

@@ -142,9 +142,9 @@ def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.nda
     epochs, index = np.divmod(numbers, n)
     windows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
     for epoch in np.unique(epochs).tolist():
-        of_epoch = epochs == epoch
+        in_epoch = epochs == epoch
         *keys, number = epoch_keys(seed, epoch)
-        windows[of_epoch], own[of_epoch] = permute(index[of_epoch], n, keys), number
+        windows[in_epoch], own[in_epoch] = permute(index[in_epoch], n, keys), number
     return windows, own
 
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-from common.files import UserError, say_once
+from common.files import UserError, warn_once
 
 FORMATS = {'.jsonl': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt', '.arrow': 'datasets'}
 EXPECTED = 'expected files of one format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet'
@@ -28,7 +28,7 @@ VAL_SHARE = 0.05  # validation fraction of built-in data and texts
 BATCH = 250  # records per batch
 BATCH_CHARACTERS = 2 ** 22  # a batch ends after this many characters
 TAIL = 0.1  # fraction of a single text that becomes validation data, as in nanoGPT
-ENOUGH = 10  # minimum number of validation documents; below 200 documents, 5% of them
+MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
 SHUFFLE_SEED = 2357  # official SPS code
 TEXTS = SimpleNamespace(  # settings `s` of the functions below for train.py --data
     config=None, split='train', text_field='text', id_field=None, split_lines=False, split_at=None, val_share=VAL_SHARE,
@@ -194,7 +194,7 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
     return wanted
 
 
-def opened(file: str) -> io.BufferedIOBase:
+def open_compressed(file: str) -> io.BufferedIOBase:
     """Open a file, compressed or not, for reading bytes."""
     if not file.endswith('.zst'):
         return gzip.open(file) if file.endswith('.gz') else open(file, 'rb')
@@ -204,7 +204,7 @@ def opened(file: str) -> io.BufferedIOBase:
 
 def json_records(file: str) -> Iterator[tuple | None]:
     """Yield (record, None) per line, or per list item of a .json file; None for an empty line."""
-    with opened(file) as lines:
+    with open_compressed(file) as lines:
         begin = lines.peek(64).lstrip(b'\xef\xbb\xbf \t\r\n')
         if '.jsonl' not in Path(file).name and begin.startswith(b'['):
             yield from ((record, None) for record in json.load(lines))
@@ -224,7 +224,7 @@ def parquet_records(s, file: str) -> Iterator[tuple]:
 def csv_records(s, file: str) -> Iterator[tuple]:
     """Yield (record, None) per row. Empty cells are missing values; NA is text."""
     csv.field_size_limit(sys.maxsize)
-    with opened(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig', newline='') as lines:
+    with open_compressed(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig', newline='') as lines:
         rows = csv.DictReader(lines)
         fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
         for row in rows:
@@ -233,9 +233,9 @@ def csv_records(s, file: str) -> Iterator[tuple]:
 
 def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
     """Yield (record, split) per .txt file or line, or two parts of a single file; None if empty."""
-    with opened(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig') as lines:
+    with open_compressed(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig') as lines:
         if s.split_lines or s.split_at:
-            parts = ((part, None) for part in parts_between(lines, s.split_at or '\n'))
+            parts = ((part, None) for part in split_at_marker(lines, s.split_at or '\n'))
         else:
             text = lines.read()
             cut = int(len(text) * (1 - TAIL))
@@ -243,12 +243,12 @@ def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
         for part, split in parts:
             for marker in MARKERS:
                 if marker in part:
-                    say_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
+                    warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
                              f"use prepare_fineweb.py --split_at='{marker}'")
             yield ({s.id_field: None, s.text_field: part}, split) if part.strip() else None
 
 
-def parts_between(lines: Iterable[str], marker: str) -> Iterator[str]:
+def split_at_marker(lines: Iterable[str], marker: str) -> Iterator[str]:
     """Yield the texts between markers, without surrounding newlines. Markers do not span lines."""
     held = []
     for line in lines:
@@ -337,7 +337,7 @@ def with_splits(batches: Iterator[tuple], val_share: float, by_text: bool, val_h
 def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: bool = False) -> tuple[float, bool]:
     """Return (val_share, by_text) for `with_splits`, and print changes from the settings.
 
-    Raises val_share if fewer than ENOUGH documents (5% of fewer than 200) would be validation data.
+    Raises val_share to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
     by_text: True if all documents have one id. Stops reading after enough documents or max_tokens
     bytes, because a document rarely has more tokens than bytes.
     """
@@ -349,7 +349,7 @@ def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: boo
         shares.append(hash_share(text if by_text else key, s.val_hash))
         n_val += shares[-1] < s.val_share
         n_bytes += len(text.encode()) + 1
-        if (n_val >= ENOUGH and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
+        if (n_val >= MIN_VAL_DOCUMENTS and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
             break
     n, n_ids = len(shares), len(set(shares))
     if n_ids < n and not by_text and key != text:
@@ -358,7 +358,7 @@ def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: boo
                  'splitting by text instead'), flush=True)
         if n_ids == 1:
             return fitting_share(read, s, max_tokens, by_text=True)
-    enough = min(ENOUGH, max(1, n // 20))
+    enough = min(MIN_VAL_DOCUMENTS, max(1, n // 20))
     if n_val >= enough:
         return s.val_share, by_text
     val_share = math.nextafter(sorted(shares)[enough - 1], 1)

@@ -30,7 +30,7 @@ from common.settings import Text, make_settings
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers', 'writing'}  # files in this folder that are not data
-KEPT_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
+MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
 
 # ---- tasks by name ----
 
@@ -64,15 +64,15 @@ class Generated:
         self.task, kind = make_task(name), name.partition(':')[0]
         options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
         all_but_rows = [key for key in options if not key.endswith('_rows')]
-        of_symbols = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
+        symbol_options = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
         self.folder = f'{kind}:{",".join(options.values())}'
-        self.tokenizer = f'{kind}:{",".join(of_symbols)}' if of_symbols else kind
+        self.tokenizer = f'{kind}:{",".join(symbol_options)}' if symbol_options else kind
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
         n_kept = self.task.train_rows or 0
-        if n_kept * self.task.row_tokens > KEPT_IDS:
+        if n_kept * self.task.row_tokens > MAX_CACHED_IDS:
             n_kept = 0
         self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
 

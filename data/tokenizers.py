@@ -62,11 +62,11 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
         raise UserError(f'the tokenizer {name} has no bos token, such as <s>: leave out --bos')
     plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
     return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
-                   encode=lambda text: encode_anyhow(name, plain, text),
-                   encode_document=lambda text: encode_anyhow(name, document, text))
+                   encode=lambda text: encode_robustly(name, plain, text),
+                   encode_document=lambda text: encode_robustly(name, document, text))
 
 
-def encode_anyhow(name: str, encode: Callable, text: str):
+def encode_robustly(name: str, encode: Callable, text: str):
     """Encode a text. If the library fails, for example on a million spaces, encode it in halves."""
     try:
         return encode(text)
@@ -76,7 +76,7 @@ def encode_anyhow(name: str, encode: Callable, text: str):
         if len(text) < 1000:
             raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
     middle = len(text) // 2
-    return [*encode_anyhow(name, encode, text[:middle]), *encode_anyhow(name, encode, text[middle:])]
+    return [*encode_robustly(name, encode, text[:middle]), *encode_robustly(name, encode, text[middle:])]
 
 
 def tokenizer_digest(name) -> str | None:
@@ -92,12 +92,12 @@ def tokenizer_digest(name) -> str | None:
 def special_tokens(path: Path) -> dict[str, str]:
     """Return 'eos_token' and 'bos_token' from the tokenizer_config.json next to tokenizer.json."""
     file = path.with_name('tokenizer_config.json')
-    told = read_json(file, 'copy it again, or remove it') if file.is_file() else {}
-    named = {key: told.get(key) for key in ('eos_token', 'bos_token')}
+    config = read_json(file, 'copy it again, or remove it') if file.is_file() else {}
+    named = {key: config.get(key) for key in ('eos_token', 'bos_token')}
     return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
 
 
-def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
+def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     """Copy a tokenizer's file or folder into a folder. Returns its name there, for meta.json.
 
     Names that are not paths are returned unchanged. tokenizer_config.json records eos_token.
@@ -105,8 +105,8 @@ def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
     if path.is_file():
         own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
-        told = special_tokens(path)
-        write_json(Path(folder) / 'tokenizer_config.json', told | ({'eos_token': eos_token} if eos_token else {}))
+        config = special_tokens(path)
+        write_json(Path(folder) / 'tokenizer_config.json', config | ({'eos_token': eos_token} if eos_token else {}))
     elif not (path / files[0]).is_file():
         return name
     for file in files:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common.files import UserError, sha256, write_json
-from data.tokenizers import Tokenizer, keep_tokenizer
+from data.tokenizers import Tokenizer, copy_tokenizer
 
 PIECE = 2 ** 17  # characters encoded at a time; a library may need 170 bytes of memory for each
 CONTEXT = 1009  # characters on each side of a cut to test it; a prime, unlikely to be the period of a text
@@ -85,7 +85,7 @@ class ShardWriter:
             raise UserError(f'the train split would have {n_bytes[0]:,} bytes of text, val {n_bytes[1]:,}: give more '
                             'text or a larger --max_tokens, so that neither is empty')
         write_json(self.folder / 'meta.json', {
-            'tokenizer': keep_tokenizer(self.folder, self.tokenizer.name), 'n_ids': self.tokenizer.n_ids,
+            'tokenizer': copy_tokenizer(self.folder, self.tokenizer.name), 'n_ids': self.tokenizer.n_ids,
             'eos_id': self.tokenizer.eos_id, 'bos': bool(self.tokenizer.start), 'dtype': self.dtype,
             'splits': self.splits})
 

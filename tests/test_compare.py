@@ -13,7 +13,7 @@ from analysis import compare
 from analysis.compare import Method
 from analysis.figures import interval, paired_difference, read_csv
 from common.files import UserError
-from common.runs import blank_run
+from common.runs import meta_run
 from train import Settings
 
 BUDGET = Settings(max_tokens=800, warmup_tokens=80)
@@ -147,7 +147,7 @@ def test_the_table_is_that_of_its_runs(tmp_path):
     assert a['minus_first'] is None and a['its_low'] is None
     assert (a['low'], a['high']) == interval(losses['a'])
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = blank_run(runs['c'][0])
+    model = meta_run(runs['c'][0])
     assert c['state_bytes'] == model.new_cache(1, 8).nbytes
     assert c['parameters'] == sum(p.numel() for p in model.parameters())
     assert c['flops'] == 1000 * model.flops_per_token(8)

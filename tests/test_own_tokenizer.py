@@ -9,7 +9,7 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 from common import runs
 from common.files import UserError
 from data import Data, writing
-from data.tokenizers import encode_anyhow, keep_tokenizer, load_tokenizer, tokenizer_digest, train_tokenizer
+from data.tokenizers import copy_tokenizer, encode_robustly, load_tokenizer, tokenizer_digest, train_tokenizer
 from data.writing import document_ids, write_data
 from sample import load_draft
 
@@ -195,16 +195,16 @@ def test_what_no_tokenizer_can_encode_is_a_sentence_though_a_panic_is_no_excepti
         if 'x' in text or len(text) > 5000:
             raise type('PanicException', (BaseException,), {})('index out of range')
         return [len(text)]
-    assert sum(encode_anyhow('own', encode, 'a' * 12_345)) == 12_345
+    assert sum(encode_robustly('own', encode, 'a' * 12_345)) == 12_345
     with pytest.raises(UserError, match='own cannot encode .*x.*index out of range'):
-        encode_anyhow('own', encode, 'a' * 6000 + 'x' * 6000)
+        encode_robustly('own', encode, 'a' * 6000 + 'x' * 6000)
 
 
 def test_the_files_of_gpt2_are_kept_in_a_folder_that_is_gpt2(tmp_path):
     (tmp_path / 'own').mkdir()
     for name in ('encoder.json', 'vocab.bpe'):  # compared with those that OpenAI published when they are loaded
         (tmp_path / 'own' / name).write_text(name)
-    kept = tmp_path / keep_tokenizer(tmp_path, str(tmp_path / 'own'))
+    kept = tmp_path / copy_tokenizer(tmp_path, str(tmp_path / 'own'))
     assert (kept / 'vocab.bpe').read_text() == 'vocab.bpe' and tokenizer_digest(kept) == 'gpt2'
 
 

@@ -10,7 +10,7 @@ from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart, succee
 
 import train
 from common import checkpoint, machine, run_settings, runs
-from common.dry_run import held_bytes
+from common.dry_run import state_bytes
 from common.files import UserError
 from data import open_data
 
@@ -145,7 +145,7 @@ def test_a_process_is_a_worker_under_torchrun_or_where_its_place_is_set(monkeypa
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(machine, 'join_processes', lambda backend: None)
+    monkeypatch.setattr(machine, 'init_distributed', lambda backend: None)
     assert machine.ranks() == ranks
     found = machine.start_processes(train.Settings(device='cpu', threads=1))
     assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
@@ -163,7 +163,7 @@ def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, caps
     monkeypatch.setattr(machine.threading, 'Timer', never_fires)
     monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
     monkeypatch.setattr(machine.atexit, 'register', lambda function: None)
-    machine.join_processes('gloo')
+    machine.init_distributed('gloo')
     (seconds, function, args, kwargs), *rest = timers
     function(*args, **kwargs)
     assert seconds == 10 and rest == ['gloo', 'cancelled']
@@ -243,11 +243,11 @@ def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--memory=8']
     in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
-    model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    model = runs.meta_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
-    assert held_bytes(model, 1, 64, False) == held
-    assert held_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, True) * 16 / 20
+    assert state_bytes(model, 1, 64, False) == held
+    assert state_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == state_bytes(model, 4, 1, True) * 16 / 20
     assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
     assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 

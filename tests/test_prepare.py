@@ -101,7 +101,7 @@ def test_the_command_that_preparation_prints_can_run(n, tmp_path):
 @pytest.mark.parametrize('options', [[], ['--shuffle=100', '--val_hash=md5', '--val_share=0.001']])
 def test_interrupted_after_each_shard_it_ends_with_the_same_bytes(source, records, tmp_path, monkeypatch, options):
     monkeypatch.setattr(sources, 'BATCH', 30)
-    monkeypatch.setattr(prepare_fineweb, 'AHEAD', 10 ** 5)
+    monkeypatch.setattr(prepare_fineweb, 'MAX_PENDING_CHARS', 10 ** 5)
     whole, out, n_starts = prepared(source, tmp_path / 'whole', *options), tmp_path / 'out', 0
 
     def save_and_die(*args, save=prepare_fineweb.save_progress):

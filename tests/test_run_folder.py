@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch, numb
                                          (OSError('no network'), '^no network$')])
 def test_an_error_of_the_disk_names_its_path_or_the_run(tmp_path, error, said):
     run = tmp_path / 'run'
-    with pytest.raises(OSError, match=said.format(run)), runs.claimed(run, True, False):
+    with pytest.raises(OSError, match=said.format(run)), runs.locked_run(run, True, False):
         raise error
 
 
@@ -238,15 +238,15 @@ def test_a_number_that_is_not_finite_is_neither_saved_nor_loaded(run_folder):
 
 def test_one_number_that_is_not_finite_is_found_and_a_sum_too_large_is_none():
     large, nan = torch.full((4,), 3e38), float('nan')
-    assert checkpoint.not_finite({'large': large, 'half': torch.full((99,), 6e4).half(), 'none': torch.ones(0)}) is None
+    assert checkpoint.first_nonfinite({'a': large, 'fp16': torch.full((99,), 6e4).half(), 'no': torch.ones(0)}) is None
     for bad in ([nan], [float('inf'), 1.0], [float('inf'), -float('inf')], [3e38, 3e38, nan]):
-        assert checkpoint.not_finite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
+        assert checkpoint.first_nonfinite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
 
 
 # ---- errors and hang-ups ----
 
 def test_a_closed_terminal_does_not_keep_a_run_from_saving(monkeypatch, signals_of_a_terminal):
-    with machine.caught_signals() as stop, monkeypatch.context() as patch:
+    with machine.catch_signals() as stop, monkeypatch.context() as patch:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)  # a shell sends a second one
         patch.setattr(sys, 'stdout', open('/dev/full', 'w'))

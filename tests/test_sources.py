@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import data
 import prepare_fineweb
-from common.files import UserError, say_once
+from common.files import UserError, warn_once
 from data import sources
 from data.shards import Data
 from data.sources import hash_share, split_of
@@ -186,7 +186,7 @@ STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in rang
 
 @pytest.mark.parametrize('marker', ['<|endoftext|>', '</s>'])
 def test_an_end_of_text_that_is_spelled_out_is_said_and_separates_documents_on_demand(marker, tmp_path, capfd):
-    say_once.cache_clear()
+    warn_once.cache_clear()
     (tmp_path / 'stories.txt').write_text(f'\n{marker}\n'.join(STORIES) + marker)
     assert texts(read(tmp_path / 'stories.txt', split_at=marker)) == STORIES and capfd.readouterr().err == ''
     lines = (tmp_path / 'stories.txt').read_text().splitlines()

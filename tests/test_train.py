@@ -24,7 +24,7 @@ from conftest import (
 
 import train
 from common import checkpoint, machine, run_settings, runs
-from common.memory import LiveBytes, bytes_by_rows
+from common.memory import LiveBytes, activation_bytes
 from common.validation import counted
 from data import open_data
 
@@ -303,7 +303,7 @@ def test_the_estimated_memory_is_what_the_tensors_of_a_step_take(name, values):
     """The estimate on meta tensors is the peak of a real step, in which only tiles also keep probabilities."""
     T, rows = 64, 40
     c = runs.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
-    fixed, per_row = bytes_by_rows(runs.blank_model(name, c), torch.float32, T)
+    fixed, per_row = activation_bytes(runs.meta_model(name, c), torch.float32, T)
     model, idx = runs.model_file(name).Model(c), torch.randint(0, 257, (rows, T))
     model(idx, idx)['loss'].backward()  # gradients exist from now on
     with LiveBytes() as live:

@@ -49,8 +49,8 @@ def model_config(s, given, data, record):
 def describe(s, model, data) -> None:
     """Print the size and cost of a run. UserError for settings that do not fit the model."""
     if s.acceptance_prompts and not getattr(model, 'longest_draft', 0):
-        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures self-drafting, which model {s.model} '
-                        'does not support: use 0')
+        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
+                        'cannot draft for itself: use 0')
     try:
         flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     except ValueError as error:  # block_size does not fit the model

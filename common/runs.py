@@ -152,8 +152,8 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
     want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id}
     if not same_vocabulary(want, have):
         run = f'the run in {folder}' if folder else 'this run'
-        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} ({data.n_ids} ids), {run} was trained with '
-                        f'{want["tokenizer"]!r} ({want["n_ids"]}): use data with that tokenizer')
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} ({data.n_ids} ids), but {run} was trained '
+                        f'with {want["tokenizer"]!r} ({want["n_ids"]}): use data with that tokenizer')
 
 
 # ---- the length of a run ----

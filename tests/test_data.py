@@ -153,7 +153,7 @@ def copy(tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize('content, sentence', [
-    (b'short', '{shard} has 5 bytes, meta.json says'), (None, '{shard} is missing'),
+    (b'short', '{shard} has 5 bytes, expected'), (None, '{shard} is missing'),
     ('other', '{shard} does not match its checksum'), ('other', 'contains id 65535, but its tokenizer has 257 ids')])
 def test_a_damaged_shard_is_a_sentence(copy, content, sentence):
     shard = copy / 'train_00001.bin'

@@ -98,7 +98,7 @@ def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path, capsys):
     with runs.open_log(tmp_path, 1) as log:
         log.write('{"step": 2, "loss": 2.125}\n')
     assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
-    assert 'left out 1 damaged line' in capsys.readouterr().err
+    assert 'skipped 1 damaged line' in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_the
     assert all(texts(read(source)) == by_file for source in (folder, f'{folder}/*.{kind}', f'{folder}/*'))
     left_out = [found for _, batch in read(folder) for found in batch].count(None)
     assert left_out == 2  # records without a text
-    with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
+    with pytest.raises(UserError, match=r"field 'body'; fields: id, text, column_0, mixed"):
         read(folder, text_field='body')
     with pytest.raises(UserError, match='only .txt files'):  # a folder of records and a text
         data.open_data(str(folder))
@@ -242,8 +242,8 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after row 0 (ArrowInvalid)'),
     ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
-    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text', expected text"),
-    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; the fields are text"),
+    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
+    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; fields: text"),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
     ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),

@@ -283,7 +283,7 @@ def test_a_row_is_printed_with_its_targets(capsys):
 @pytest.mark.parametrize('name, sentence', [
     ('pointer_chasing:hopps=2', 'has no hopps'),
     ('pointer_chasing:hops=two', "hops is 'two' in data 'pointer_chasing:hops=two': expected int"),
-    ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
+    ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
     ('recall:distances=8-x', "distances is '8-x': expected integers of at least 3 joined by -"),
     ('recall:length=50', 'length is 50: 8 pairs with queries at distances 8-16-32-64 do not fit'),
     ('', 'data is empty: expected a .txt file'),
@@ -298,7 +298,7 @@ def test_bad_options_are_sentences(name, sentence):
 def test_a_file_that_is_no_city_is_a_sentence(text, tmp_path):
     if text is not None:
         (tmp_path / 'city.json').write_text(text)
-    with pytest.raises(UserError, match='city.json is no city'):
+    with pytest.raises(UserError, match='city.json is not a city'):
         open_data(f'manhattan:edges={tmp_path}/city.json')
 
 

@@ -179,7 +179,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, tiny_run):
     (['--lerning_rate=1'], ["unknown setting 'lerning_rate'", "'learning_rate'"]),
     (['--n_head=3'], ['n_embd = 16 and n_head = 3']),
     (['--n_ids=99'], ['n_ids is 99', '257']),
-    (['--block_size=100000'], ['too few for windows of block_size = 100000']),
+    (['--block_size=100000'], ['too few for a window of block_size = 100000']),
     (['--data=/no where'], ['no data at /no where', "python prepare_fineweb.py '--out_dir=/no where' --max_tokens="]),
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),

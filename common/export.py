@@ -128,7 +128,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     c, data, block_size = runs.saved_config(record, run), record['data'], record['settings']['block_size']
     reason = llama_mismatch(record, c)
     if as_llama and reason:
-        raise UserError(f'{run} {reason}, which Llama does not support: use --to_hf')
+        raise UserError(f'{run} {reason}, which is not supported for Llama: use --to_hf')
     tensors = checkpoint.load_checkpoint(run)[1]
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
     if reason:

@@ -104,5 +104,5 @@ def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
 
 
 def test_a_tokenizer_without_bos_is_a_sentence():
-    with pytest.raises(UserError, match='the tokenizer byte has no token that starts a document'):
+    with pytest.raises(UserError, match='the tokenizer byte has no bos token'):
         load_tokenizer('byte', bos=True)

@@ -122,8 +122,8 @@ NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn
 @pytest.mark.parametrize('weights, config, part', [
     ({NAME: None}, {}, f"missing keys ['{NAME}']"), ({BIAS: torch.zeros(48)}, {}, f"unexpected keys ['{BIAS}']"),
     ({NAME: torch.zeros(48, 48)}, {}, 'mismatched keys'), ({}, {'num_hidden_layers': 3}, 'missing keys'),
-    ({}, {'model_type': 'gpt2'}, 'is a gpt2: expected one of llama, mistral, qwen2, qwen3'),
-    ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "its positions by 'yarn'"),
+    ({}, {'model_type': 'gpt2'}, "has model_type = 'gpt2': expected one of llama, mistral, qwen2, qwen3"),
+    ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "rope_type 'yarn'"),
     ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'has a vocabulary of 200 rows'),
     ({}, {'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
           'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some layers only'),

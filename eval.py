@@ -52,7 +52,7 @@ PAPERS = {  # paper: ({task: metric the paper reports}, corpora)
 @dataclass
 class Settings:
     val: bool = False  # validation loss on the run's own validation data, or on `data`
-    data: str | None = None  # data folder for --val; None: the run's
+    data: str | None = None  # data folder for --val; None: the run's own data
     val_tokens: int | None = None  # tokens for --val, in the same windows as in training; None: all
     corpus: str = ''  # comma-separated corpora: wikitext, c4, books3, govreport
     tasks: str = ''  # comma-separated lm-eval tasks

@@ -71,7 +71,7 @@ def start_worker(tokenizer_name: str, bos: bool) -> None:
 
 
 def exit_with_parent() -> None:
-    """Exit when the parent process exits, even if it is killed: workers share the folder's lock."""
+    """Exit when the parent exits, even if it is killed: workers hold the lock of the folder too."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

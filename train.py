@@ -44,7 +44,7 @@ class Settings:
     resume: bool = False  # continue the run in out_dir from its last checkpoint
     overwrite: bool = False  # delete the run in out_dir and start a new one
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
-    init_from: str | None = None  # run folder whose weights and model settings a new run starts from
+    init_from: str | None = None  # run folder to start from: weights, model settings and, without a config file, the model
     dry_run: bool = False  # check the settings, print size, cost and memory, and exit; the data need not exist
     memory: float | None = None  # with --dry_run: GPU memory in GiB that a step should fit into
     seed: int = 1337  # random seed for the initial weights, the data order and dropout
@@ -185,7 +185,7 @@ def skip_if_not_finite(optimizer, norm, skips):
     skips (3,), on the device: steps skipped since the last log line; in a row now; most in a row.
     """
     bad = (~norm.isfinite()).float()
-    optimizer.found_inf = bad  # the same on all processes, because the norm is
+    optimizer.found_inf = bad  # equal on all processes, like the norm
     in_a_row = (skips[1] + 1) * bad
     skips.copy_(torch.stack([skips[0] + bad, in_a_row, torch.maximum(skips[2], in_a_row)]))
 

@@ -33,7 +33,7 @@ def local_records(folder, task: str) -> list[dict]:
         raise UserError(f'{path}, record {len(records) + 1}, does not have the fields of {task} '
                         f'({type(error).__name__}: {error})')
     if not records:
-        raise UserError(f'{path} is empty')
+        raise UserError(f'{path} is empty: expected one JSON record per line')
     return records
 
 

@@ -80,7 +80,7 @@ def inherit_model_settings(s, given: dict) -> tuple:
         raise UserError(f'--init_from and --out_dir are both {s.init_from}: set another --out_dir')
     source = runs.read_run(s.init_from)
     values = asdict(runs.saved_config(source, s.init_from))
-    if source['model'] != s.model:  # settings that both have; SPS's window means its predict stream
+    if source['model'] != s.model:  # only shared settings; SPS's window is different, its predict stream's
         known = {f.name for f in fields(runs.model_file(s.model).Config)}
         known -= {'window'} if 'sps' in (source['model'], s.model) else set()
         values = {name: value for name, value in values.items() if name in known}

@@ -138,7 +138,7 @@ class Decoder:
         return self.tokens
 
     def run(self, name, step, undo, models=()):
-        """Run step() of this model and `models`; on a GPU, as a CUDA graph captured at first."""
+        """Run step() of this model and `models`; on a GPU, as a CUDA graph captured once."""
         if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
             return step()
         if name not in self.graphs:

@@ -18,7 +18,7 @@ def world() -> int:
 
 
 def all_gather(value) -> list:
-    """Return the value of each process, by rank."""
+    """Return a list with the value of each process, by rank."""
     values = [value] * world()
     if world() > 1:
         dist.all_gather_object(values, value)

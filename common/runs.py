@@ -132,7 +132,7 @@ def check_record(record: dict) -> None:
 
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
-    """Return the data called `name`, or the run's own. UserError if none or tokenizers differ."""
+    """Return the data `name`, or the run's own. UserError if there is none or tokenizers differ."""
     name = name or record['settings'].get('data')
     if not name:  # an imported run
         raise UserError('this run has no data: give --data=FOLDER')

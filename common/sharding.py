@@ -61,7 +61,7 @@ def target_tensors(own: dict, tensors: dict) -> dict:
 
 
 def load_in_place(tensors: dict, path: Path) -> None:
-    """Load tensors in place from a folder's safetensors files; sharded ones load their shard."""
+    """Load tensors in place from a folder's safetensors files; for sharded tensors, the shard."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*torch.distributed is disabled')
         checkpoint.load(tensors, storage_reader=checkpoint.HuggingFaceStorageReader(str(path)), no_dist=True)

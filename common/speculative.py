@@ -234,7 +234,7 @@ class ModelDrafter:
 
 
 class DraftStatistics:
-    """Counts over all rows: `rounds` and `drafted` tokens. Each round adds one more, not drafted.
+    """Counts over all rows: `rounds`, `drafted` tokens. Each round also generates one more token.
 
     By position: `accepted_at`, and `tried_at` for tokens whose predecessors were all accepted.
     """

@@ -22,7 +22,7 @@ from data.tasks import greedy_tokens
 
 # Even permutations have an even number of pairs out of order. Id 0 is the identity.
 ELEMENTS = [p for p in permutations(range(5)) if sum(a > b for a, b in combinations(p, 2)) % 2 == 0]
-PRODUCT = torch.tensor([[ELEMENTS.index(tuple(x[k] for k in y)) for y in ELEMENTS] for x in ELEMENTS])  # [x, y]: x y
+PRODUCT = torch.tensor([[ELEMENTS.index(tuple(x[k] for k in y)) for y in ELEMENTS] for x in ELEMENTS])  # [x, y] = x y
 
 
 @dataclass

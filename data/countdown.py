@@ -64,7 +64,7 @@ class Task:
         return row
 
     def counted(self, idx):
-        """Return idx (B, T) -> (B, T) bool: positions from the last | on."""
+        """Return a mask (B, T) of idx (B, T): positions from the last | on."""
         return (idx == self.pause).cumsum(1) == self.pauses
 
     def score(self, model, idx, targets, device, batch_size):
@@ -80,7 +80,7 @@ class Task:
         return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
 
     def marks(self, prompt, answer) -> tuple[bool, ...]:
-        """Return (solved, equation 1 is true, 2, 3) for prompt ids and the 15 ids of an answer."""
+        """Return four bools for prompt ids and 15 answer ids: solved; equation 1, 2, 3 is true."""
         left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
         equations = [self.parse_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
         if None not in equations:

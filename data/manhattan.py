@@ -58,7 +58,7 @@ class Task:
         self.symbols = [*directions, *self.nodes]
         self.first_node, self.end = len(directions), len(self.symbols)
         node_id = {node: i for i, node in enumerate(self.nodes)}
-        self.neighbour = np.full((len(self.nodes), len(directions)), -1)  # by node and direction; -1: no street
+        self.neighbour = np.full((len(self.nodes), len(directions)), -1)  # [node, direction]; -1: no street
         for a, direction, b in edges:
             self.neighbour[node_id[a], directions.index(direction)] = node_id[b]
         self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbour.tolist()]
@@ -90,7 +90,7 @@ class Task:
                 return [self.first_node + start, self.first_node + node, *turns, self.end]
 
     def counted(self, idx):
-        """Return idx (B, T) -> (B, T) bool: destinations and turns. A turn or the end follows."""
+        """Return a mask (B, T) of idx (B, T): destinations and turns, before a turn or the end."""
         is_node = (idx >= self.first_node) & (idx < self.end)
         is_destination = torch.zeros_like(is_node)
         is_destination[:, 1:] = is_node[:, 1:] & is_node[:, :-1]
@@ -110,7 +110,7 @@ class Task:
         return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
 
     def legal(self, idx, tokens):
-        """Return whether tokens (B, T) may follow idx (B, T), where `counted`: (B, T) bool.
+        """Return a mask (B, T) of tokens (B, T) that may follow idx (B, T), valid where `counted`.
 
         idx begins with the start of a walk.
         """

@@ -55,7 +55,7 @@ class Task:
         return row
 
     def counted(self, idx):
-        """Return idx (B, T) -> (B, T) bool: positions from = on."""
+        """Return a mask (B, T) of idx (B, T): positions from = on."""
         return (idx == self.equals).cumsum(1) > 0
 
     def score(self, model, idx, targets, device, batch_size):

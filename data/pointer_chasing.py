@@ -30,7 +30,7 @@ from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
 SOLVED = 0.99  # a level counts as solved from this accuracy on
-EQUALS, QUERY, FIRST_VALUE = 0, 1, 2  # ids; after the values come the keys, level by level, then `||`
+EQUALS, QUERY, FIRST_VALUE = 0, 1, 2  # ids; the values are followed by the keys, level by level, and `||`
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Task:
         return np.concatenate(parts)[:self.row_tokens]  # keeps only the first query of the last level
 
     def counted(self, idx):
-        """Return idx (B, T) -> (B, T) bool: keys directly after Q."""
+        """Return a mask (B, T) of idx (B, T): keys directly after Q."""
         return (idx == QUERY).roll(1, 1)  # the last input is a key, so no Q wraps around
 
     def score(self, model, idx, targets, device, batch_size):

@@ -25,7 +25,7 @@ from common.files import UserError
 from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
-QUERY, FIRST_VALUE = 0, 1  # ids; after the values come the keys, then the fillers
+QUERY, FIRST_VALUE = 0, 1  # ids; the values are followed by the keys and the fillers
 MIN_DISTANCE = 3  # smallest distance: Q directly follows the pair's value
 TRIES = 100  # random attempts before a row counts as too short
 
@@ -95,11 +95,11 @@ class Task:
         return row
 
     def counted(self, idx):
-        """Return idx (B, T) -> (B, T) bool: keys directly after Q."""
+        """Return a mask (B, T) of idx (B, T): keys directly after Q."""
         return (idx == QUERY).roll(1, 1)  # the last input is never Q, so none wraps around
 
     def asked_distance(self, idx):
-        """Return the distance from pair to query where idx (B, T) counts, 0 elsewhere: (B, T)."""
+        """Return (B, T): the distance from pair to query where idx (B, T) is counted, else 0."""
         query = self.counted(idx).nonzero()[:, 1].view(len(idx), self.pairs)
         keys = idx.gather(1, query)
         pair = torch.stack([(idx == key).int().argmax(1) for key in keys.split(1, 1)], 1)  # first occurrence of the key

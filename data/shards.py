@@ -65,7 +65,7 @@ class Data:
 
     @property
     def sha256(self) -> str:
-        """One checksum of all shards. A resumed run compares it."""
+        """Checksum of all shards, which a resumed run compares."""
         return hashlib.sha256(json.dumps(self.splits, sort_keys=True).encode()).hexdigest()
 
     def verify(self) -> None:

@@ -78,7 +78,7 @@ class Generated:
 
     @property
     def sha256(self) -> str:
-        """A checksum of the options and of some rows. A resumed run compares it."""
+        """Checksum of the options and some rows, which a resumed run compares."""
         rows = np.concatenate([self.rows(split, range(8), 0) for split in self.splits])
         return hashlib.sha256(self.folder.encode() + rows.astype('<i8').tobytes()).hexdigest()
 

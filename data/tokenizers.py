@@ -161,7 +161,7 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
             bpe = tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
                                     special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
     except (OSError, ValueError) as error:  # ValueError: the files are not OpenAI's
-        raise UserError(f'GPT-2 tokenizer could not be loaded from {"the network" if name == "gpt2" else name} '
+        raise UserError(f'the GPT-2 tokenizer could not be loaded from {"the network" if name == "gpt2" else name} '
                         f'({error}): set TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
                         '--tokenizer=FOLDER with encoder.json and vocab.bpe')
     # not encode_ordinary, which panics on a million spaces
@@ -269,7 +269,7 @@ class Settings:
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
     """Train a byte-level BPE. Returns a tokenizer.json as text; id 0, <|endoftext|>, is eos.
 
-    Has fewer than vocab_size ids if the texts have too few pairs.
+    The result has fewer than vocab_size ids if the texts have too few pairs.
     """
     from tokenizers import ByteLevelBPETokenizer
     fast = ByteLevelBPETokenizer()
@@ -287,8 +287,8 @@ def main(argv: list[str] | None = None) -> None:
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
         batches = (batch for name in names for _, batch in open_source(name, TEXTS)[0](None))
-        texts = (found[2] for batch in batches for found in batch if found)
-        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))  # a whole text takes 80x
+        texts = (found[2] for batch in batches for found in batch if found)  # a long text takes 80x its size in RAM
+        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))
         write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 

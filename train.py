@@ -44,7 +44,7 @@ class Settings:
     resume: bool = False  # continue the run in out_dir from its last checkpoint
     overwrite: bool = False  # delete the run in out_dir and start a new one
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
-    init_from: str | None = None  # run folder to start from: weights, model settings and, without a config file, the model
+    init_from: str | None = None  # run to start from: weights, model settings and, without a config file, the model
     dry_run: bool = False  # check the settings, print size, cost and memory, and exit; the data need not exist
     memory: float | None = None  # with --dry_run: GPU memory in GiB that a step should fit into
     seed: int = 1337  # random seed for the initial weights, the data order and dropout

@@ -4,7 +4,7 @@ Each round drafts n tokens, feeds the last token and the draft to the model in o
 the tokens that `verify` accepts, and samples one more. The text has the same distribution as plain
 decoding, whatever the draft.
 
-Read `verify` first, then `speculative_generate`. `SelfDrafter` and `ModelDrafter` draft.
+Read `verify` first, then `speculative_generate`. Drafts come from `SelfDrafter` or `ModelDrafter`.
 """
 from collections import Counter
 from math import inf

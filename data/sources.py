@@ -295,8 +295,8 @@ def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterat
         has_text, fields = has_text or any(found), fields or [*records[0][1]]
         yield next_state, found
     if not has_text:
-        raise UserError(f'{name} has no text in field {s.text_field!r}; the fields are '
-                        f'{", ".join(fields[:20]) or "none"}: set --text_field')
+        raise UserError(f'{name} has no text in field {s.text_field!r}; fields: '
+                        f'{", ".join(fields[:20]) or "none"}. Set --text_field')
 
 
 def document(place: str, record, split: str | None, s) -> tuple | None:

@@ -99,7 +99,7 @@ def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_the
 def test_a_record_may_lack_its_text_but_not_all_of_them(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)
-    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; the fields are id, body: set --text_fi"):
+    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; fields: id, body. Set --text_fi"):
         read(path)
     path.write_text(path.read_text() + '{"id": 3, "text": "at last"}\n')
     assert texts(read(path)) == ['at last'] and sum(len(batch) for _, batch in read(path)) == 601

@@ -187,7 +187,7 @@ def test_a_killed_preparation_leaves_no_workers_and_a_folder_to_continue_with_th
     ('late.jsonl', '{"id": 1, "text": "a"}\n{"text": "b"}\n', [], "no field 'id'"),
     ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text, val'),
     ('blank.txt', ' \n', [], 'has no text in field'), ('null.jsonl', '{"id": 1, "text": null}\n', [], 'has no text in'),
-    ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'the fields are id, text'),
+    ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'fields: id, text'),
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
     *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (
         'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_share=2', 'val_hash=crc'))])

@@ -3,6 +3,7 @@ import csv
 import itertools
 import json
 import os
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -130,22 +131,25 @@ def fitting_block(runs: list[str], block_size: int) -> int:
     return min(block_size, shortest)
 
 
-def long_documents(data, least: int, most: int, n: int) -> list:
-    """Return the first n validation documents of at least `least` tokens, eos counted, cut to `most`, as int64 arrays.
+def long_documents(data, least: int, most: int, n: int, seed: int | None = None) -> list:
+    """Return n validation documents of at least `least` tokens, eos counted, cut to `most`, as int64 arrays.
 
-    If the data has fewer, says how many on stderr. Raises UserError if it has none.
+    They are the first ones, or those of a permutation by `seed`. If the data has fewer, says how many on stderr. Raises
+    UserError if it has none.
     """
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task, whose rows are no documents: give --data=FOLDER with documents')
     ids = data.tokens('val', 0, data.splits['val']['tokens'])
     *documents, _ = np.split(ids, np.flatnonzero(ids == data.eos_id) + 1)  # each with its eos
-    found = [document[:most] for document in documents if len(document) >= least][:n]
+    found = [document[:most] for document in documents if len(document) >= least]
     if not found:
         raise UserError(f'{data.folder} has no validation document of {least:,} tokens or more: give shorter lengths, '
                         'or --data=FOLDER with longer documents')
+    if seed is not None:
+        random.Random(seed).shuffle(found)
     if len(found) < n:
         warn_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
-    return found
+    return found[:n]
 
 
 # ---- groups of runs and their labels ----

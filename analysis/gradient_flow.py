@@ -9,7 +9,7 @@ gradient that p gets from its own step's loss,
 
 both with respect to p's own copy of the parameters: those of the blocks, and its input embedding, without the head and
 the final norm. Two streams have two positions at a step, x_i and rho_i, and a copy for each. r is averaged over 8 steps
-of each of 1,000 validation documents, read from their start.
+of each of 1,000 validation documents, drawn at random and read from their start.
 
 Writes NAME.png (the ratio over k, raw and smoothed) and NAME.csv. No copies are made: where a linear layer has input
 a at a position and gradient g at its output, the gradient of that position's weights is g a^T, whose norm is
@@ -30,14 +30,15 @@ from common.machine import make_progress
 
 STREAMS = 'x', 'rho'
 TREND = 21  # offsets that the smoothed line is fitted over (the paper's script)
-IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data'  # settings beside each ratio
+IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data', 'seed'  # settings beside each ratio
 
 
 @dataclass
 class Settings:
     out: str | None = None  # NAME of the files to write, without ending; None: gradient_flow beside the runs
     data: str | None = None  # data folder; None: the runs' own
-    n_documents: int = 1000  # validation documents, the first that are long enough
+    n_documents: int = 1000  # validation documents that are long enough
+    seed: int = 0  # of the documents and positions that are drawn
     positions: int = 8  # steps i of each document, drawn at random, from block_size / 16 on
     block_size: int = 1024  # tokens that are read of a document; of runs with shorter windows, theirs
     max_k: int | None = None  # largest k; None: half of block_size
@@ -180,7 +181,7 @@ def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
 
 def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the model'):
     """Return the mean of r(p, k) over documents (ids, (n,) each) and positions: (S, max_k + 1) float64."""
-    device, rng, total = model.embed.weight.device, random.Random(0), 0
+    device, rng, total = model.embed.weight.device, random.Random(s.seed), 0
     model.requires_grad_(False)
     for done, document in enumerate(documents, 1):
         positions = torch.tensor(draw_positions(len(document), s, rng), device=device)
@@ -194,7 +195,7 @@ def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the 
 def measure(run: str, s: Settings):
     """Return (mean r(p, k) (S, max_k + 1), number of documents) of a run."""
     model, _, data = figures.load_model_and_data(run, s)
-    documents = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents)
+    documents = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, s.seed)
     return mean_ratios(model, documents, s, make_progress(), run), len(documents)
 
 

@@ -23,8 +23,7 @@ import torch
 
 from analysis import compare, figures, report
 from analysis.compare import method_of, one_dtype, set_best_rates, speed, train_seeds
-from bench import alternate, markdown_table, one_line, where_and_when
-from common.decoding import Decoder, allocate_cache, decodable
+from bench import decoding_speeds, markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
@@ -36,8 +35,6 @@ from train import Settings as TrainSettings
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # of the parameters, over Standard's
 CONTEXTS = 1024, 16384  # tokens before those that decoding is timed on
-PREFILL = 1024  # tokens of a context that are read at a time
-ROUNDS = 5  # timings of decoding, after one to warm up
 
 
 @dataclass
@@ -55,7 +52,7 @@ class Settings:
     eval_tokens: int = 500_000  # of a validation loss
     seeds: int = 5  # runs of each model and budget, at its best learning rate
     jobs: int = 2  # runs at a time, one thread each
-    decode_tokens: int = 64  # that are decoded in each of the rounds
+    decode_tokens: int = 64  # that are decoded in each of six turns
 
 
 @dataclass
@@ -151,22 +148,6 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
     return train_seeds(cells, s.seeds, s.jobs)
 
 
-@torch.inference_mode()
-def decoding_speeds(models: dict, context: int, s: Settings) -> dict[str, float]:
-    """Return {name: tokens/s} of one text after `context` random tokens, the models taking turns."""
-    sides = {}
-    for name, model in models.items():
-        generator = torch.Generator().manual_seed(0)
-        prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
-        model = decodable(model)
-        cache = allocate_cache(model, prompt.tolist(), (ROUNDS + 1) * s.decode_tokens)
-        for part in prompt[:, :-1].split(PREFILL, 1):
-            model.extend(part, cache)
-        decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})
-        sides[name] = lambda decoder=decoder: [decoder.next_tokens() for _ in range(s.decode_tokens)]
-    return {name: s.decode_tokens / seconds for name, seconds in alternate(sides, ROUNDS, warmup=1).items()}
-
-
 def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
     """Return {name: figures of decoding} of a run of each model, on one thread or on the GPU."""
     device = pick_device('auto')
@@ -174,11 +155,9 @@ def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
     models, found = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}, {name: {} for name in runs}
     for model in models.values():
         model.config.eos_id = None  # one text without end: a document that ends would empty the context
-    for length in CONTEXTS:
-        speeds = decoding_speeds(models, length, s)
-        for name, model in models.items():
-            found[name] |= {f'tokens_per_s_{length}': speeds[name],
-                            f'state_bytes_{length}': model.new_cache(1, length).nbytes}
+    for (name, length), tokens_per_s in decoding_speeds(models, CONTEXTS, s.decode_tokens).items():
+        found[name] |= {f'tokens_per_s_{length}': tokens_per_s,
+                        f'state_bytes_{length}': models[name].new_cache(1, length).nbytes}
     return found
 
 

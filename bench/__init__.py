@@ -13,6 +13,7 @@ Each prints its figures as they come and writes them, with device, date, version
 --toy it takes seconds, at meaningless sizes, and writes nothing.
 """
 import datetime
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,17 +24,21 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from common import runs
+from common.decoding import Decoder, allocate_cache, decodable
 from common.files import UserError, friendly_errors
 from common.settings import load_settings
 
 RESULTS = Path(__file__).parent / 'results'
+DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+GPU = DEVICE.type == 'cuda'
+TOY_SHAPE = dict(n_layer=1, n_head=2, n_embd=32)
 FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaults)
     'standard': ('standard', {}),
     'sps': ('sps', {}),
@@ -49,7 +54,7 @@ def make_model(name: str, **values):
     file, own = FAMILY[name]
     torch.manual_seed(0)
     module = runs.model_file(file)
-    return module.Model(module.Config(**own, **values)).to('cuda' if torch.cuda.is_available() else 'cpu')
+    return module.Model(module.Config(**own, **values)).to(DEVICE)
 
 
 def over_standard(seconds: dict[str, float]) -> dict[str, float]:
@@ -64,16 +69,35 @@ def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
         for name, function in sides.items():
             start = time.perf_counter()
             function()
-            if torch.cuda.is_available():
+            if GPU:
                 torch.cuda.synchronize()
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
+@torch.inference_mode()
+def decoding_speeds(models: dict, contexts, n_tokens: int, rounds: int = 5, step=Decoder.next_tokens) -> dict:
+    """Return {(name, context): tokens/s} of one text after `context` random tokens.
+
+    Medians of turns of n_tokens, after one to warm up. step(decoder) decodes a token.
+    """
+    sides = {}
+    for (name, model), context in itertools.product(models.items(), contexts):
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
+        model = decodable(model)
+        cache = allocate_cache(model, prompt.tolist(), (rounds + 1) * n_tokens)
+        for part in prompt[:, :-1].split(1024, 1):
+            model.extend(part, cache)
+        decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})
+        sides[name, context] = lambda decoder=decoder: [step(decoder) for _ in range(n_tokens)]
+    return {side: n_tokens / seconds for side, seconds in alternate(sides, rounds, warmup=1).items()}
+
+
 def resident() -> dict[str, int]:
     """Return {'peak', 'held'} in bytes of GPU memory; without a GPU, of this process's memory."""
-    if torch.cuda.is_available():
+    if GPU:
         torch.cuda.synchronize()
         return {'peak': torch.cuda.max_memory_allocated(), 'held': torch.cuda.memory_allocated()}
     status = dict(line.split(':') for line in Path('/proc/self/status').read_text().splitlines())
@@ -95,24 +119,18 @@ def _call(function, *args):
     return [*result] if isinstance(result, Iterator) else result
 
 
-def device_name() -> str:
-    """Return the name of the GPU, or of the CPU with its threads."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def where_and_when() -> dict:
+    """Return {'device', 'date', 'commit', 'versions'} of a measurement; of a CPU with its threads."""
+    import transformers
     cpuinfo = Path('/proc/cpuinfo')
     named = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
-    return f'{named[1] if named else platform.processor()}, {torch.get_num_threads()} threads'
-
-
-def where_and_when() -> dict:
-    """Return {'device', 'date', 'commit', 'versions'} of a measurement."""
-    import transformers
+    cpu = f'{named[1] if named else platform.processor()}, {torch.get_num_threads()} threads'
     describe = ['git', 'describe', '--always', '--dirty']
     commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     versions = {'python': platform.python_version(), 'torch': torch.__version__,
                 'transformers': transformers.__version__}
-    return {'device': device_name(), 'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown',
-            'versions': versions}
+    return {'device': torch.cuda.get_device_name() if GPU else cpu, 'date': datetime.date.today().isoformat(),
+            'commit': commit or 'unknown', 'versions': versions}
 
 
 def one_line(about: dict) -> str:
@@ -139,14 +157,14 @@ class Settings:
     toy: bool = False  # a few seconds, at sizes that tell nothing; writes nothing
 
 
-def measure(argv: list[str] | None, **measurements: Callable[[bool], Iterable[dict]]) -> None:
-    """Run the measurement that argv names, or the first, and write its rows. A measurement takes `toy`, yields rows."""
+def measure(argv: list[str] | None, settings: type = Settings, **measurements: Callable[..., Iterable[dict]]) -> None:
+    """Run the measurement that argv names, or the first, and write the rows that it yields. It takes all settings."""
     with friendly_errors():
-        s, names, _ = load_settings(Settings, argv)
+        s, names, _ = load_settings(settings, argv)
         name, *others = names or measurements
         if name not in measurements or (names and others):
             raise UserError(f'what is {" ".join(names)!r}? Expected one of {", ".join(measurements)}')
-        write_results(name, measurements[name](s.toy), toy=s.toy)
+        write_results(name, measurements[name](**asdict(s)), toy=s.toy)
 
 
 def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
@@ -155,7 +173,7 @@ def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
     Until the last row they are in <name>_<cpu or gpu>.partial.json, which remains if the benchmark is stopped. Then
     they are also written as a table, to the same name with .md. toy: only print.
     """
-    path = RESULTS / f'{name}_{"gpu" if torch.cuda.is_available() else "cpu"}.json'
+    path = RESULTS / f'{name}_{"gpu" if GPU else "cpu"}.json'
     partial, about, found = path.with_suffix('.partial.json'), None, []
     for row in rows:
         found.append(row)

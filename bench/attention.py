@@ -14,13 +14,12 @@ import torch
 import model_sps
 import model_standard
 from attn_kernels import Mask, _whole_mask, attention, document_starts, make_mask
-from bench import alternate, measure
+from bench import DEVICE, GPU, alternate, measure
 from common import gpu
 
-DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
-N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if DEVICE == 'cuda' else (8, 4096, 64)  # TOKENS: of a call
-LENGTHS = (1024, 4096, 16384) if DEVICE == 'cuda' else (256, 1024, 2048)
-DTYPES = (torch.bfloat16,) if DEVICE == 'cuda' else (torch.bfloat16, torch.float32)
+N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if GPU else (8, 4096, 64)  # TOKENS: of a call
+LENGTHS = (1024, 4096, 16384) if GPU else (256, 1024, 2048)
+DTYPES = (torch.bfloat16,) if GPU else (torch.bfloat16, torch.float32)
 PATTERNS = {  # name: (a model that has it, its key streams)
     'causal': (model_standard, dict(window=None), (0,)),
     'window': (model_standard, dict(window=WINDOW), (0,)),
@@ -40,7 +39,7 @@ def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -
     n_pairs = pairs.sum().item() * B / len(pairs)
     sides = {'ours': make_mask(model.sees, T, D, DEVICE, doc_start, streams),
              'dense mask': Mask('dense', pairs)}
-    if DEVICE == 'cuda':
+    if GPU:
         reaches = [model.w_x, model.w_rho] if len(streams) == 2 else [model.reach]
         sides['triton'] = make_mask(model.sees, T, D, DEVICE, doc_start, streams, reaches=reaches)
     if pattern == 'causal':  # with documents, this side does more than it must
@@ -59,12 +58,12 @@ def figures(toy: bool) -> Iterator[dict]:
             for pattern in PATTERNS:
                 for documents in (False, True):
                     yield compare(pattern, documents, T, 64, dtype, rounds=1 if toy else 5)
-                    if DEVICE == 'cuda':
+                    if GPU:
                         torch.compiler.reset()
 
 
 def main(argv: list[str] | None = None) -> None:
-    if torch.cuda.is_available():
+    if GPU:
         gpu.set_compiler_options()
     measure(argv, attention=figures)
 

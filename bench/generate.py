@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 import model_standard
-from bench import alternate, measure
+from bench import DEVICE, TOY_SHAPE, alternate, measure
 from common.decoding import generate
 from common.export import to_llama
 from common.machine import decoding_dtype
 
-DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
+SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
 PROMPT, NEW = 16, 32  # tokens: few, so that many short rounds take turns
 OUR_DTYPE = decoding_dtype('auto', DEVICE.type)
 

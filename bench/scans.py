@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 import train
-from bench import alternate, apart, measure, resident
+from bench import DEVICE, GPU, alternate, apart, measure, resident
 from common import machine, runs
 from scans import gpn
 
-GPU = torch.cuda.is_available()
-DEVICE = 'cuda' if GPU else 'cpu'
 BYTES = dict(vocab_size=320, n_ids=257, eos_id=None)
 SMALL = BYTES | dict(n_layer=1, n_embd=256, n_head=4, d_k=32, d_v=64)
 CHASE = dict(n_layer=1, n_head=4, window=38, vocab_size=128, n_ids=100, bptt=True)  # appendix B of its paper
@@ -45,7 +43,7 @@ def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Ca
 
     def step():
         model.zero_grad()
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=GPU or form == 'fast bf16'):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=GPU or form == 'fast bf16'):
             loss = model(*tokens)['loss']
         loss.backward()
         return loss.item()

@@ -1,7 +1,7 @@
 """Training tokens/s of model_standard compared with Hugging Face Llama: 8 layers, 512 wide, T 256, batch 8.
 
     python -m bench.train_step [--toy]
-    python -m bench.train_step objectives [--toy]
+    python -m bench.train_step objectives [--batch_size=32] [--toy]
     python -m bench.train_step scales [--toy]      on a GPU
 
 Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': in the same precision;
@@ -10,28 +10,35 @@ Both sides take turns in one process, with the same optimizer, clipping and allo
 
 `objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8, and bst with a
 tenth of its pairs): parameters, steps/s in turns with ntp's, and peak memory, each in a process of its own. 1.3B on a
-GPU, 8 x 1024 tokens; on a CPU 12 layers, 384 wide, 8 x 256 tokens: times with the vocabulary of bytes, because most of
-a small model's time would be its head's otherwise; memory with 50304.
+GPU, 8 x 1024 tokens a step, or with --batch_size=32 the paper's 33K; on a CPU 12 layers, 384 wide, 8 x 256 tokens:
+times with the vocabulary of bytes, because most of a small model's time would be its head's otherwise; memory with
+50304.
 
 `scales`: the paper's scales S and L, and the share of the GPU's arithmetic that they use.
 """
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
+import bench
 import model_standard
 import train
-from bench import FAMILY, alternate, apart, make_model, measure, over_standard, resident
+from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, apart, make_model, measure, over_standard, resident
 from common import export, gpu, machine, runs
 from common.start import SPIN_COUNT
 
-DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-SHAPE, TOY_SHAPE = dict(n_layer=8, n_head=8, n_embd=512), dict(n_layer=1, n_head=2, n_embd=32)
-T, BATCH, VOCABULARY = 256, 8, 50304
+SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
+T, VOCABULARY = 256, 50304
 DTYPES = torch.bfloat16, torch.float32
 TRAINING = {'GOMP_SPINCOUNT': SPIN_COUNT}  # as in train.py
 OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp')), ('bst', 1)]
+
+
+@dataclass
+class Settings(bench.Settings):
+    batch_size: int = 8  # sequences in a step; of the longer ones of 1024 tokens a quarter, of L half
 
 
 # ---- one step ----
@@ -56,12 +63,11 @@ def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
 
-def make_steps(shape: dict, dtype) -> dict[str, Callable[[], float]]:
-    """A step of each side, on the same weights and tokens."""
+def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
+    """A step of each side, on the same weights and tokens (2, B, T)."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
     llama = export.to_llama(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
-    tokens = torch.randint(0, 50257, (2, BATCH, T if shape == SHAPE else 16), device=DEVICE)
     return {'ours': our_step(model, tokens, dtype),
             'hf': optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss,
                                  train.make_optimizer(llama, train.Settings()), tokens, dtype)}
@@ -69,20 +75,21 @@ def make_steps(shape: dict, dtype) -> dict[str, Callable[[], float]]:
 
 # ---- beside Hugging Face ----
 
-def beside_hugging_face(shape: dict = SHAPE, rounds: int = 12) -> Iterator[dict]:
+def beside_hugging_face(shape: dict, rounds: int, batch_size: int) -> Iterator[dict]:
     """Both sides in this process, with the allocator and threads of train.py."""
     machine.start_processes(train.Settings())
-    times, tokens = {}, BATCH * (T if shape == SHAPE else 16)
+    times, tokens = {}, torch.randint(0, 50257, (2, batch_size, T if shape == SHAPE else 16), device=DEVICE)
     for dtype in DTYPES:
-        steps = make_steps(shape, dtype)
+        steps = make_steps(shape, dtype, tokens)
         losses = {side: step() for side, step in steps.items()}
         assert max(losses.values()) - min(losses.values()) < 0.02, losses
         times |= {(side, str(dtype)[6:]): seconds for side, seconds in alternate(steps, rounds).items()}
     for terms, ours, hf in (('same', 'bfloat16', 'bfloat16'), ('same', 'float32', 'float32'),
                             ('defaults', str(machine.pick_dtype('auto', DEVICE.type))[6:], 'float32')):
         our_time, hf_time = times['ours', ours], times['hf', hf]
-        yield {'terms': terms, 'ours_dtype': ours, 'hf_dtype': hf, 'ours_tokens_per_s': round(tokens / our_time),
-               'hf_tokens_per_s': round(tokens / hf_time), 'ratio': round(hf_time / our_time, 3)}
+        yield {'terms': terms, 'ours_dtype': ours, 'hf_dtype': hf,
+               'ours_tokens_per_s': round(tokens[0].numel() / our_time),
+               'hf_tokens_per_s': round(tokens[0].numel() / hf_time), 'ratio': round(hf_time / our_time, 3)}
 
 
 def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds: int) -> dict:
@@ -90,7 +97,7 @@ def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds
     tokens = torch.randint(0, 50256, (2, batch_size, T), device=DEVICE)
     tokens.masked_fill_(torch.rand(tokens.shape, device=DEVICE) < 1 / (200 if T <= 1024 else 1000), 50256)
     models = {name: make_model(name, **shape) for name in methods}
-    seconds = alternate({name: our_step(model, tokens, dtype, compile=DEVICE.type == 'cuda')
+    seconds = alternate({name: our_step(model, tokens, dtype, compile=GPU)
                          for name, model in models.items()}, rounds, warmup=3)
     torch.compiler.reset()  # else the ninth program of one forward is not compiled
     tokens_per_s, peak = tokens[0].numel() / seconds['standard'], gpu.peak_flops(DEVICE, dtype)
@@ -100,31 +107,32 @@ def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds
             } | over_standard(seconds)
 
 
-def two_streams(toy: bool = False) -> Iterator[dict]:
+def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:
     machine.start_processes(train.Settings())
-    shape, sizes = (TOY_SHAPE, [(16, 2)]) if toy else (dict(n_layer=6, n_head=6, n_embd=384), [(1024, 2), (256, 8)])
-    for size in sizes:
+    shape, lengths = (TOY_SHAPE, [16]) if toy else (dict(n_layer=6, n_head=6, n_embd=384), [1024, 256])
+    for T in lengths:
         for dtype in DTYPES:
-            yield beside_standard(FAMILY, shape, *size, dtype, rounds=1 if toy else 7)
+            yield beside_standard(FAMILY, shape, T, max(1, batch_size * 256 // T), dtype, rounds=1 if toy else 7)
 
 
 # ---- the papers' tables ----
 
-def scales(toy: bool = False) -> Iterator[dict]:
+def scales(toy: bool, batch_size: int) -> Iterator[dict]:
     """On a GPU, compiled, bf16: SPS-S over Standard-S, and the share of the GPU's FLOPs that S and L use."""
     shape, T, rounds = (TOY_SHAPE, 16, 1) if toy else (dict(n_layer=12, n_head=12, n_embd=768), 4096, 10)
-    yield beside_standard(['standard', 'sps'], shape, T, 8, torch.bfloat16, rounds)
+    yield beside_standard(['standard', 'sps'], shape, T, batch_size, torch.bfloat16, rounds)
     if not toy:
-        yield beside_standard(['standard'], dict(n_layer=36, n_head=20, n_embd=1280), T, 4, torch.bfloat16, rounds)
+        yield beside_standard(['standard'], dict(n_layer=36, n_head=20, n_embd=1280), T, max(1, batch_size // 2),
+                              torch.bfloat16, rounds)
 
 
-def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, toy: bool = False) -> tuple:
+def objective_step(objective: str, horizon: int, batch_size: int, vocabulary=VOCABULARY, toy=False) -> tuple:
     """Return a training step as train.py does it by default, and its model. objective: ntp or the name of a model.
 
     The width of p_psi is the paper's share of n_embd. bst has no horizon.
     """
     shape, n_dynamics, tokens_per_row = dict(n_layer=22, n_head=16, n_embd=2048), 6528, 1024
-    if DEVICE.type == 'cpu':
+    if not GPU:
         shape, n_dynamics, tokens_per_row = dict(n_layer=12, n_head=6, n_embd=384), 1224, T
     if toy:
         shape, n_dynamics, tokens_per_row = TOY_SHAPE | {'n_layer': 2}, 32, 16
@@ -134,52 +142,52 @@ def objective_step(objective: str, horizon: int, vocabulary: int = VOCABULARY, t
            'bst': dict(pair_share=0.1)}.get(objective, dict(horizon=horizon))
     module = runs.model_file('nextlat' if objective == 'ntp' else objective)
     model = module.Model(module.Config(**own, **shape)).to(DEVICE)
-    tokens = torch.randint(0, vocabulary, (2, BATCH, tokens_per_row), device=DEVICE)
+    tokens = torch.randint(0, vocabulary, (2, batch_size, tokens_per_row), device=DEVICE)
     dtype = machine.pick_dtype('auto', DEVICE.type)
-    return our_step(model, tokens, dtype, compile=DEVICE.type == 'cuda'), model
+    return our_step(model, tokens, dtype, compile=GPU), model
 
 
-def peak_memory(objective: str, horizon: int) -> int:
+def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
     """Bytes at the peak of three steps over those before there was a model; to be called in a fresh process."""
     machine.start_processes(train.Settings())
     torch.zeros(1, device=DEVICE)
     before = resident()['held']
-    step, _ = objective_step(objective, horizon)
+    step, _ = objective_step(objective, horizon, batch_size)
     for _ in range(3):
         step()
     return resident()['peak'] - before
 
 
-def objectives(toy: bool = False) -> Iterator[dict]:
+def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
     """The table of training costs; at toy size without memory."""
     machine.start_processes(train.Settings())
-    vocabulary, ntp = 320 if DEVICE.type == 'cpu' else VOCABULARY, OBJECTIVES[0]
-    peak_of_ntp = None if toy else apart(peak_memory, *ntp, **TRAINING)
+    vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
+    peak_of_ntp = None if toy else apart(peak_memory, *ntp, batch_size, **TRAINING)
     for side in OBJECTIVES:
-        steps = {name: objective_step(*name, vocabulary, toy) for name in dict.fromkeys([ntp, side])}
+        steps = {name: objective_step(*name, batch_size, vocabulary, toy) for name in dict.fromkeys([ntp, side])}
         seconds = alternate({name: step for name, (step, _) in steps.items()}, rounds=1 if toy else 7)
-        row = {'objective': side[0], 'horizon': side[1],
+        row = {'objective': side[0], 'horizon': side[1], 'batch': batch_size,
                'parameters': sum(p.numel() for p in steps[side][1].parameters()),
                'steps_per_s': round(1 / seconds[side], 3), 'time_over_ntp': round(seconds[side] / seconds[ntp], 3)}
         if not toy:
-            row['peak_memory_over_ntp'] = round(apart(peak_memory, *side, **TRAINING) / peak_of_ntp, 3)
+            row['peak_memory_over_ntp'] = round(apart(peak_memory, *side, batch_size, **TRAINING) / peak_of_ntp, 3)
         yield row
         torch.compiler.reset()  # else the ninth program of one forward is not compiled
 
 
 # ---- the command line ----
 
-def figures(toy: bool) -> Iterator[dict]:
+def figures(toy: bool, batch_size: int) -> Iterator[dict]:
     if toy:
-        yield from beside_hugging_face(TOY_SHAPE, 1)
-        yield from two_streams(True)
+        yield from beside_hugging_face(TOY_SHAPE, 1, batch_size)
+        yield from two_streams(True, batch_size)
         return
-    yield from apart(beside_hugging_face, **TRAINING)
-    yield from apart(two_streams, **TRAINING)
+    yield from apart(beside_hugging_face, SHAPE, 12, batch_size, **TRAINING)
+    yield from apart(two_streams, False, batch_size, **TRAINING)
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, train_step=figures, objectives=objectives, scales=scales)
+    measure(argv, Settings, train_step=figures, objectives=objectives, scales=scales)
 
 
 if __name__ == '__main__':

@@ -80,7 +80,7 @@ def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
 
 def test_differences_are_those_of_runs_of_one_seed(tmp_path):
     losses = {('standard', 1): [4.0, 3.0], ('standard', 2): [5.0, 2.0], ('sps', 2): [5.5, 2.25], ('sps', 1): [4.0, 3.5]}
-    runs = [write_run(tmp_path / f'{model}{seed}', values, model, seed=seed) for (model, seed), values in losses.items()]
+    runs = [write_run(tmp_path / f'{model}{seed}', own, model, seed=seed) for (model, seed), own in losses.items()]
     alone = write_run(tmp_path / 'alone', [4.0, 3.0], 'nextlat', seed=3)
     result = succeeded(run('-m', 'analysis.loss_curves', *runs, alone, '--minus=standard', f'--out={tmp_path}/figure'))
     rows = {(row['label'], row['step']): row for row in figures.read_csv(tmp_path / 'figure.csv')}

@@ -12,7 +12,10 @@ import torch
 from conftest import ROOT, assert_sentence, run
 
 import bench
+import model_standard
+from analysis import figures, tables
 from bench import gpu
+from common.runs import count_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +38,16 @@ def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args):
 def test_a_benchmark_makes_one_measurement_at_a_time():
     for given in (['scales', 'objectives'], ['scale']):
         assert_sentence(run('-m', 'bench.train_step', *given, '--toy'), f"what is '{' '.join(given)}'? Expected one of")
+
+
+def test_table_2_s_memory_is_that_of_fp32_weights_and_a_bf16_cache():
+    for row in figures.read_csv(tables.PAPERS / 'sps.csv'):
+        shape = {name: int(row[name]) for name in ('n_layer', 'n_embd')}
+        with torch.device('meta'):
+            model = model_standard.Model(model_standard.Config(n_head=1, **shape))
+        weights, keys = count_parameters(model), 16 * 4096 * 2 * shape['n_layer'] * shape['n_embd']
+        streams = 2 if row['model'] == 'two_x_memory' else 1
+        assert abs((4 * weights + 2 * streams * keys) / (4 * weights + 2 * keys) - float(row['peak memory'])) < 0.03
 
 
 def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):

@@ -159,6 +159,8 @@ def test_long_documents_are_whole_validation_documents(tmp_path, capsys):
     data = open_data(str(tmp_path / 'data'))
     want = [np.array([ord('b')] * 30 + [256])[:25], np.array([ord('d')] * 20 + [256])]
     assert all(np.array_equal(a, b) for a, b in zip(long_documents(data, 21, 25, 2), want, strict=True))
+    drawn = {tuple(map(len, long_documents(data, 5, 50, 5, seed))) for seed in (0, 0, 1, 2)}
+    assert len(drawn) == 3 and all(set(lengths) <= {6, 31, 10, 21, 41} for lengths in drawn)
     assert len(long_documents(data, 21, 25, 9)) == 3 and '3 validation documents' in capsys.readouterr().err
     with pytest.raises(UserError, match='no validation document of 42 tokens or more'):
         long_documents(data, 42, 50, 1)

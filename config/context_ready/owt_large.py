@@ -1,5 +1,5 @@
-# What the rows of about 340M multiply-adds share (table A1): 200,000 steps of 32 sequences. Tables 2 and A11 take the
-# same batch, and A11 the same K, as a guess: the paper does not state them.
+# What the rows of about 340M multiply-adds share (table A1): 200,000 steps of 32 sequences. guess: the same batch in
+# tables 2 and A11, and in A11 the same K.
 from config.context_ready.owt import *
 
 batch_size = 32

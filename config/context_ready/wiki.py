@@ -1,6 +1,6 @@
-# What tables A2 to A5 and A12 share: English Wikipedia, BPE 16k. Windows of 256, batches of 64 and 100,000 steps are a
-# guess: the paper states them for OpenWebText alone. One head at C = 446 is a guess too: RoPE needs heads of an even
-# size, and of the divisors only 1 and 223 leave that. So is the tokenizer:
+# What tables A2 to A5 and A12 share: English Wikipedia, BPE 16k. guess: batch 64, and in A2 to A5 windows of 256 and
+# 100,000 steps, which the paper states for A12. guess: one head at C = 446 (RoPE needs heads of an even size, which
+# only the divisors 1 and 223 give). guess: the tokenizer
 # hf download wikimedia/wikipedia --repo-type=dataset --include='20231101.en/*' --local-dir=wikipedia
 # python -m data.tokenizers wikipedia --vocab_size=16000 --out=bpe16k.json
 from config.context_ready.owt import *

@@ -1,4 +1,4 @@
-# D = 5, C = 768, concat: table A12.
+# D = 5, C = 768, concat: table A12. guess: batch 64.
 from config.context_ready.wiki import *
 
 n_layer = 5

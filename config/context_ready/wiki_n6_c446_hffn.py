@@ -1,4 +1,4 @@
-# Roformer-hFFN N = 6: table A12.
+# Roformer-hFFN N = 6: table A12. guess: batch 64.
 from config.context_ready.wiki import *
 
 n_layer = 6

@@ -1,6 +1,6 @@
 """Evaluate trained runs: validation loss, other corpora, and zero-shot tasks through lm-eval.
 
-    python eval.py RUN [RUN ...] --val                         validation loss, or on --data=FOLDER
+    python eval.py RUN [RUN ...] --val                         loss on validation data, or --data
     python eval.py RUN --corpus=wikitext,c4,books3,govreport   nats per word and bits per byte
     python eval.py RUN --tasks=arc_easy,lambada_openai         zero-shot accuracy
     python eval.py RUN --paper=sps                             tasks and averages of a paper

@@ -36,7 +36,7 @@ class Settings:
     max_new_tokens: int | None = None  # tokens to generate per prompt; None: 200, or what fits the context
     temperature: float = 1.0  # divides the logits; 0: greedy decoding
     top_k: int | None = None  # sample from the k most likely tokens (and ties with the last of them)
-    top_p: float | None = None  # sample from the fewest most likely tokens with this total probability
+    top_p: float | None = None  # nucleus sampling: the smallest set of tokens with this total probability
     min_p: float | None = None  # drop tokens below this fraction of the top token's probability
     seed: int = 0  # random seed
     stop: str | None = None  # stop a text before this string; \n means a newline

@@ -55,12 +55,12 @@ class Settings:
     documents: bool = True  # mask attention between documents; False sets the model's eos_id to None
     verify: bool = False  # check the checksum of every shard before the first step
     # batch and length
-    batch_size: int = 96  # sequences per optimizer step, summed over processes and micro-batches
+    batch_size: int = 96  # sequences per optimizer step, over all processes and micro-batches
     micro_batch_size: int = 8  # sequences per forward pass and process; affects memory and speed, not the result
     block_size: int = 4096  # tokens per sequence, T
     max_tokens: int = 20_000_000_000  # tokens to train on, including the decay
     # optimizer
-    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for hidden matrices, scaled to AdamW's update size
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for hidden matrices, with AdamW-sized updates
     learning_rate: float = 6e-4  # peak learning rate
     min_lr: float | None = None  # learning rate at the end of the schedule; None: learning_rate / 10
     schedule: Literal['wsd', 'cosine', 'constant'] = 'wsd'  # after the warm-up; wsd: constant, then linear decay

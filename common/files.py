@@ -108,7 +108,7 @@ def sync(path) -> None:
         with add_path_to_errors(path):
             os.fsync(fd)
     except OSError as error:
-        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS and FUSE cannot
+        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS, FUSE: not supported
             raise
     finally:
         os.close(fd)

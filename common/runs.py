@@ -185,7 +185,7 @@ def check_out_dir(folder, overwrite: bool) -> None:
         read_run(folder)  # only a run may be replaced
     elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
-        if names and not {'.lock'} <= names <= {'.lock', *TOKENIZER_FILES}:  # the rest: a run killed early
+        if names and not {'.lock'} <= names <= {'.lock', *TOKENIZER_FILES}:  # left by a run killed early
             raise UserError(f'{folder} already exists and is not a run folder: choose another --out_dir')
 
 

@@ -149,7 +149,7 @@ def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
             yield {'records': n_read, 'stream': stream.state_dict()}, found
     except UserError:
         raise
-    except Exception as error:  # depends on the format; or the text is not UTF-8
+    except Exception as error:  # errors depend on the format; or text is not UTF-8
         raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
 
 

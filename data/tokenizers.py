@@ -44,7 +44,7 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
 
     A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's
     encoder.json and vocab.bpe. bos: start documents and prompts with bos. eos_token ends a
-    document; None: from tokenizer_config.json next to it, else a common name. UserError if unusable.
+    document; None: from tokenizer_config.json next to it, else a common name. UserError if invalid.
     """
     name, path = str(name), Path(name)
     if name == 'byte':

@@ -51,8 +51,8 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
             raise UserError(f'expected one config file and overrides as --key=value, got {" ".join(positional)}')
         from_file = read_config_file(positional[0])
         if 'model' in given and 'model' in from_file:  # drop settings that only the file's model has
-            of_file, of_given = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
-            for name in of_file.keys() - of_given.keys() - typing.get_type_hints(Settings).keys():
+            old, new = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
+            for name in old.keys() - new.keys() - typing.get_type_hints(Settings).keys():
                 from_file.pop(name, None)
         given, where = from_file | given, dict.fromkeys(from_file, f'in {positional[0]}') | where
     own = {f.name: f for f in dataclasses.fields(Settings)}

@@ -455,4 +455,4 @@ def test_scores_are_logged_and_eval_and_sample_know_the_task(tmp_path):
     sampled = run('sample.py', out, 'v3 = A v0 = B v8 = C || Q A', '--max_new_tokens=1', '--dtype=float32')
     assert sampled.returncode == 0 and sampled.stdout.startswith('v3 = A v0 = B v8 = C || Q A '), sampled.stderr
     assert_sentence(run('sample.py', out, 'v3 = Z', '--max_new_tokens=1'),
-                    "'Z' is no symbol of pointer_chasing:hops=2,keys=3,values=10")
+                    "unknown symbol 'Z' in pointer_chasing:hops=2,keys=3,values=10")

@@ -214,7 +214,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, ti
     limit = 20_000  # bytes a file may have: fewer than the weights need
     result = run_apart('train.py', f'--out_dir={out}', '--resume',
                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some space', '--resume')
+    assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some disk space', '--resume')
     assert {p.name for p in (out / 'ckpt').iterdir()} == {'step_00000015', 'step_00000018'}
     succeeded(run('train.py', f'--out_dir={out}', '--resume'))
     assert losses(out) == losses(tiny_run)

@@ -104,5 +104,5 @@ def test_lambada_perplexity_is_averaged_over_examples_and_pooled_over_tokens(tok
 
 
 def test_a_tokenizer_without_bos_gives_a_clear_error():
-    with pytest.raises(UserError, match='the tokenizer byte has no token that starts a document'):
+    with pytest.raises(UserError, match='the tokenizer byte has no bos token'):
         load_tokenizer('byte', bos=True)

@@ -13,7 +13,7 @@ from analysis import compare
 from analysis.compare import Method
 from analysis.figures import interval, paired_difference, read_csv
 from common.files import UserError
-from common.runs import blank_run
+from common.runs import meta_run
 from train import Settings
 
 BUDGET = Settings(max_tokens=800, warmup_tokens=80)
@@ -72,7 +72,7 @@ def test_runs_are_trained_once_and_interrupted_ones_are_resumed(tmp_path, traine
 
 
 @pytest.mark.parametrize('args, sentence', [
-    (['--n_layer=3'], 'has n_layer = 2, but 3 is asked for'), (['--max_tokens=200'], 'has max_tokens = 100'),
+    (['--n_layer=3'], 'has n_layer = 2, but 3 was given'), (['--max_tokens=200'], 'has max_tokens = 100'),
     (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on other data than elsewhere')])
 def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path, trained):
     finished_run(tmp_path / 'a', settings={'data': 'here'})
@@ -146,7 +146,7 @@ def test_table_values_follow_from_the_runs(tmp_path):
     assert a['minus_first'] is None and a['its_low'] is None
     assert (a['low'], a['high']) == interval(losses['a'])
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = blank_run(runs['c'][0])
+    model = meta_run(runs['c'][0])
     assert c['state_bytes'] == model.new_cache(1, 8).nbytes
     assert c['parameters'] == sum(p.numel() for p in model.parameters())
     assert c['flops'] == 1000 * model.flops_per_token(8)

@@ -56,7 +56,7 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
     ('--limit=a', 'expected int or None'),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
-    ('--name=', "name is '' on the command line: expected text, or None"),
+    ('--name=', "name is '' on the command line: expected text or None"),
     ('--count=' + '[' * 5000, "count is '[[["),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
     ('--count=\0', 'expected int'), ('--rate=1e400', 'rate is inf on the command line'),

@@ -82,7 +82,7 @@ def test_scores_equal_full_forward_log_likelihoods(variant, logits):
         assert abs(want.gather(1, targets[:, None]).sum().item() - nats) < 2e-4
         assert greedy == bool((want.argmax(-1) == targets).all()) and first == bool(want[0].argmax() == targets[0])
     assert scorer.truncated == 2
-    for request, part in ((([1], ids(101)), 'a continuation of 101 tokens does not fit max_length = 100'),
+    for request, part in ((([1], ids(101)), 'a continuation of 101 tokens exceeds max_length = 100'),
                           (([1], []), 'empty context or continuation'), (([], [1]), 'empty context or continuation')):
         with pytest.raises(UserError, match=part):
             scorer.score([([1, 2], [3]), request])
@@ -130,7 +130,7 @@ def test_tasks_run_on_files_as_published(trained, tmp_path):
     result = succeeded(run('eval.py', trained, '--tasks=winogrande,mnli', f'--data_dir={tmp_path}'))
     assert 'winogrande acc' in result.stdout and 'mnli acc' in result.stdout
     assert_sentence(run('eval.py', trained, '--tasks=mmlu', f'--data_dir={tmp_path}'),
-                    'mmlu is a group of lm-eval tasks: with --data_dir, name each of its tasks')
+                    'mmlu is a group of lm-eval tasks: with --data_dir, name the tasks one by one')
 
 
 @pytest.mark.slow
@@ -161,9 +161,9 @@ def test_scores_record_the_step_of_the_checkpoint(trained, tmp_path):
     whole = checkpoint.checkpoints(out)[0]
     step, before = map(checkpoint.step_of, checkpoint.checkpoints(out)[:2])
     args, named = ['eval.py', out, '--val', '--device=cpu'], 'val nats_per_token'
-    assert f'by the checkpoint of step {step} of {step}\n' in run(*args).stdout
+    assert f'checkpoint of step {step} of {step}\n' in run(*args).stdout
     shutil.rmtree(whole)
-    assert f'by the checkpoint of step {before} of {step}\n' in run(*args).stdout
+    assert f'checkpoint of step {before} of {step}\n' in run(*args).stdout
     lines = eval_lines(out)
     assert [(line['step'], line['of_steps']) for line in lines] == [(step, step), (before, step)]
     final, unfinished = (line['results']['val']['nats_per_token'] for line in lines)
@@ -191,14 +191,14 @@ def test_bad_input_gives_a_clear_error(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained), 'nothing to do')
     assert_sentence(run('eval.py', trained, '--paper=spss'), "paper is 'spss'")
     assert_sentence(run('eval.py', trained, '--corpus=c5'), "unknown corpus 'c5'")
-    assert_sentence(run('eval.py', trained, '--tasks=arc_eazy'), "no task 'arc_eazy'", 'arc_easy')
+    assert_sentence(run('eval.py', trained, '--tasks=arc_eazy'), "unknown lm-eval task 'arc_eazy'", 'arc_easy')
     assert_sentence(run('eval.py', trained, '--tasks=sciq', f'--data_dir={tmp_path}'), 'no file for sciq')
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', '--limit=0'), 'limit is 0')
 
 
 def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_path):
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
-    with pytest.raises(UserError, match='record 2, is not in the form of lambada_openai'):
+    with pytest.raises(UserError, match='record 2, does not have the fields of lambada_openai'):
         local_records(tmp_path, 'lambada_openai')
     with pytest.raises(UserError, match='no data at True'):
         runs.run_data({'settings': {'data': True}}, None)

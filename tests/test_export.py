@@ -162,4 +162,4 @@ def test_exporting_an_edited_model_gives_a_clear_error(tmp_path):
     make_run(tmp_path / 'run', 'gpn', n_embd=64)
     record = json.loads((tmp_path / 'run/config.json').read_text())
     (tmp_path / 'run/config.json').write_text(json.dumps(record | {'model': 'gpn.NoDecay'}))
-    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/hf'), 'is an edit of a model')
+    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/hf'), 'gpn.NoDecay is a sub')

@@ -61,9 +61,9 @@ def test_extending_a_constant_schedule_starts_from_the_newest_checkpoint(tiny_da
 
 
 def test_runs_that_cannot_be_extended_give_a_clear_error(short, tmp_path):
-    assert_sentence(extend(short, tmp_path / 'new', 20), 'has max_tokens = 2560: give --max_tokens, more')
-    assert_sentence(extend(short, short, 40), 'give a new folder, --out_dir=NEW')
-    assert_sentence(extend(short, tmp_path / 'new', 40, '--seed=3'), 'has seed = 1337, but 3 is asked for')
+    assert_sentence(extend(short, tmp_path / 'new', 20), 'has max_tokens = 2560: set --max_tokens to more')
+    assert_sentence(extend(short, short, 40), 'needs a new run folder: add --out_dir=NEW')
+    assert_sentence(extend(short, tmp_path / 'new', 40, '--seed=3'), 'has seed = 1337, but 3 was given')
     early = shutil.copytree(short, tmp_path / 'early')
     shutil.rmtree(early / 'ckpt/step_00000018')
     assert_sentence(extend(early, tmp_path / 'new', 40), 'has no checkpoint from before its decay', 'after step 18')

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from conftest import ROOT, assert_sentence, run, succeeded
 
 from common import runs
-from common.decoding import generate, roomy_cache
-from common.files import say_once
+from common.decoding import allocate_cache, generate
+from common.files import warn_once
 from common.scoring import Scorer
 from common.speculative import speculative_generate
 
@@ -61,7 +61,7 @@ PROMPTS = [[97, 98], [99], [100, 97, 98, 32, 97]]
 
 
 def test_it_samples_by_recomputing_and_says_so(bigram):
-    say_once.cache_clear()
+    warn_once.cache_clear()
     sampled = succeeded(run('sample.py', bigram, 'ab', '--max_new_tokens=12', '--temperature=0', '--dtype=float32'))
     assert '12 tokens' in sampled.stderr
     assert sampled.stderr.count('model_bigram has no new_cache and extend') == 1
@@ -71,12 +71,12 @@ def test_it_samples_by_recomputing_and_says_so(bigram):
         for _ in range(9):
             ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
         assert new == ids[len(prompt):]
-    cache = roomy_cache(model, PROMPTS, 9)
+    cache = allocate_cache(model, PROMPTS, 9)
     assert cache.max_tokens == 14 and cache.lengths.tolist() == [0, 0, 0] and cache.nbytes > 0
 
 
 def test_it_is_evaluated_and_scored(bigram):
-    say_once.cache_clear()
+    warn_once.cache_clear()
     judged = succeeded(run('eval.py', bigram, '--val', '--val_tokens=640', '--dtype=float32'))
     last = [record['val'] for record in runs.read_log(bigram) if 'val' in record][-1]
     assert 'extend' not in judged.stderr  # a validation loss does not need it

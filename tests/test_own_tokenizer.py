@@ -9,7 +9,7 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 from common import runs
 from common.files import UserError
 from data import Data, writing
-from data.tokenizers import encode_anyhow, keep_tokenizer, load_tokenizer, tokenizer_digest, train_tokenizer
+from data.tokenizers import copy_tokenizer, encode_robustly, load_tokenizer, tokenizer_digest, train_tokenizer
 from data.writing import document_ids, write_data
 from sample import load_draft
 
@@ -85,7 +85,7 @@ def test_added_tokens_decode_to_themselves_and_padding_truncation_and_dropout_ar
     assert 2 < len(ids) < 5 and tokenizer.decode(ids).decode() == 'caf\u00e9 \u00e9'
     fast.decoder = library.decoders.WordPiece()
     fast.save(str(path))
-    with pytest.raises(UserError, match='expected one by bytes'):
+    with pytest.raises(UserError, match='expected a byte-level or SentencePiece decoder'):
         load_tokenizer(path)
 
 
@@ -99,7 +99,7 @@ def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
     tokenizer = load_tokenizer(tmp_path / 'bpe.json')
     assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
-    assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'exists: write to another --out')
+    assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'already exists: choose another --out')
 
 
 def test_a_missing_gpt2_tokenizer_gives_a_clear_error(tmp_path, monkeypatch):
@@ -195,16 +195,16 @@ def test_a_panic_in_a_tokenizer_library_gives_a_clear_error():
         if 'x' in text or len(text) > 5000:
             raise type('PanicException', (BaseException,), {})('index out of range')
         return [len(text)]
-    assert sum(encode_anyhow('own', encode, 'a' * 12_345)) == 12_345
+    assert sum(encode_robustly('own', encode, 'a' * 12_345)) == 12_345
     with pytest.raises(UserError, match='own cannot encode .*x.*index out of range'):
-        encode_anyhow('own', encode, 'a' * 6000 + 'x' * 6000)
+        encode_robustly('own', encode, 'a' * 6000 + 'x' * 6000)
 
 
 def test_gpt2_files_are_copied_and_recognized(tmp_path):
     (tmp_path / 'own').mkdir()
     for name in ('encoder.json', 'vocab.bpe'):  # compared with OpenAI's files when loaded
         (tmp_path / 'own' / name).write_text(name)
-    kept = tmp_path / keep_tokenizer(tmp_path, str(tmp_path / 'own'))
+    kept = tmp_path / copy_tokenizer(tmp_path, str(tmp_path / 'own'))
     assert (kept / 'vocab.bpe').read_text() == 'vocab.bpe' and tokenizer_digest(kept) == 'gpt2'
 
 
@@ -212,10 +212,10 @@ def test_tokenizers_are_compared_by_content(trained, tokenizers, tmp_path):
     record = runs.read_run(trained)
     other = Data(tokenizers / 'other')
     assert other.n_ids == record['data']['n_ids']
-    with pytest.raises(UserError, match='use data with the same tokenizer'):
+    with pytest.raises(UserError, match='use data with that tokenizer'):
         runs.run_data(record, str(tokenizers / 'other'))
-    assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with the same tokenizer')
-    load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', None)
+    assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with that tokenizer')
+    load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', 'float32')
     draft = {'tokenizer': other.tokenizer, 'n_ids': other.n_ids, 'eos_id': other.eos_id}
-    with pytest.raises(UserError, match='they must have one tokenizer'):
-        load_draft(trained, {'data': draft}, 'cpu', None)
+    with pytest.raises(UserError, match='choose a draft run with the same tokenizer'):
+        load_draft(trained, {'data': draft}, 'cpu', 'float32')

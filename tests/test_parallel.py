@@ -3,13 +3,14 @@ import json
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, STEP_TOKENS, TINY, flip_bit, run, run_subprocess, succeeded
 
 import train
 from common import checkpoint, machine, run_settings, runs
-from common.dry_run import held_bytes
+from common.dry_run import state_bytes
 from common.files import UserError
 from data import open_data
 
@@ -143,10 +144,29 @@ def test_ranks_come_from_torchrun_or_the_environment(monkeypatch, environment, r
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(machine, 'join_processes', lambda backend: None)
+    monkeypatch.setattr(machine, 'init_distributed', lambda backend: None)
     assert machine.ranks() == ranks
     found = machine.start_processes(train.Settings(device='cpu', threads=1))
     assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
+
+
+def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, capsys):
+    for name, value in dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_PORT', '1')
+    timers = []
+
+    def never_fires(seconds, function, args, kwargs):
+        timers.append((seconds, function, args, kwargs))
+        return SimpleNamespace(start=lambda: None, cancel=lambda: timers.append('cancelled'))
+    monkeypatch.setattr(machine.threading, 'Timer', never_fires)
+    monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
+    monkeypatch.setattr(machine.atexit, 'register', lambda function: None)
+    machine.init_distributed('gloo')
+    (seconds, function, args, kwargs), *rest = timers
+    function(*args, **kwargs)
+    assert seconds == 10 and rest == ['gloo', 'cancelled']
+    assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('files, cores', [
@@ -209,10 +229,10 @@ def test_a_damaged_or_missing_shard_is_named_and_the_previous_checkpoint_used(tr
 
 
 @pytest.mark.parametrize('settings, sentence', [
-    (dict(parallel='ddp', shard=2), 'shard is 2, but with parallel = ddp'),
-    (dict(parallel='fsdp', optimizer='muon'), 'optimizer = muon needs whole matrices'),
-    (dict(parallel='fsdp', batch_size=6), 'batch_size is 6: parallel = fsdp needs a multiple of the 4 processes'),
-    (dict(parallel='fsdp', shard=3), 'shard is 3, which does not divide the 4 processes')])
+    (dict(parallel='ddp', shard=2), 'shard is 2, but parallel = ddp'),
+    (dict(parallel='fsdp', optimizer='muon'), 'optimizer = muon needs full matrices'),
+    (dict(parallel='fsdp', batch_size=6), 'batch_size is 6: parallel = fsdp needs a multiple of the number'),
+    (dict(parallel='fsdp', shard=3), 'shard is 3: expected a divisor of the 4 processes')])
 def test_impossible_parallel_settings_give_a_clear_error(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         run_settings.check_settings(train.Settings(**settings), open_data('a5'), 4)
@@ -222,14 +242,14 @@ def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
     """16 bytes per parameter over 64 processes, and the gathered weights. Nothing is run."""
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--memory=8']
-    sharded, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
-    model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
+    model = runs.meta_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
-    assert held_bytes(model, 1, 64, False) == held
-    assert held_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, True) * 16 / 20
-    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in sharded
-    assert 'the largest micro_batch_size that fits is 1\n' in sharded and 'largest micro_batch_size' in whole
+    assert state_bytes(model, 1, 64, False) == held
+    assert state_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == state_bytes(model, 4, 1, True) * 16 / 20
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
+    assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 
 @pytest.mark.long

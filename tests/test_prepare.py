@@ -97,7 +97,7 @@ def test_the_printed_training_command_runs(n, tmp_path):
 @pytest.mark.parametrize('options', [[], ['--shuffle=100', '--val_hash=md5', '--val_share=0.001']])
 def test_preparation_interrupted_after_each_shard_gives_the_same_bytes(source, records, tmp_path, monkeypatch, options):
     monkeypatch.setattr(sources, 'BATCH', 30)
-    monkeypatch.setattr(prepare_fineweb, 'AHEAD', 10 ** 5)
+    monkeypatch.setattr(prepare_fineweb, 'MAX_PENDING_CHARS', 10 ** 5)
     whole, out, n_starts = prepared(source, tmp_path / 'whole', *options), tmp_path / 'out', 0
 
     def save_and_die(*args, save=prepare_fineweb.save_progress):
@@ -148,7 +148,7 @@ def test_preparation_continues_only_with_the_same_source_tokenizer_and_settings(
     changed.write_bytes(before + b'\n')
     options = ['--val_hash=md5'] if what == 'val_hash' else []
     assert_sentence(prepare(source, half, f'--tokenizer={own}', '--shard_tokens=30_000', *options),
-                    f'{half} was begun with {what}', '(now: ')
+                    f'{half} was started with {what}', '(now ')
     changed.write_bytes(before)
     os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
@@ -181,9 +181,9 @@ def test_a_killed_preparation_leaves_no_workers_and_continues_to_the_same_bytes(
 
 @pytest.mark.parametrize('name, content, options, sentence', [
     ('late.jsonl', '{"id": 1, "text": "a"}\n{"text": "b"}\n', [], "no field 'id'"),
-    ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text in its split'),
+    ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text, val'),
     ('blank.txt', ' \n', [], 'has no text in field'), ('null.jsonl', '{"id": 1, "text": null}\n', [], 'has no text in'),
-    ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'the fields are id, text'),
+    ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'fields: id, text'),
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
     *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (
         'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_share=2', 'val_hash=crc'))])
@@ -196,8 +196,8 @@ def test_a_failed_preparation_leaves_nothing(tmp_path, name, content, options, s
 
 
 @pytest.mark.parametrize('name, content, sentence', [
-    ('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'), ('meta.json', '{}', 'is complete'),
-    ('progress.json', '{"mine": 1}', 'not of a preparation'), ('progress.json', '[', 'progress.json is damaged'),
+    ('thesis.tex', 'x', 'contains other files (thesis.tex)'), ('meta.json', '{}', 'is already complete'),
+    ('progress.json', '{"mine": 1}', 'contains other files'), ('progress.json', '[', 'progress.json is damaged'),
     (None, 'a file', 'Not a directory')])
 def test_a_foreign_folder_is_refused_and_unchanged(tmp_path, source, name, content, sentence):
     path = tmp_path / 'out' / (name or '')

@@ -61,6 +61,6 @@ def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
     assert all(4 < float(row['mean']) < 7 for row in rows)
     assert_sentence(run('-m', 'analysis.probes', tmp_path / 'ntp', '--offsets=17'), 'offsets is 17')
     task = '-m', 'analysis.probes', tmp_path / 'ntp', '--data=path_star:degree=2,length=3'
-    assert_sentence(run(*task), 'use data with the same tokenizer')
+    assert_sentence(run(*task), 'use data with that tokenizer')
     monkeypatch.setattr('common.runs.check_vocabulary', lambda *_: None)
     assert_sentence(run(*task), 'is a task')

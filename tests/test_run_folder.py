@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_fsynced_is_no_error(tmp_path, monkeypatch, numb
                                          (OSError('no network'), '^no network$')])
 def test_disk_errors_name_the_path_or_the_run(tmp_path, error, said):
     run = tmp_path / 'run'
-    with pytest.raises(OSError, match=said.format(run)), runs.claimed(run, True, False):
+    with pytest.raises(OSError, match=said.format(run)), runs.locked_run(run, True, False):
         raise error
 
 
@@ -86,7 +86,7 @@ def test_a_log_continues_after_a_truncated_line(tmp_path, capsys):
     with runs.open_log(tmp_path, 1) as log:
         log.write('{"step": 2, "loss": 2.125}\n')
     assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
-    assert 'left out 1 damaged line' in capsys.readouterr().err
+    assert 'skipped 1 damaged line' in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_steps_with_non_finite_gradients_are_skipped_and_counted(tiny_data, tmp_
 
 def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
     bad = {'w': torch.ones(3), 'exp_avg_sq/w': torch.tensor([1, float('inf')])}
-    with pytest.raises(UserError, match='after step 3, exp_avg_sq/w holds numbers that are not finite.*step_00000002'):
+    with pytest.raises(UserError, match='exp_avg_sq/w contains NaN or infinity after step 3.*step_00000002'):
         checkpoint.save_checkpoint(run_folder, 3, bad, {'step': 3})
     for step in (2, 1):  # with correct checksums
         assert load(run_folder) == (step, step)
@@ -226,15 +226,15 @@ def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
 
 def test_any_nan_or_inf_is_found_but_an_overflowing_sum_is_allowed():
     large, nan = torch.full((4,), 3e38), float('nan')
-    assert checkpoint.not_finite({'large': large, 'half': torch.full((99,), 6e4).half(), 'none': torch.ones(0)}) is None
+    assert checkpoint.first_nonfinite({'a': large, 'fp16': torch.full((99,), 6e4).half(), 'no': torch.ones(0)}) is None
     for bad in ([nan], [float('inf'), 1.0], [float('inf'), -float('inf')], [3e38, 3e38, nan]):
-        assert checkpoint.not_finite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
+        assert checkpoint.first_nonfinite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
 
 
 # ---- errors and signals ----
 
-def test_a_run_survives_a_closed_terminal(monkeypatch, terminal_signals):
-    with machine.caught_signals() as stop, monkeypatch.context() as patch:
+def test_a_run_survives_a_closed_terminal(monkeypatch, signals_of_a_terminal):
+    with machine.catch_signals() as stop, monkeypatch.context() as patch:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)  # shells send two
         patch.setattr(sys, 'stdout', open('/dev/full', 'w'))
@@ -243,7 +243,7 @@ def test_a_run_survives_a_closed_terminal(monkeypatch, terminal_signals):
 
 
 @pytest.mark.parametrize('error, status', [(UserError('a sentence'), 'a sentence'), (KeyboardInterrupt(), 130),
-                                           (MemoryError('x'), 'not enough memory'), (OSError(28, 'full'), 'free some')])
+                                           (MemoryError('x'), 'out of memory'), (OSError(28, 'full'), 'free some')])
 def test_user_errors_give_a_message_and_bugs_a_traceback(error, status):
     with pytest.raises(SystemExit) as end, friendly_errors():
         raise error

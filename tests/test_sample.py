@@ -81,7 +81,7 @@ def test_empty_prompts_and_non_finite_logits_give_a_clear_error(device, drafting
         decode(model, [[1], []], 5)
     with torch.no_grad():
         model.norm.weight.mul_(float('nan'))
-    with pytest.raises(UserError, match='computes no finite logits'):
+    with pytest.raises(UserError, match='the logits of a prompt are not finite'):
         decode(model, PROMPTS, 3)
 
 
@@ -105,8 +105,8 @@ def test_processes_share_the_cores_unless_threads_are_set(monkeypatch, threads, 
 @pytest.mark.parametrize('prompt, options, want', [
     ('ab', {}, ([97, 98], 47)), ('a' * 48, {}, ([97] * 48, 1)), ('', {}, ([256], 48)),
     ('ab' * 20, dict(max_new_tokens=9), ([97, 98] * 20, 9)),
-    ('a' * 49, {}, 'a prompt of 49 tokens and 1 new ones do not fit the context of 48: lower max_new_tokens'),
-    ('a', dict(max_new_tokens=49), 'do not fit the context of 48')])
+    ('a' * 49, {}, 'a prompt of 49 tokens plus 1 new tokens exceeds the context of 48: lower --max_new_tokens'),
+    ('a', dict(max_new_tokens=49), 'exceeds the context of 48')])
 def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
     """The last new token is not read again. An empty prompt starts a document."""
     record = {'settings': {'block_size': 48}, 'data': {'eos_id': 256}}
@@ -154,8 +154,8 @@ def test_command_line(trained, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('args, part', [
-    ([], 'which run?'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
-    (['RUN'], 'there is no prompt'), (['RUN', 'a', '--file=none.txt'], "No such file or directory: 'none.txt'"),
+    ([], 'no run given'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
+    (['RUN'], 'no prompt'), (['RUN', 'a', '--file=none.txt'], "No such file or directory: 'none.txt'"),
     (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
 def test_bad_input_gives_a_clear_error(trained, args, part):
     assert_sentence(run('sample.py', *[trained if arg == 'RUN' else arg for arg in args]), part)

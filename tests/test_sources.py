@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import data
 import prepare_fineweb
-from common.files import UserError, say_once
+from common.files import UserError, warn_once
 from data import sources
 from data.shards import Data
 from data.sources import hash_share, split_of
@@ -90,16 +90,16 @@ def test_folders_patterns_and_files_are_read_alike(files):
     assert all(texts(read(source)) == by_file for source in (folder, f'{folder}/*.{kind}', f'{folder}/*'))
     left_out = [found for _, batch in read(folder) for found in batch].count(None)
     assert left_out == 2  # records without a text
-    with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
+    with pytest.raises(UserError, match=r"field 'body'; fields: id, text, column_0, mixed"):
         read(folder, text_field='body')
-    with pytest.raises(UserError, match='with .txt files alone'):  # a folder with records and a text
+    with pytest.raises(UserError, match='only .txt files'):  # a folder of records and a text
         data.open_data(str(folder))
 
 
 def test_some_but_not_all_records_may_lack_text(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)
-    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; the fields are id, body: set --text_fi"):
+    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; fields: id, body. Set --text_fi"):
         read(path)
     path.write_text(path.read_text() + '{"id": 3, "text": "at last"}\n')
     assert texts(read(path)) == ['at last'] and sum(len(batch) for _, batch in read(path)) == 601
@@ -159,7 +159,7 @@ def test_training_and_preparation_split_one_big_text_alike(tmp_path, capsys):
     (tmp_path / 'texts').mkdir()
     (tmp_path / 'texts/all.txt').write_text('\ufeff' + text, encoding='utf-8')
     folders = [data.open_data(str(tmp_path / name)).folder for name in ('texts', 'texts/all.txt')]
-    assert capsys.readouterr().out.count('one text: its last 10% are the validation data') == 2
+    assert capsys.readouterr().out.count('single text: its last 10% are the validation data') == 2
     folders += [prepared(tmp_path / name, tmp_path / out) for name, out in (('texts', 'a'), ('texts/all.txt', 'b'))]
     for folder in folders:
         (train,), (val,) = byte_documents(folder, 'train'), byte_documents(folder, 'val')
@@ -186,7 +186,7 @@ STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in rang
 
 @pytest.mark.parametrize('marker', ['<|endoftext|>', '</s>'])
 def test_literal_end_of_text_markers_are_reported_and_can_split_documents(marker, tmp_path, capfd):
-    say_once.cache_clear()
+    warn_once.cache_clear()
     (tmp_path / 'stories.txt').write_text(f'\n{marker}\n'.join(STORIES) + marker)
     assert texts(read(tmp_path / 'stories.txt', split_at=marker)) == STORIES and capfd.readouterr().err == ''
     lines = (tmp_path / 'stories.txt').read_text().splitlines()
@@ -217,16 +217,16 @@ def test_repeated_ids_are_reported_and_shares_count_documents(n_ids, said, tmp_p
     records = [{'id': i % n_ids, 'text': line} for i, line in enumerate(LINES[:90])]
     (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, records)))
     result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_share=1e-9'))
-    assert said in result.stdout and ('ids repeat' in result.stdout) == (said != '')
-    n_val = {90: 4, 3: 30, 1: 4}[n_ids]  # 5% of the documents, or all with one id
-    assert 'leaves 0 of 90 documents for validation: it is raised to' in result.stdout
+    assert said in result.stdout and ('repeated ids' in result.stdout) == (said != '')
+    n_val = {90: 4, 3: 30, 1: 4}[n_ids]  # 5% of the documents, or all of an id
+    assert 'leaves 0 of 90 documents for validation: raised to' in result.stdout
     assert f'which leaves {n_val}\n' in result.stdout and Data(tmp_path / 'out').splits['val']['documents'] == n_val
 
 
 def test_val_share_considers_only_documents_within_max_tokens(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
     result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))
-    assert "1 records without a text in field 'text' were left out" in result.stdout  # among those read so far
+    assert "1 records without text in field 'text' were skipped" in result.stdout  # as far as it has read
     splits = Data(tmp_path / 'out').splits
     assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
     assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is why it was raised
@@ -242,8 +242,8 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after row 0 (ArrowInvalid)'),
     ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
-    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text', expected text"),
-    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; the fields are text"),
+    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
+    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; fields: text"),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
     ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),

@@ -276,11 +276,11 @@ def test_bad_input_gives_a_clear_error(runs, name, option, part):
 def test_unsupported_draft_lengths_give_a_clear_error():
     assert draft_lengths('2,5,auto', make('nextlat'), None) == [2, 5, 'auto']
     assert draft_lengths('2,5,auto', make('mtp'), None) == [2, 'auto']  # it drafts 2 tokens
-    for text, part in (('3,4', 'this model drafts up to 2 tokens'), ('1,,2', "''.*a number of tokens from 1 to 1000")):
+    for text, part in (('3,4', 'this model drafts up to 2 tokens'), ('1,,2', "''.*'auto' or 1 to 1000")):
         with pytest.raises(ValueError, match=part):
             draft_lengths(text, make('mtp'), None)
-    for options, part in ((dict(draft_len=3), 'draft_len is 3: this model drafts up to 2 tokens'),
-                          (dict(draft_len=0), "draft_len is 0: expected 'auto' or a number"),
-                          (dict(draft=make('standard', **TINY)), 'the draft model has 4 rows of vocabulary')):
+    for options, part in ((dict(draft_len=3), 'draft_len is 3: this model can draft at most 2 tokens'),
+                          (dict(draft_len=0), "draft_len is 0: expected 'auto' or 1"),
+                          (dict(draft=make('standard', **TINY)), 'the draft model has vocab_size 4')):
         with pytest.raises(ValueError, match=part):
             speculative_generate(make('mtp'), PROMPTS, 5, **options)

@@ -282,9 +282,9 @@ def test_a_row_is_printed_with_its_targets(capsys):
 @pytest.mark.parametrize('name, sentence', [
     ('pointer_chasing:hopps=2', 'has no hopps'),
     ('pointer_chasing:hops=two', "hops is 'two' in data 'pointer_chasing:hops=two': expected int"),
-    ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
-    ('recall:distances=8-x', "distances is '8-x': expected whole numbers of at least 3 joined by -"),
-    ('recall:length=50', 'length is 50: 8 pairs and their queries at 8-16-32-64 tokens do not fit'),
+    ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
+    ('recall:distances=8-x', "distances is '8-x': expected integers of at least 3 joined by -"),
+    ('recall:length=50', 'length is 50: 8 pairs with queries at distances 8-16-32-64 do not fit'),
     ('', 'data is empty: expected a .txt file'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)')])
 def test_bad_options_give_a_clear_error(name, sentence):
@@ -297,7 +297,7 @@ def test_bad_options_give_a_clear_error(name, sentence):
 def test_a_malformed_city_file_gives_a_clear_error(text, tmp_path):
     if text is not None:
         (tmp_path / 'city.json').write_text(text)
-    with pytest.raises(UserError, match='city.json is no city'):
+    with pytest.raises(UserError, match='city.json is not a city'):
         open_data(f'manhattan:edges={tmp_path}/city.json')
 
 
@@ -454,4 +454,4 @@ def test_scores_are_logged_and_eval_and_sample_support_tasks(tmp_path):
     sampled = run('sample.py', out, 'v3 = A v0 = B v8 = C || Q A', '--max_new_tokens=1', '--dtype=float32')
     assert sampled.returncode == 0 and sampled.stdout.startswith('v3 = A v0 = B v8 = C || Q A '), sampled.stderr
     assert_sentence(run('sample.py', out, 'v3 = Z', '--max_new_tokens=1'),
-                    "'Z' is no symbol of pointer_chasing:hops=2,keys=3,values=10")
+                    "unknown symbol 'Z' in pointer_chasing:hops=2,keys=3,values=10")

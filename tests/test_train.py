@@ -23,7 +23,7 @@ from conftest import (
 
 import train
 from common import checkpoint, machine, run_settings, runs
-from common.memory import LiveBytes, bytes_by_rows
+from common.memory import LiveBytes, activation_bytes
 from common.validation import counted
 from data import open_data
 
@@ -149,10 +149,10 @@ def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_da
     (new / 'config.json').write_text(json.dumps(record))
     succeeded(run('train.py', f'--out_dir={new}', '--resume'))
     for setting in ('--n_embd=32', '--documents=False', '--model=sps'):
-        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'is asked for')
+        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'was given')
     other_data = run('train.py', f'--out_dir={new}', '--resume', '--data=python_docs')
     assert_sentence(other_data, f'is not the data that the run in {new} was trained on')
-    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), 'is the source of the weights')
+    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), '--init_from and --out_dir')
     assert runs.load_run(new)[1]['step'] == 3
     succeeded(train_tiny(tiny_data, tmp_path / 'sps', '--resume=False', '--model=sps', '--window=4', steps=1))
     for model in ('sps', 'standard'):  # SPS and Standard have the same tensors
@@ -164,12 +164,12 @@ def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_da
 @pytest.mark.slow
 def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     before = {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')}
-    assert_sentence(train_tiny(tiny_data, tiny_run), 'holds a run already', '--resume', '--overwrite')
+    assert_sentence(train_tiny(tiny_data, tiny_run), 'already contains a run', '--resume', '--overwrite')
     succeeded(train_tiny(tiny_data, tiny_run, '--dry_run'))
     longer = run('train.py', '--resume', f'--out_dir={tiny_run}', '--max_tokens=200000')
-    assert_sentence(longer, f'make it longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
+    assert_sentence(longer, f'train longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
     assert_sentence(run('train.py', tiny_run, '--resume'), 'is a run folder', f'--out_dir={tiny_run} --resume')
-    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 is asked for')
+    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 was given')
     assert {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')} == before
 
 
@@ -177,7 +177,7 @@ def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     (['--lerning_rate=1'], ["unknown setting 'lerning_rate'", "'learning_rate'"]),
     (['--n_head=3'], ['n_embd = 16 and n_head = 3']),
     (['--n_ids=99'], ['n_ids is 99', '257']),
-    (['--block_size=100000'], ['too few for windows of block_size = 100000']),
+    (['--block_size=100000'], ['too few for a window of block_size = 100000']),
     (['--data=/no where'], ['no data at /no where', "python prepare_fineweb.py '--out_dir=/no where' --max_tokens="]),
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),
@@ -192,7 +192,7 @@ def test_bad_input_gives_a_clear_error_and_creates_nothing(tiny_data, tmp_path, 
 
 def test_a_dry_run_warns_of_a_warm_up_that_is_too_long(tiny_data, tmp_path):
     printed = train_tiny(tiny_data, tmp_path / 'out', '--dry_run', '--warmup_tokens=3000').stdout
-    for part in ('the warm-up takes 3,000 tokens, and the decay begins, or the run ends, after 2,304', 'parameters',
+    for part in ('the warm-up takes 3,000 tokens, but the decay begins, or the run ends, after 2,304', 'parameters',
                  '20 steps of 4 x 32 = 128 tokens', 'FLOP per token', 'estimated memory'):
         assert part in printed
     assert not (tmp_path / 'out').exists()
@@ -201,8 +201,8 @@ def test_a_dry_run_warns_of_a_warm_up_that_is_too_long(tiny_data, tmp_path):
 @pytest.mark.slow
 def test_a_non_finite_loss_stops_the_run_before_it_is_saved(tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'out', '--learning_rate=1e15', '--grad_clip=0', '--save_interval=1')
-    assert_sentence(result, 'not finite three steps in a row', 'learning rate', 'last good checkpoint is', 'step_0000')
-    runs.load_run(tmp_path / 'out')  # like every checkpoint, it is finite
+    assert_sentence(result, 'in three consecutive steps', 'learning rate', 'last good checkpoint is', 'step_0000')
+    runs.load_run(tmp_path / 'out')  # as every checkpoint, it is finite
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_full_disk_gives_a_clear_error_and_keeps_the_previous_checkpoint(tiny_
     limit = 20_000  # maximum bytes of a file: less than the weights need
     result = run_subprocess('train.py', f'--out_dir={out}', '--resume',
                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some space', '--resume')
+    assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some disk space', '--resume')
     assert {p.name for p in (out / 'ckpt').iterdir()} == {'step_00000015', 'step_00000018'}
     succeeded(run('train.py', f'--out_dir={out}', '--resume'))
     assert losses(out) == losses(tiny_run)
@@ -301,7 +301,7 @@ def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values):
     """The estimate from meta tensors is within 10% of the peak of a real step."""
     T, rows = 64, 40
     c = runs.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
-    fixed, per_row = bytes_by_rows(runs.blank_model(name, c), torch.float32, T)
+    fixed, per_row = activation_bytes(runs.meta_model(name, c), torch.float32, T)
     model, idx = runs.model_file(name).Model(c), torch.randint(0, 257, (rows, T))
     model(idx, idx)['loss'].backward()  # allocates the gradients
     with LiveBytes() as live:
@@ -324,7 +324,7 @@ def test_live_bytes_count_each_storage_while_it_is_alive():
 def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(tmp_path):
     args = [*TINY, f'--data={tmp_path / "gone"}', f'--out_dir={tmp_path / "out"}', '--max_tokens=1e6', '--dry_run']
     result = succeeded(run('train.py', *args, '--memory=4'))
-    assert 'assumed a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
+    assert 'assuming a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
     assert f'python prepare_fineweb.py --out_dir={tmp_path / "gone"} --max_tokens=1.05e06' in result.stdout
     assert 'largest micro_batch_size that fits is 4' in result.stdout  # the batch_size
     small = run('train.py', *args, '--memory=0.0001', '--assumed_ids=300').stdout

@@ -1,6 +1,7 @@
 """The run folder: one writer, an append-only log, and whole, finite checkpoints."""
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -55,6 +56,15 @@ def processes_with(argument):
 
 
 # ---- the disk ----
+
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, number):
+    def flock(*args):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with pytest.raises(UserError, match=f'{tmp_path}/run cannot be locked .*--out_dir'), locked(tmp_path / 'run'):
+        pass
+
 
 @pytest.mark.parametrize('number, kind, is_error', [
     (errno.EINVAL, 'folder', False), (errno.ENOTSUP, 'folder', False), (errno.EIO, 'folder', True),

@@ -1,5 +1,5 @@
-# D = 1, C = 2048, windows of 1024, 200,000 steps: tables A9, 6 and A7. guess: batch 32. At T = 256, N = 6
-# gains 0.10 nats per doubling of the tokens, and from A6 (batch 16, 100,000 steps) to A9 it gains 0.19, two doublings.
+# D = 1, C = 2048, windows of 1024, 200,000 steps: tables 6, A7, A9. guess: batch 32, because N = 6
+# gains 0.10 nats per doubling of tokens at T = 256, and 0.19, or two doublings, from A6 to A9.
 from config.context_ready.owt_d1_c2048 import *
 
 block_size = 1024

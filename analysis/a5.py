@@ -1,11 +1,10 @@
-"""How far states are followed: accuracy by position on words longer than in training (NextLat paper, A5).
+"""A5 state tracking: accuracy by position on words longer than in training (NextLat paper).
 
     python -m analysis.a5 RUN RUN ... --length=36 --out=NAME
 
-Runs of `a5` name the state after each element of the same held-out words: the Transformer, and of a NextLat run p_psi
-alone as an RNN as well, to which the Transformer gives the first state only. Writes NAME.csv and NAME.png: a line for
-each configuration, with a band from the lowest to the highest seed, over the position; a dotted line is the end of the
-words trained on.
+Runs trained on `a5` predict the state after each element of the same held-out words. For NextLat
+runs, p_psi is also evaluated alone, as an RNN that starts from the Transformer's first state.
+Writes NAME.csv and NAME.png: accuracy over position for each configuration, averaged over seeds.
 """
 from dataclasses import dataclass
 
@@ -17,20 +16,19 @@ from data import open_data
 from data.a5 import Task
 from data.tasks import make_task, task_class
 
-WHO = {'accuracy': '', 'rnn_accuracy': ', p_psi as an RNN'}  # score: what follows the label
+WHO = {'accuracy': '', 'rnn_accuracy': ', p_psi as an RNN'}  # score: suffix of the label
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: a5 beside the runs
-    length: int = 36  # elements of the words
-    words: int = 10_000  # that are judged, the same for all runs (paper: about 100,000)
-    batch_size: int = 1000  # words at a time
+class Settings(figures.Settings):
+    length: int = 36  # elements per word
+    words: int = 10_000  # number of held-out words, the same for all runs (paper: about 100,000)
+    batch_size: int = 1000  # words evaluated at a time
     device: str = 'auto'  # auto, cuda, cpu or mps
 
 
 def trained_length(run) -> int:
-    """Return the elements of the words that a run was trained on. Raises UserError for a run of other data."""
+    """Return the word length that a run was trained on. Raises UserError for runs on other data."""
     name = read_run(run)['settings'].get('data')
     if task_class(name) is not Task:
         raise UserError(f'{run} was trained on {name}: expected a run of a5')
@@ -38,23 +36,23 @@ def trained_length(run) -> int:
 
 
 def measure(folders: list[str], s: Settings) -> list[dict]:
-    """Return the rows of the CSV, except for the label, of runs that differ only in the seed."""
+    """Return the CSV rows, without labels, for runs that differ only in the seed."""
     length, device = trained_length(folders[0]), pick_device(s.device)
     data = open_data(f'a5:length={s.length},val_rows={s.words}')
-    found = [data.score(load_run(run, device)[0], device, s.batch_size) for run in figures.ended(folders)]
+    found = [data.score(load_run(run, device)[0], device, s.batch_size) for run in figures.usable_runs(folders)]
     return [{'who': who, 'trained': length, 'position': t}
             | figures.spread([scores[f'{score}_{t}'] for scores in found])
             for score, who in WHO.items() if f'{score}_1' in found[0] for t in range(1, s.length + 1)]
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure(figsize=(7, 4.5))
+    figure, axes = figures.new_figure('A5: accuracy of the predicted state, by position', figsize=(8.5, 4.5))
     for label, line, style in figures.styled(figures.by_label(rows)):
         figures.draw_band(axes, [row['position'] for row in line], line, label=label, **style)
     for length in {row['trained'] for row in rows}:
-        axes.axvline(length, color='grey', linestyle=':')
-    axes.set(xlabel='elements read', ylabel='share of words whose state is right', ylim=(0, 1.02))
-    axes.legend()
+        axes.axvline(length, color='grey', linestyle=':', label=f'word length in training: {length}')
+    axes.set(xlabel='position in the word, elements read', ylabel='accuracy (fraction of words)', ylim=(0, 1.02))
+    figure.legend(loc='outside right center', title=figures.BAND)
     return figure
 
 
@@ -65,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         for label, line in figures.by_label(rows).items():
             shown = [row for row in line if row['position'] in (row['trained'], s.length)]
             print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
-                                           f'{row["position"]}' for row in shown))
+                                           f'{row["position"]} elements' for row in shown))
         figures.write_figure(s.out, runs, 'a5', rows, plot(rows))
 
 

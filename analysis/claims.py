@@ -1,15 +1,15 @@
-"""Headline claims of the four papers, each tried in miniature: trained, tested over seeds and given a verdict.
+"""Test the headline claims of the four papers on small models, over several seeds.
 
-    python -m analysis.claims --list                              the claims and the paper's own numbers
-    python -m analysis.claims --out_dir=out/claims                train what they need and judge them
-    python -m analysis.claims --only=sps,gpn_memory               those of a paper, or by name
+    python -m analysis.claims --list                        list the claims and the papers' numbers
+    python -m analysis.claims --out_dir=out/claims          train the models and test the claims
+    python -m analysis.claims --only=sps,gpn_memory         only a paper's claims, or some by name
 
-A claim is a row of claims.csv beside this file, a run one of claims_runs.csv: docs/evaluation.md explains both.
-
-Tests are one-sided and paired by seed: `t`, Student's t of the differences, and `sign`, the exact sign test, for scores
-of tasks, which are far from normal. Each gives two p-values, for the claim and for its opposite. Holm's method corrects
-both for the number of claims of a paper. A claim is seen if its corrected p is below 5%, contradicted if that of its
-opposite is. Writes claims.csv (the numbers of every seed, both commands, the machine) and claims.md to out_dir.
+Claims are rows of claims.csv, runs are rows of claims_runs.csv (see docs/evaluation.md). Tests are
+one-sided and paired by seed: `t` is Student's t on the differences; `sign` is the exact sign test,
+for task scores, which are far from normal. The p-values of a claim and of its opposite are
+corrected by Holm's method for the number of claims of the paper. A claim is seen if its p is below
+5%, and contradicted if its opposite's is. Writes claims.csv (numbers of each seed, commands,
+machine) and claims.md to out_dir.
 """
 import statistics
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes
-from analysis.compare import method_of, set_best_rates, train_seeds
+from analysis.compare import make_method, set_best_rates, train_seeds
 from analysis.figures import final_loss, logged, lower_test, paired_difference, read_csv, settings_of, write_csv
 from analysis.scores import score_names
 from bench import markdown_table, one_line, where_and_when
@@ -32,8 +32,8 @@ from common.speculative import speculative_generate
 from data import open_data
 
 HERE = Path(__file__).parent
-ALPHA = 0.05  # level of the tests of a paper's claims, all together
-DEFINING = 'statistic', 'ours', 'direction', 'other', 'test', 'margin'  # a claim that differs in one is another claim
+ALPHA = 0.05  # family-wise significance level of a paper's claims
+DEFINING = 'statistic', 'ours', 'direction', 'other', 'test', 'margin'  # old results are reused if these are equal
 COSTS = 'our_tokens', 'our_command', 'other_tokens', 'other_command', 'where'  # columns of claims.csv
 SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
@@ -45,9 +45,9 @@ PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 
 class Settings:
     out_dir: str = 'out/claims'  # folder of the runs and tables
     only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, separated by commas
-    list: bool = False  # print the claims and stop
+    list: bool = False  # print the claims and exit
     seeds: int = 5  # runs of each row of claims_runs.csv; a sign test needs at least 6
-    jobs: int = 2  # runs at a time, one thread each
+    jobs: int = 2  # runs trained at a time, with one thread each
 
     def __post_init__(self):
         check_ranges(self, seeds=(2, inf), jobs=(1, inf))
@@ -57,55 +57,52 @@ RUNS = {row['name']: row for row in read_csv(HERE / 'claims_runs.csv')}
 
 
 def arguments(name: str) -> list[str]:
-    """Return the arguments of train.py of a row of claims_runs.csv, without learning rate, seed and folder."""
-    config, *own = RUNS[name]['arguments'].split()  # its own come last, so they hold
-    # one dtype for all: `auto` would give large models another than small ones
+    """Return a run's arguments of train.py, without learning rate, seed and folder."""
+    config, *own = RUNS[name]['arguments'].split()  # these come last, so they override the common ones
+    # one dtype for all: with `auto`, it would depend on model size
     return [config, '--dtype=float32', '--eval_tokens=500_000', '--eval_interval=1_000_000', '--sample_tokens=0', *own]
 
 
 @dataclass
 class Claim:
     name: str
-    paper: str  # of PAPERS
+    paper: str  # key of PAPERS
     section: str
     says: str
-    number: str  # the paper's own: ours, then the other
-    ours: str  # of RUNS
-    direction: str  # lower or higher: ours, compared with the other
-    other: str | float  # of RUNS, or a fixed number
-    statistic: str = 'loss'  # of STATISTICS
+    number: str  # the paper's number for `ours`, then for `other`
+    ours: str  # key of RUNS
+    direction: str  # lower or higher: `ours` compared with `other`
+    other: str | float  # key of RUNS, or a fixed number
+    statistic: str = 'loss'  # key of STATISTICS
     test: str = 't'  # t or sign
-    margin: float = 0.0  # lead that the paper's own numbers leave the other, in nats per token
+    margin: float = 0.0  # nats per token by which `ours` may be worse, from the paper's numbers
 
 
-def read_claim(row: dict[str, str]) -> Claim:
-    other = row['other'] if row['other'] in RUNS else float(row['other'])
-    return Claim(**row | {'other': other, 'margin': float(row['margin'] or 0)})
+CLAIMS = [Claim(**row | {'other': row['other'] if row['other'] in RUNS else float(row['other']),
+                         'margin': float(row['margin'] or 0)}) for row in read_csv(HERE / 'claims.csv')]
 
 
-CLAIMS = [read_claim(row) for row in read_csv(HERE / 'claims.csv')]
-
-
-def chosen(only: str) -> list[Claim]:
-    """Return the claims that --only names, in the order of CLAIMS."""
+def select_claims(only: str) -> list[Claim]:
+    """Return the claims selected by --only, in the order of CLAIMS."""
     names = only.split(',')
     unknown = set(names) - {'all', *PAPERS, *(claim.name for claim in CLAIMS)}
     if unknown:
-        raise UserError(f'only has {min(unknown)!r}: expected papers ({", ".join(PAPERS)}) or names of claims, which '
-                        '--list prints, separated by commas')
+        raise UserError(f'only has {min(unknown)!r}: expected papers ({", ".join(PAPERS)}) or names of claims '
+                        '(see --list), separated by commas')
     return [claim for claim in CLAIMS if {'all', claim.paper, claim.name} & {*names}]
 
 
 # ---- the statistics of a run ----
 
 def later_gradient(run) -> dict[str, float]:
-    """Return the geometric mean over losses 1 to 96 steps later of their gradient over that of a position's own."""
+    """Return r(p, k) of `analysis.gradient_flow` as a geometric mean over k = 1 to 96."""
     s = gradient_flow.fitted(gradient_flow.Settings(n_documents=16, block_size=256, max_k=96), [run])
-    means = gradient_flow.measure(run, s)[0][:, 1:].log().mean(1).exp().tolist()  # of x and rho, or of the only stream
+    means = gradient_flow.measure(run, s)[0][:, 1:].log().mean(1).exp().tolist()  # x and rho, or the only stream
     return {'later gradient at x': means[0], 'later gradient where it predicts': means[-1]}
 
 
 def unrolls(run) -> dict[str, float]:
+    """Return the contraction and the value of the unrolls, from `analysis.context_ready`."""
     row = context_ready.analyse(run, context_ready.Settings(tokens=32_768))
     gap = row['K=1'] - row['K=5']
     return {'contraction L, windows pooled': nan if row['L_pooled'] == '' else row['L_pooled'],
@@ -113,7 +110,7 @@ def unrolls(run) -> dict[str, float]:
 
 
 def drafts(run) -> dict[str, float]:
-    """Sample with drafts of up to 5 tokens after the first halves of validation windows."""
+    """Decode with drafts of up to 5 tokens after the first halves of validation windows."""
     model, record = load_run(run, pick_device('auto'))
     data, half = run_data(record, None), settings_of(run).block_size // 2
     prompts = data.val_batch(range(min(16, data.n_windows('val', half))), half)[0].tolist()
@@ -122,22 +119,20 @@ def drafts(run) -> dict[str, float]:
 
 
 def probed(run) -> dict[str, float]:
+    """Return the loss of a linear probe 20 tokens ahead, from `analysis.probes`."""
     *_, last = probes.measure(run, probes.Settings(offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3))
     return {'nats of a probe 20 ahead': last}
 
 
-def city(run) -> dict[str, float]:
+def map_rank(run) -> dict[str, float]:
+    """Return the effective rank of states on walks, from `analysis.manhattan`."""
     row, _ = manhattan.measure(run, manhattan.Settings(n_walks=500, n_prefixes=500))
     return {'effective rank': row['rank']}
 
 
 def gpn_states(run) -> dict[str, float]:
-    """Return statistics of eight batches of eight validation windows, and the unigram of a million training tokens."""
-    model, record = load_run(run, pick_device('auto'))
-    device, data, T = model.embed.weight.device, run_data(record, None), settings_of(run).block_size
-    batches = [[x.to(device) for x in data.val_batch(range(8 * i, 8 * i + 8), T)] for i in range(8)]
-    counted = torch.from_numpy(data.tokens('train', 0, min(1_000_000, data.splits['train']['tokens'])))
-    rows = gpn_state.measure(model, batches, torch.bincount(counted, minlength=data.n_ids).to(device), str)
+    """Return statistics of `analysis.gpn_state`, from eight batches of eight validation windows."""
+    rows = gpn_state.analyse(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
     value = {(part, name, x): number for part, name, x, number in rows}
     return {'cosine of mean states between batches': value['mean direction', 'cosine between batches', ''],
             'rank correlation with the unigram': value['mean direction', 'rank correlation with the unigram', ''],
@@ -145,9 +140,9 @@ def gpn_states(run) -> dict[str, float]:
 
 
 def states_beyond(run) -> dict[str, float]:
-    """Return the share of right states beyond the trained length, in held-out words three times as long.
+    """Return the accuracy on A5 words at positions from one to three times the trained length.
 
-    The states are those of p_psi alone if the model has it (see analysis.a5), else the model's own.
+    Evaluates p_psi alone (see `analysis.a5`) if the model has it, else the whole model.
     """
     device, trained = pick_device('auto'), a5.trained_length(run)
     scores = open_data(f'a5:length={3 * trained},val_rows=2000').score(load_run(run, device)[0], device, 1000)
@@ -157,12 +152,12 @@ def states_beyond(run) -> dict[str, float]:
 
 
 def last_score(run, prefix: str) -> float:
-    """Return the mean of a task's last scores whose names start with the prefix."""
+    """Return the mean of the last logged scores whose names start with the prefix."""
     log = read_log(run)
     return statistics.mean(logged(log, name)[-1] for name in score_names([run], prefix))
 
 
-STATISTICS = {  # name: function of a run folder that returns {name: number}, possibly with others
+STATISTICS = {  # name: function of a run folder that returns a dict with that name
     'loss': lambda run: {'loss': final_loss(run)},
     'later gradient at x': later_gradient,
     'later gradient where it predicts': later_gradient,
@@ -170,7 +165,7 @@ STATISTICS = {  # name: function of a run folder that returns {name: number}, po
     'gap that K = 3 closes': unrolls,
     'tokens accepted a draft': drafts,
     'nats of a probe 20 ahead': probed,
-    'effective rank': city,
+    'effective rank': map_rank,
     'levels solved': lambda run: {'levels solved': last_score(run, 'levels_solved')},
     'whole paths': lambda run: {'whole paths': last_score(run, 'accuracy')},
     'right states beyond the trained length': states_beyond,
@@ -183,7 +178,7 @@ STATISTICS = {  # name: function of a run folder that returns {name: number}, po
 # ---- verdicts ----
 
 def p_values(gaps: list[float], test: str) -> tuple[float, float]:
-    """Return the p-values of two alternatives: that the differences are below 0, and that they are above."""
+    """Return the p-values of two alternatives: the differences are below 0, and above 0."""
     if test == 't':
         p = lower_test(gaps, [0.0])['p']
         return p, 1 - p
@@ -193,7 +188,7 @@ def p_values(gaps: list[float], test: str) -> tuple[float, float]:
 
 
 def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
-    """Return the difference, its 95% interval and the p-values of one number per seed on each side, or a fixed one."""
+    """Test one number per seed on each side, or against a fixed one. Returns the test's columns."""
     sign = {'lower': 1, 'higher': -1}[direction]
     gap, low, high = paired_difference(ours, other)
     gaps = [sign * (x - y) - margin for x, y in zip(ours, other * len(ours) if len(other) == 1 else other, strict=True)]
@@ -202,13 +197,13 @@ def judge(ours: list[float], other: list[float], direction: str, test: str, marg
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Return the p-values corrected by Holm's method."""
+    """Correct p-values for multiple tests by Holm's method."""
     n, ordered = len(p_values), sorted(p_values)
     return [min(1, max((n - i) * q for i, q in enumerate(ordered[:ordered.index(p) + 1]))) for p in p_values]
 
 
-def with_verdicts(rows: list[dict]) -> dict[str, dict]:
-    """Return {name: row} of rows of `row_of`, with the p-values that Holm's method corrects for a paper's claims."""
+def add_verdicts(rows: list[dict]) -> dict[str, dict]:
+    """Add corrected p-values and verdicts to rows of `make_row`. Returns {name: row}."""
     found = {}
     for paper in PAPERS:
         of_paper = [row for row in rows if row['paper'] == paper]
@@ -221,34 +216,35 @@ def with_verdicts(rows: list[dict]) -> dict[str, dict]:
 
 # ---- the tables ----
 
-def row_of(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
-    """Return a row of claims.csv without its verdict: the claim, its test on the numbers of each seed, and `costs`."""
+def make_row(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
+    """Return a row of claims.csv without its verdict: the claim, its test and `costs`."""
     return {**{key: getattr(c, key) for key in ('name', 'paper', *DEFINING)}, 'seeds': len(ours),
             'our_mean': statistics.mean(ours), 'other_mean': statistics.mean(other),
             **judge(ours, other, c.direction, c.test, c.margin),
             'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)), **costs}
 
 
-def kept_rows(path: Path) -> dict[str, dict]:
-    """Return {name: row of `row_of`} of the numbers in a claims.csv, without claims that changed."""
+def saved_rows(path: Path) -> dict[str, dict]:
+    """Recompute the rows of an earlier claims.csv, except for claims that changed: {name: row}."""
     claim_of, rows = {c.name: c for c in CLAIMS}, {}
     for old in read_csv(path) if path.exists() else []:
         if old['name'] in claim_of:
             numbers = [[float(x) for x in old[side].split()] for side in ('our_numbers', 'other_numbers')]
-            row = row_of(claim_of[old['name']], *numbers, {key: old[key] for key in COSTS})
+            row = make_row(claim_of[old['name']], *numbers, {key: old[key] for key in COSTS})
             if all(str(row[key]) == old[key] for key in DEFINING):
                 rows[old['name']] = row
     return rows
 
 
 def markdown(rows: dict[str, dict]) -> str:
-    """Return claims.md: a table for each paper."""
+    """Return the text of claims.md: a table for each paper."""
     verdicts = [row['verdict'] for row in rows.values()]
     counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SEEN, NOT_SEEN, CONTRADICTED))
-    lines = ['# Claims of the papers, in miniature', '',
-             f'{len(rows)} claims: {counts}. Tests are one-sided and paired by seed, at a level of {ALPHA} for all '
-             "claims of a paper together. These models are about a thousand times smaller than the papers': what is "
-             'not seen here may hold there. claims.csv has the numbers of each seed, the commands and the machine.']
+    lines = ["# The papers' claims on small models", '',
+             f'{len(rows)} claims: {counts}. Tests are one-sided and paired by seed, at a family-wise level of {ALPHA} '
+             "per paper. These models are about a thousand times smaller than the papers' models, so a claim that is "
+             'not seen here may still hold there. claims.csv has the numbers of each seed, the commands and the '
+             'machine.']
     for paper, title in PAPERS.items():
         shown = [in_markdown(c, rows[c.name]) for c in CLAIMS if c.paper == paper and c.name in rows]
         if shown:
@@ -257,7 +253,7 @@ def markdown(rows: dict[str, dict]) -> str:
 
 
 def in_markdown(c: Claim, row: dict) -> dict[str, str]:
-    """Return a row of claims.md."""
+    """Format a row of claims.csv for claims.md."""
     other = f'{row["other_mean"]:.5g}' + ('' if isinstance(c.other, float) else f' ({c.other})')
     bounds = '' if row['low'] is None else f' ({row["low"]:+.4g} to {row["high"]:+.4g})'
     return {'section': c.section, 'claim': c.says, "the paper's number": c.number, 'statistic': c.statistic,
@@ -267,8 +263,8 @@ def in_markdown(c: Claim, row: dict) -> dict[str, str]:
 
 
 def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
-    """Train what the claims need. Return {name of RUNS: runs, one per seed}."""
-    needed = {name: method_of(arguments(name), f'{out}/{name}')
+    """Train the runs that the claims need. Returns {name of RUNS: runs, one per seed}."""
+    needed = {name: make_method(arguments(name), f'{out}/{name}')
               for name in RUNS if any(name in (c.ours, c.other) for c in claims)}
     searched = {name: method for name, method in needed.items() if RUNS[name]['search_rate'] == 'yes'}
     if searched:
@@ -277,7 +273,7 @@ def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
 
 
 def measured_rows(claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str, dict]:
-    """Return {name: row of `row_of`} of trained runs."""
+    """Return {name: `make_row`} of claims whose runs are trained."""
     statistics_of, rows, where = cache(lambda measure, run: measure(run)), {}, one_line(where_and_when())
     for c in claims:
         numbers, costs = [], dict.fromkeys(COSTS, '')
@@ -289,7 +285,7 @@ def measured_rows(claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str,
             settings = settings_of(runs[side][0])
             command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
             costs |= {f'{who}_tokens': settings.max_tokens, f'{who}_command': ' '.join(command)}
-        rows[c.name] = row_of(c, *numbers, costs | {'where': where})
+        rows[c.name] = make_row(c, *numbers, costs | {'where': where})
     return rows
 
 
@@ -297,8 +293,8 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, _ = load_settings(Settings, argv)
         if positional:
-            raise UserError(f'what is {positional[0]!r}? python -m analysis.claims --out_dir=NEW')
-        out, claims = Path(s.out_dir), chosen(s.only)
+            raise UserError(f'unexpected {positional[0]!r}: python -m analysis.claims --out_dir=NEW')
+        out, claims = Path(s.out_dir), select_claims(s.only)
         if s.list:
             for c in claims:
                 print(f'{c.name}: {c.says} ({c.paper}, {c.section}: {c.number})\n'
@@ -307,8 +303,8 @@ def main(argv: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         runs = train(s, claims, out)
         torch.set_num_threads(1)
-        rows = kept_rows(out / 'claims.csv') | measured_rows(claims, runs)
-        rows = with_verdicts([rows[c.name] for c in CLAIMS if c.name in rows])
+        rows = saved_rows(out / 'claims.csv') | measured_rows(claims, runs)
+        rows = add_verdicts([rows[c.name] for c in CLAIMS if c.name in rows])
         write_csv(out / 'claims.csv', [*rows.values()])
         text = markdown(rows)
         write_file(out / 'claims.md', text.encode())

@@ -1,16 +1,15 @@
-"""Models side by side: trained at bracketed learning rates and with several seeds.
+"""Train and compare models, each at its best learning rate and with several seeds.
 
-    python -m analysis.compare --out_dir=out/gpn_or_gdn "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
+    python -m analysis.compare --out_dir=out/a "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
 
-Each argument is NAME: followed by arguments of train.py. The learning rate of each is bracketed around its own, with
-seed 0 and an eighth of the tokens; then it trains with seeds 1, 2, ... Finished runs are not trained again and
-interrupted ones are resumed. All models must have the same data, windows and dtype; if dtype is auto, all train in
-float32, on a GPU in bfloat16. Training tokens may differ, for comparisons at equal FLOPs or equal time: --max_tokens
-sets one number for all.
+Each argument is NAME: followed by arguments of train.py. The best learning rate is searched from
+the configured one, with seed 0 and an eighth of the tokens; then seeds 1, 2, ... are trained at it.
+Finished runs are reused and interrupted ones resumed. All models must share data, windows and dtype
+(auto: float32, on a GPU bfloat16). Training tokens may differ, to compare at equal FLOPs or time.
 
-Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir. Intervals of 95% are Student's
-t. Those of the difference to the first model are paired by seed: runs of one seed share the order of the data, so their
-losses vary together. The state is the fp32 cache of decoding after a window of tokens.
+Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir. Intervals
+are 95% by Student's t. Differences to the first model are paired by seed, because runs with one
+seed see the same batches. The state is the fp32 decoding cache after one window of tokens.
 """
 import functools
 import re
@@ -29,25 +28,25 @@ from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
 from common.run_settings import read_settings
-from common.runs import blank_run, count_parameters, model_file, read_log, read_run
+from common.runs import count_parameters, meta_run, model_file, read_log, read_run
 from common.settings import load_settings
 from common.validation import perplexity
 from data import open_data
 from train import Settings as TrainSettings
 
 STEP = 1.5  # ratio of neighbouring learning rates
-EIGHTH = 8  # learning rates are compared after this fraction of the tokens
+EIGHTH = 8  # learning rates are compared on max_tokens / EIGHTH
 DIVERGED = 'diverged.txt'  # the error message of a run that diverged, in its folder
-SAME = 'data', 'documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that all models share
+SAME = 'data', 'documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that must be equal
 
 
 @dataclass
 class Settings:
     out_dir: str = 'out/compare'  # folder of the runs and tables
-    data: str | None = None  # data of all models; None: as each says, the same for all
-    max_tokens: int | None = None  # training tokens of all models; None: as each says
-    seeds: int = 5  # runs of each, at its best learning rate
-    jobs: int = 2  # runs at a time, one thread each
+    data: str | None = None  # data of all models; None: from their configs, which must agree
+    max_tokens: int | None = None  # training tokens of all models; None: from their configs
+    seeds: int = 5  # runs of each model at its best learning rate
+    jobs: int = 2  # runs trained at a time, with one thread each
 
 
 def loss_of(folder: Path) -> float | None:
@@ -60,26 +59,27 @@ def loss_of(folder: Path) -> float | None:
 
 @functools.cache
 def checksum(data: str) -> str:
+    """Return the SHA-256 of a data set."""
     return open_data(data).sha256
 
 
 def check_same(folder: Path, args: list[str]) -> None:
-    """Raise UserError if the run in the folder has other settings or other data than args."""
-    asked, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
-    if checksum(asked.data) != read_run(folder)['data']['sha256']:
-        raise UserError(f'{folder} was trained on other data than {asked.data}: give another --out_dir')
+    """Raise UserError if the folder's run has other settings or data than args."""
+    wanted, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
+    if checksum(wanted.data) != read_run(folder)['data']['sha256']:
+        raise UserError(f'{folder} was trained on other data than {wanted.data}: give another --out_dir')
 
 
 def one_dtype(device: str = 'auto') -> str:
-    """Return the dtype that small models train in, for all models: `--dtype=auto` depends on the model's size."""
+    """Return one dtype for all models. With `--dtype=auto` it would depend on model size."""
     return str(pick_dtype('auto', pick_device(device), False)).removeprefix('torch.')
 
 
 def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False) -> None:
-    """Train {run folder: arguments of train.py}, `jobs` at a time with one thread each.
+    """Train {run folder: arguments of train.py}, `jobs` at a time, with one thread each.
 
-    Skips finished runs and resumes interrupted ones. Raises UserError for a run that fails, for one that diverges
-    unless `may_diverge`, and before any training if a folder holds a run with other settings.
+    Skips finished runs and resumes interrupted ones. Raises UserError if a run fails, diverges
+    (unless `may_diverge`) or, before training starts, if a folder has a run with other settings.
     """
     todo = {folder: args for folder, args in cells.items() if loss_of(folder) is None}
     for folder, args in cells.items():
@@ -110,31 +110,31 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
 
 @dataclass
 class Method:
-    args: list[str]  # of train.py, without learning rate, seed and folder
-    settings: TrainSettings  # what they set
-    rate: float  # learning rate, or where to start looking for it
-    runs: str  # start of the paths of its runs
+    args: list[str]  # arguments of train.py, without learning rate, seed and folder
+    settings: TrainSettings  # the settings that args give
+    rate: float  # learning rate, or where the search for it starts
+    runs: str  # path prefix of its run folders
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
-        """Return a run's folder and its arguments of train.py. Seed 0, which chooses the rate, has fewer tokens."""
+        """Return a run's folder and arguments. Seed 0, for choosing the rate, has fewer tokens."""
         fewer = [f'--{key}={getattr(self.settings, key) // EIGHTH}' for key in ('max_tokens', 'warmup_tokens')]
         return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
                 [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate:.3g}', f'--seed={seed}'])
 
 
-def method_of(args: list[str], runs: str, rate: float | None = None) -> Method:
-    """Return the method of arguments of train.py. rate: where to start looking for the best; None: its own."""
+def make_method(args: list[str], runs: str, rate: float | None = None) -> Method:
+    """Return the Method of train.py arguments. rate: start of the search; None: as configured."""
     settings, *_ = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
     return Method(args, settings, rate or settings.learning_rate, runs)
 
 
 def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
-    """Set each method's learning rate to the best at seed 0, after training at worse ones on both sides.
+    """Set each method's learning rate to the best one of a search with seed 0.
 
-    Tries three rates, STEP apart, and more until the best is not the last on either side. Writes rates.csv beside the
-    runs. Raises UserError for a method that diverges at all three.
+    Tries three rates, STEP apart, and extends the range until the best is not at its edge. Writes
+    rates.csv beside the runs. Raises UserError for a method that diverges at all three.
     """
-    losses = {name: {} for name in methods}  # by learning rate
+    losses = {name: {} for name in methods}  # {name: {learning rate: loss}}
     wanted = {name: [method.rate / STEP, method.rate, method.rate * STEP] for name, method in methods.items()}
     while any(wanted.values()):
         cells = {(name, rate): methods[name].run(rate, 0) for name, rates in wanted.items() for rate in rates}
@@ -144,8 +144,8 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
         for name, of_rate in losses.items():
             best = min(of_rate, key=of_rate.get)
             if of_rate[best] == inf:
-                raise UserError(f'{name} diverges at learning rates of {min(of_rate):.3g} to {max(of_rate):.3g}: start '
-                                'lower')
+                raise UserError(f'{name} diverges at learning rates of {min(of_rate):.3g} to {max(of_rate):.3g}: give '
+                                'a lower learning_rate')
             wanted[name] = [best / STEP] * (best == min(of_rate)) + [best * STEP] * (best == max(of_rate))
             methods[name].rate = best
     folder = Path(next(iter(methods.values())).runs).parent
@@ -154,7 +154,7 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
 
 
 def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[object, list[Path]]:
-    """Return {method: its runs, one per seed}, trained at its learning rate."""
+    """Train each method at its rate with seeds 1 to `seeds`. Returns {method: run folders}."""
     cells = {name: dict(method.run(method.rate, seed) for seed in range(1, seeds + 1))
              for name, method in methods.items()}
     train_all({folder: args for runs in cells.values() for folder, args in runs.items()}, jobs)
@@ -162,22 +162,22 @@ def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[ob
 
 
 def speed(run: Path) -> float:
-    """Return the median training tokens/s of a run's log."""
+    """Return the median training tokens/s in a run's log."""
     return figures.median(read_log(run), 'tokens_per_s')
 
 
 def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
-    """Return {name: method} of arguments 'NAME: CONFIG --setting=value ...'; UserError if they cannot be compared."""
+    """Parse the arguments as {name: method}. Raises UserError if they are not comparable."""
     methods = {}
     for argument in arguments:
         name, colon, command = argument.partition(': ')
         runs = str(Path(s.out_dir) / re.sub(r'\W+', '_', name))
         if not colon or runs in [method.runs for method in methods.values()]:
             raise UserError(f"{argument!r} has {'the name of another model' if colon else 'no name'}: expected "
-                            "'NAME: CONFIG --setting=value ...'")
+                            "'NAME: CONFIG --setting=value ...', with distinct names")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        methods[name] = method = method_of(args, runs)
+        methods[name] = method = make_method(args, runs)
         if method.settings.dtype == 'auto':
             method.settings.dtype = one_dtype(method.settings.device)
             args.append(f'--dtype={method.settings.dtype}')
@@ -188,21 +188,21 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
         for key in SAME:
             ours, theirs = getattr(reference.settings, key), getattr(method.settings, key)
             if ours != theirs:
-                raise UserError(f'{first} has {key} = {ours}, {name} has {theirs}: expected one for all')
+                raise UserError(f'{first} has {key} = {ours}, {name} has {theirs}: expected the same for all')
     return methods
 
 
 def table(runs: dict[str, list[Path]]) -> list[dict]:
-    """Return a row for each of {name: its runs, one per seed}, compared with the first name.
+    """Return a row for each of {name: runs, one per seed}, compared with the first name.
 
-    Size, state, FLOPs and speed are those of the first seed.
+    Size, state, FLOPs and speed are from the first seed.
     """
     losses = {name: [figures.final_loss(run) for run in folders] for name, folders in runs.items()}
     reference, *_ = losses.values()
     rows = []
     for name, values in losses.items():
         run, loss, (low, high) = runs[name][0], statistics.mean(values), figures.interval(values)
-        settings, model = figures.settings_of(run), blank_run(run)
+        settings, model = figures.settings_of(run), meta_run(run)
         has_cache = getattr(model, 'new_cache', None)
         row = {'model': name, 'parameters': count_parameters(model),
                'state_bytes': model.new_cache(1, settings.block_size).nbytes if has_cache else None,
@@ -218,15 +218,15 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
 
 
 def loss_table(rows: list[dict]) -> str:
-    """Return the rows of `table` as a Markdown table."""
+    """Format the rows of `table` in Markdown."""
     return markdown_table([{
         'model': r['model'], 'parameters': f'{r["parameters"]:,}',
         'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
         'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}',
-        'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': figures.between(r['low'], r['high']),
+        'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': figures.interval_text(r['low'], r['high']),
         'perplexity': f'{r["perplexity"]:.3f}',
         f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
-        '95% of that': figures.between(r['its_low'], r['its_high'], '+')} for r in rows])
+        '95% of that': figures.interval_text(r['its_low'], r['its_high'], '+')} for r in rows])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -237,11 +237,11 @@ def main(argv: list[str] | None = None) -> None:
         set_best_rates(methods, s.jobs)
         runs = train_seeds(methods, s.seeds, s.jobs)
         rows, ((run, *_), *_) = table(runs), runs.values()
-        text = (f'{one_line(where_and_when())}. Data {figures.settings_of(run).data}, {s.jobs} runs at a time, one '
-                f'thread each.\n\n{loss_table(rows)}\n')
+        text = (f'{one_line(where_and_when())}. Data {figures.settings_of(run).data}, {s.jobs} runs at a time with '
+                f'one thread each.\n\n{loss_table(rows)}\n')
         figures.write_csv(out / 'compare.csv', rows)
         write_file(out / 'compare.md', text.encode())
-        print(f'{text}\nwritten to {out}/compare.md and .csv')
+        print(f'{text}\nwritten to {out}/compare.md and compare.csv')
 
 
 if __name__ == '__main__':

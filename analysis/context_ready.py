@@ -1,19 +1,18 @@
-"""What the unrolls of Context-Ready runs are worth (tables 6, A7 and A8, section 5.8 and the costs of section 5.1).
+"""Perplexity by unrolls, contraction and costs of Context-Ready runs (tables 6, A7 and A8).
 
     python -m analysis.context_ready RUN RUN ... --out=NAME
 
-For each run, on its validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially; what the
-correction is worth, K = 1 minus K = 5 ("Corr." of table 6); the contraction estimate L at the K of training (of a bptt
-run: at K = 5); how many unrolls a parallel prefill took; the width over the number of layers, C/N (table 1);
-multiply-adds per token and cache bytes per token. Writes NAME.csv and NAME.png, perplexity against K, and prints the
-table.
+Measures on validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially;
+the gain from the correction, K = 1 minus K = 5 ("Corr." in table 6); the contraction L at the K of
+training (K = 5 for bptt runs); the unrolls of a parallel prefill; C/N, width per layer (table 1);
+multiply-adds and cache bytes per token. Writes NAME.csv and NAME.png (perplexity over K).
 
-The paper's L is the largest ||c_K,t - c_K-1,t|| / ||c_K-1,t - c_K-2,t|| over positions t; of the windows it says
-nothing. Three readings, of positions whose correction still moves:
+The paper's L is the largest ||c_K,t - c_K-1,t|| / ||c_K-1,t - c_K-2,t|| over positions t. It does
+not say how windows are combined, so three estimates are given, over positions that still change:
 
-    L_pooled         a position's norms are over all windows together, then the largest of positions
-    L_token          each position of each window has its ratio: the largest of all
-    L_token_50 ...   the quantiles of these ratios: 50, 90 and 99 of 100 are smaller
+    L_pooled         norms pooled over all windows at each position; maximum over positions
+    L_token          maximum ratio over all positions of all windows
+    L_token_50 ...   50th, 90th and 99th percentiles of these ratios
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,19 +29,16 @@ ESTIMATES = ('L_pooled', 'L_token', 'L_token_50', 'L_token_90', 'L_token_99')
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: context_ready beside the runs
-    tokens: int = 65536  # of the validation data, from its start
-    batch_size: int = 16  # windows at a time
-    data: str | None = None  # data folder; None: the run's own
-    device: str = 'auto'  # auto, cuda, cpu or mps
+class Settings(figures.ModelSettings):
+    tokens: int = 65536  # validation tokens, from the start of the data
+    batch_size: int = 16  # windows evaluated at a time
 
 
 @torch.no_grad()
 def measure(model, idx, targets):
-    """Return ({K or 'sequential': nats per token}, moves, unrolls of a parallel prefill) of one batch (B, T).
+    """Return ({K or 'sequential': nats per token}, moves, unrolls of a prefill) of a batch (B, T).
 
-    The moves (3, B, T) are the norms of c_K - c_(K-1), c_(K-1) - c_(K-2) and c_(K-1).
+    moves (3, B, T): norms of c_K - c_(K-1), c_(K-1) - c_(K-2) and c_(K-1).
     """
     c, nll, corrections = model.config, {}, []
     if c.K == 1:
@@ -54,7 +50,7 @@ def measure(model, idx, targets):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
         if K - 2 <= k <= K:
-            corrections.append(model.correct(z.roll(1, 1), e, starts))  # z_{t-1}; at t = 0 a document starts
+            corrections.append(model.correct(z.roll(1, 1), e, starts))  # z_{t-1}; t = 0 starts a document
     first, second, last = corrections
     moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)])
     nll['sequential'] = model.nll(model.stream(idx), targets).item()
@@ -65,9 +61,9 @@ def measure(model, idx, targets):
 
 
 def contraction(moves):
-    """Return ESTIMATES from the moves (3, B, T) of `measure`; each is '' where no correction moves."""
+    """Return the ESTIMATES of L from moves (3, B, T), '' if no correction changes."""
     def ratios(after, before, size):
-        return (after / before)[before > 1e-4 * size].numpy()  # what is exact, but for rounding, has no ratio
+        return (after / before)[before > 1e-4 * size].numpy()  # smaller changes are rounding
     pooled, tokens = ratios(*moves.norm(dim=1)), ratios(*moves)
     if not (len(pooled) and len(tokens)):
         return dict.fromkeys(ESTIMATES, '')
@@ -76,7 +72,7 @@ def contraction(moves):
 
 
 def analyse(run, s):
-    """Return a row of the table."""
+    """Return the row of a run in the table."""
     model, record, data = figures.load_model_and_data(run, s)
     if record['model'] != 'context_ready':
         raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
@@ -104,26 +100,25 @@ def analyse(run, s):
 
 
 def costs(model):
-    """Return the multiply-adds of weights, the head's included, and the bytes of the cache of a decoded token."""
+    """Return multiply-adds per decoded token (weights and head) and cache bytes per token."""
     c = model.config
     used = [p for part in ('blocks', 'correction', 'extra') if hasattr(model, part)
-            for p in getattr(model, part).parameters() if p.dim() >= 2]  # of tied, the shared ones are used twice
+            for p in getattr(model, part).parameters() if p.dim() >= 2]  # variant tied uses its shared weights twice
     return {'multiply_adds_per_token': sum(p.numel() for p in used) + c.n_ids * c.n_embd,
             'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
 def plot(rows):
-    figure, axes = figures.new_figure(figsize=(8, 4.5))
-    for row, style in zip(rows, figures.line_styles(len(rows))):
+    figure, axes = figures.new_figure('Context-Ready: perplexity by parallel unrolls', figsize=(8, 4.5))
+    for run, row, style in figures.styled({row['run']: row for row in rows}):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
-        label = f'{Path(row["run"]).name}: {row["sequential"]:.3f}'
-        axes.plot(*zip(*points), marker='o', markersize=5, label=label, **style)
+        axes.plot(*zip(*points), marker='o', markersize=5, label=Path(run).name, **style)
         axes.axhline(row['sequential'], color=style['color'], linestyle=':', linewidth=1)
-    axes.set(xlabel='unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
+    axes.set(xlabel='parallel unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
              xticklabels=DEPTHS)
     axes.xaxis.minorticks_off()
     figures.number_log_axis(axes.yaxis, *axes.get_ylim())
-    figure.legend(loc='outside right upper', title='dotted: sequential')
+    figure.legend(loc='outside right center', title='Line: K unrolls\nDotted: sequential')
     return figure
 
 

@@ -1,11 +1,11 @@
-"""Edited models: subclasses that change one part of a model file, each a model of its own for every script.
+"""Edited models: subclasses that change one part of a model file. Every script accepts them.
 
     python train.py config/gpn_quick.py --model=gpn.NoDecay --out_dir=out/no_decay
     python sample.py out/no_decay "Return the"
 
-The five edits of model_gpn change one equation each. The fast form in scans/gpn.py is for `model_gpn.Model` alone, so
-they run step by step, by `Model.loop`. docs/gpn.md has the command that trains all of them and their results.
-`standard.NanoGPT` is model_standard with nanoGPT's blocks, for the comparison in RESULTS.md.
+Each of the five edits of model_gpn changes one equation (results in docs/gpn.md). They run step by
+step, because the fast form in scans/gpn.py applies to `model_gpn.Model` only. `standard.NanoGPT` is
+model_standard with nanoGPT's blocks, for the comparison in RESULTS.md.
 """
 import torch
 import torch.nn as nn
@@ -16,28 +16,28 @@ import model_standard
 
 
 class GateAtOne(model_gpn.Model):
-    """Eq. 4 with its gate at 1: all of the predicted state is carried on."""
+    """Eq. 4 with the gate fixed at 1: the predicted state is kept in full."""
 
     def ground(self, u, s):
         return s + u
 
 
 class PredictionNotCarried(model_gpn.Model):
-    """An ordinary recurrent net: the grounded state is carried on, and the prediction made from it is only decoded."""
+    """An ordinary RNN: the grounded state is recurrent, and the prediction is only decoded."""
 
     def step(self, u, s, g, memory):
         return super().step(u, g, g, memory)
 
 
 class KeyFromThisState(model_gpn.Model):
-    """Eq. 8 with the key from this grounded state, like the value: the memory stores no transition."""
+    """Eq. 8 with key and value from the same grounded state: the memory stores no transitions."""
 
     def predict(self, last, g, memory):
         return super().predict(g, g, memory)
 
 
 class NoWriteGate(model_gpn.Model):
-    """Eq. 9 with beta = 1: every token is written in full."""
+    """Eq. 9 with beta = 1: every token is fully written."""
 
     class write_type(model_gpn.Write):
         def write_gate(self, g):
@@ -45,7 +45,7 @@ class NoWriteGate(model_gpn.Model):
 
 
 class NoDecay(model_gpn.Model):
-    """Eq. 9 with gamma = 0: the memory does not fade, only writes change it."""
+    """Eq. 9 with gamma = 0: the memory does not decay and only changes by writes."""
 
     class write_type(model_gpn.Write):
         def log_decay(self, g):
@@ -53,7 +53,7 @@ class NoDecay(model_gpn.Model):
 
 
 class NanoGPTBlock(nn.Module):
-    """GPT-2's block without biases: LayerNorm, PyTorch's own attention, GELU. nanoGPT's choices, none of its code."""
+    """nanoGPT's block, reimplemented: LayerNorm, PyTorch's attention and GELU, without biases."""
 
     def __init__(self, n_embd, n_head, n_ffn):
         super().__init__()
@@ -63,7 +63,7 @@ class NanoGPTBlock(nn.Module):
         self.ffn_in, self.ffn_out = nn.Linear(n_embd, n_ffn, bias=False), nn.Linear(n_ffn, n_embd, bias=False)
 
     def forward(self, h):
-        """h (B, T, C) -> (B, T, C)."""
+        """Apply the block: h (B, T, C) -> (B, T, C)."""
         q, k, v = (x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
                    for x in self.qkv(self.attn_norm(h)).chunk(3, -1))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -72,10 +72,10 @@ class NanoGPTBlock(nn.Module):
 
 
 class NanoGPT(model_standard.Model):
-    """nanoGPT's blocks and learned positions under model_standard's loss, for windows of at most 256 tokens.
+    """nanoGPT's blocks and learned positions with model_standard's loss. Windows up to 256 tokens.
 
-    Reads n_layer, n_head, n_embd, n_ffn (nanoGPT's is 4 n_embd) and the vocabulary. Like nanoGPT it attends across the
-    ends of documents. It has no cache: it decodes by recomputing its logits.
+    Uses n_layer, n_head, n_embd, n_ffn (4 n_embd in nanoGPT) and the vocabulary. Like nanoGPT, it
+    attends across document boundaries. It has no KV cache, so decoding recomputes all logits.
     """
 
     new_cache = extend = None
@@ -97,8 +97,8 @@ class NanoGPT(model_standard.Model):
     def final_hidden(self, idx):
         n_positions = len(self.position.weight)
         if idx.shape[1] > n_positions:
-            raise ValueError(f'windows of {idx.shape[1]} tokens: standard.NanoGPT has learned {n_positions} positions: '
-                             f'give block_size = {n_positions} or less')
+            raise ValueError(f'windows of {idx.shape[1]} tokens, but standard.NanoGPT has {n_positions} learned '
+                             f'positions: give block_size = {n_positions} or less')
         h = self.embed(idx) + self.position(torch.arange(idx.shape[1], device=idx.device))
         for block in self.blocks:
             h = block(h)

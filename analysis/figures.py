@@ -1,4 +1,4 @@
-"""Shared by the figures and tables: reading runs, grouping and labelling them, statistics over seeds, plots."""
+"""Shared code of the figures and tables: reading and grouping runs, statistics, plots."""
 import csv
 import itertools
 import json
@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
@@ -15,26 +16,38 @@ import numpy as np
 import torch
 
 from common.continuing import MAY_CHANGE
-from common.files import UserError, command, friendly_errors, say_once
+from common.files import UserError, command, friendly_errors, warn_once
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
+from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
 from data.shards import Data
 from train import Settings as TrainSettings
 
-# settings that do not tell runs apart
-NO_DIFFERENCE = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
+# settings that are ignored when runs are grouped and labelled
+IGNORED = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
-SAME_SIZE = 1.1  # largest ratio of the parameters of models of one size
+SAME_SIZE = 1.1  # models count as one size up to this ratio of their numbers of parameters
+BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of `draw_band`
+
+
+@dataclass
+class Settings:
+    out: str | None = None  # NAME of the files to write, without extension; None: the script's name, beside the runs
+
+
+@dataclass
+class ModelSettings(Settings):
+    data: str | None = None  # data folder or task; None: the runs' own data
+    device: str = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
 
 
 # ---- one run ----
 
 @contextmanager
 def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> Iterator[tuple]:
-    """Context manager of a script: yields (settings, run folders) of its command line, prints errors as sentences.
+    """Context manager: yield (settings, run folders) of a command line; print UserErrors.
 
-    usage: the module's name and its arguments, for a command line without runs.
+    usage: module name and arguments, shown if no run is given.
     """
     with friendly_errors():
         s, runs, _ = load_settings(Settings, argv)
@@ -44,19 +57,19 @@ def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> Iterator
 
 
 def load_model_and_data(run: str, s) -> tuple:
-    """Return (model, config.json, data) of a run on s.device; s.data None: the run's own data."""
+    """Load a run on s.device: (model, config.json, data). s.data overrides the run's data."""
     model, record = load_run(run, pick_device(s.device))
     return model, record, run_data(record, s.data, run)
 
 
 def autocast(dtype: str, device: torch.device):
-    """Return the context manager of matrix products in a dtype: float32, bfloat16 or auto."""
+    """Return an autocast context for a dtype: float32 (no autocast), bfloat16 or auto."""
     picked = pick_dtype(dtype, device.type)
     return torch.autocast(device.type, picked, enabled=picked != torch.float32)
 
 
 def model_name(record: dict) -> str:
-    """Return the name of a run's model for labels: its method if it has one. record: its config.json."""
+    """Return the method of a run, or its model if it has none. record: the run's config.json."""
     return str(record['model_config'].get('method', record['model']))
 
 
@@ -66,79 +79,80 @@ def settings_of(run: str) -> TrainSettings:
 
 
 def n_parameters(run: str) -> int:
-    """Return the number of parameters of a run's model, tied ones counted once."""
-    return count_parameters(blank_run(run))
+    """Return the number of parameters of a run's model. Tied weights count once."""
+    return count_parameters(meta_run(run))
 
 
 def final_loss(run: str) -> float:
-    """Return the last validation loss of a run, in nats per token; UserError if its training is not finished."""
+    """Return a run's final validation loss in nats per token, or raise UserError if unfinished."""
     evaluated = [record for record in read_log(run) if is_number(record.get('val'))]
     if not evaluated:
         raise UserError(f'{run}: no validation loss was logged')
     tokens, planned = evaluated[-1]['tokens'], settings_of(run).max_tokens
     if tokens < planned:
-        raise UserError(f'{run} was last evaluated at {tokens:,} of its {planned:,} tokens: train it to its end, with '
+        raise UserError(f'{run} was last evaluated at {tokens:,} of {planned:,} tokens: finish training it with '
                         + command('train.py', f'--out_dir={run}', '--resume'))
     return evaluated[-1]['val']
 
 
 def flops_per_token(run: str) -> float | None:
-    """Return the matmul FLOPs of a training token, None if the model file has changed or cannot tell."""
+    """Return the matmul FLOPs per training token, or None if the model cannot compute them."""
     record = read_run(run)
     try:
-        return blank_run(run).flops_per_token(record['settings']['block_size'])
-    except Exception:  # a model file that was edited since, or that has no flops_per_token
+        return meta_run(run).flops_per_token(record['settings']['block_size'])
+    except Exception:  # the model file was edited since, or has no flops_per_token
         return None
 
 
 def evaluations(path: Path) -> dict[str, float]:
-    """Return {'task metric': value} of eval.jsonl, the latest where there are several.
+    """Read the latest scores of eval.jsonl as {'task metric': value}.
 
-    Options that change the result follow the metric, and the step where training had not ended.
+    Options that affect the score are appended to the key, and the step if training was unfinished.
     """
     found = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)
-        asked = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
+        affecting = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
-                   if key in asked and value is not None]
+                   if key in affecting and value is not None]
         if record.get('of_steps') and record['step'] < record['of_steps']:
             options.append(f'step={record["step"]}')
         for task, metrics in record['results'].items():
-            if task != 'speculative':  # a table of its own, speculative.csv
+            if task != 'speculative':  # speculative.csv has these
                 found |= {' '.join([task, metric, *options]): value for metric, value in metrics.items()
                           if is_number(value)}
     return found
 
 
 def logged(log: list[dict], key: str) -> list[float]:
+    """Return all finite values of a key in a run's log."""
     return [record[key] for record in log if is_number(record.get(key))]
 
 
 def median(log: list[dict], key: str) -> float | None:
-    """Return the median of a logged value, None if it was not logged."""
+    """Return the median of a logged value, or None if it was never logged."""
     values = logged(log, key)
     return statistics.median(values) if values else None
 
 
-# ---- documents of their data ----
+# ---- validation documents ----
 
-def fitting_block(runs: list[str], block_size: int) -> int:
-    """Return block_size, or the windows of the runs if they are shorter, and print which."""
+def limited_block_size(runs: list[str], block_size: int) -> int:
+    """Return block_size, limited to the shortest training window of the runs. Prints the limit."""
     shortest = min(read_run(run)['settings']['block_size'] for run in runs)
     if shortest < block_size:
-        print(f'these runs read windows of {shortest} tokens, not {block_size}: documents are read to {shortest}')
+        print(f'trained on windows of {shortest} tokens: only the first {shortest} of each document are read')
     return min(block_size, shortest)
 
 
 def long_documents(data, least: int, most: int, n: int, seed: int | None = None) -> list:
-    """Return n validation documents of at least `least` tokens, eos counted, cut to `most`, as int64 arrays.
+    """Return n validation documents (int64 arrays) of at least `least` tokens, truncated to `most`.
 
-    They are the first ones, or those of a permutation by `seed`. If the data has fewer, says how many on stderr. Raises
-    UserError if it has none.
+    Both lengths include eos. The documents are the first ones, or a random sample if `seed` is
+    given. Warns if there are fewer than n, raises UserError if there are none.
     """
     if not isinstance(data, Data):
-        raise UserError(f'{data.folder} is a task, whose rows are no documents: give --data=FOLDER with documents')
+        raise UserError(f'{data.folder} is a task and has no documents: give --data=FOLDER with text documents')
     ids = data.tokens('val', 0, data.splits['val']['tokens'])
     *documents, _ = np.split(ids, np.flatnonzero(ids == data.eos_id) + 1)  # each with its eos
     found = [document[:most] for document in documents if len(document) >= least]
@@ -148,29 +162,29 @@ def long_documents(data, least: int, most: int, n: int, seed: int | None = None)
     if seed is not None:
         random.Random(seed).shuffle(found)
     if len(found) < n:
-        say_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
+        warn_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
     return found[:n]
 
 
 # ---- groups of runs and their labels ----
 
-def differences(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, dict]:
-    """Return {run: {'model': its model or method, setting: value}} of the settings that differ, without `besides`.
+def differences(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, dict]:
+    """Return {run: {'model': model or method, setting: value}}, with the settings that differ.
 
-    A setting of the model is compared with the other runs of that model, one of training with all runs.
+    Model settings are compared among runs of one model, training settings among all runs.
     """
     records, found = {run: read_run(run) for run in runs}, {}
     for run, record in records.items():
         found[run] = {'model': model_name(record)}
         alike = [other for other in records.values() if model_name(other) == model_name(record)]
         for part, others in (('model_config', alike), ('settings', records.values())):
-            found[run] |= {key: value for key, value in record[part].items() if key not in NO_DIFFERENCE | besides
+            found[run] |= {key: value for key, value in record[part].items() if key not in IGNORED | ignored
                            and any(other[part].get(key, value) != value for other in others)}
     return found
 
 
-def short(name: str, value) -> str:
-    """Return a setting for a label: 'lr=0.0013', 'tokens=2.5M', 'window=None', 'data=fineweb_edu'."""
+def setting_label(name: str, value) -> str:
+    """Format a setting for a label: 'lr=0.0013', 'tokens=2.5M', 'data=fineweb_edu'."""
     if name == 'model':
         return value
     text = short_number(value) if isinstance(value, (int, float)) else Path(str(value)).name[:32]
@@ -178,37 +192,37 @@ def short(name: str, value) -> str:
 
 
 def short_number(value: float) -> str:
-    """2500000 -> '2.5M', 12345 -> '12345', 0.000177828 -> '0.0001778'."""
+    """Format a number for a label: '2.5M', '12345', '0.0001778'."""
     for unit, letter in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
         if abs(value) >= unit:
             return f'{value / unit:.4g}{letter}'
     return f'{value:.4g}' if isinstance(value, float) else str(value)
 
 
-def group(runs: list[str], besides: Set[str] = frozenset()) -> dict[str, list[str]]:
-    """Return {label: [run folder, one per seed]}; runs that differ in the settings `besides` share a group.
+def group(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, list[str]]:
+    """Group runs that differ only in the seed, or in `ignored` settings: {label: run folders}.
 
-    A label has the model or method, where they differ, then as few differing settings as distinguish the groups.
+    A label names the model or method if they differ, then as few settings as identify the groups.
     """
     groups = {}
-    for run, settings in differences(runs, besides).items():
-        texts = {key: short(key, value) for key, value in settings.items()}
+    for run, settings in differences(runs, ignored).items():
+        texts = {key: setting_label(key, value) for key, value in settings.items()}
         groups.setdefault(repr(settings), (texts, []))[1].append(run)
     configs, folders = zip(*groups.values())
     parts = [()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
-    # what only some have is of their model, and says more than how they were trained
+    # settings that only some groups have come first: they belong to the model, not to training
     for key in ('model', *sorted(keys, key=lambda key: sum(key in config for config in configs))):
         longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
         if len(set(longer)) > len(set(parts)):
             parts = longer
     labels = [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
-    if len(set(labels)) < len(labels):  # values that are alike when they are short
+    if len(set(labels)) < len(labels):  # different values may look the same when shortened
         labels = [f'{label}, {Path(runs_of_label[0]).name}' for label, runs_of_label in zip(labels, folders)]
     return dict(zip(labels, folders))
 
 
-def not_comparable(runs: list[str]) -> str | None:
+def comparison_warning(runs: list[str]) -> str | None:
     """Return a warning if the losses of these runs cannot be compared, else None."""
     data = [read_run(run)['data'] for run in runs]
     for key, what in (('n_ids', 'vocabularies'), ('sha256', 'data')):
@@ -217,10 +231,10 @@ def not_comparable(runs: list[str]) -> str | None:
     return None
 
 
-def of_each(items: Iterable, function: Callable) -> dict:
-    """Return {item: function(item)}, without items for which it raises UserError or OSError; these go to stderr.
+def map_readable(items: Iterable, function: Callable) -> dict:
+    """Return {item: function(item)}, skipping items that raise UserError or OSError.
 
-    Raises the first of the errors if no item is left.
+    Errors are printed to stderr. If every item fails, the first error is raised.
     """
     found, errors = {}, []
     for item in items:
@@ -235,72 +249,71 @@ def of_each(items: Iterable, function: Callable) -> dict:
     return found
 
 
-def curves_of(runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict:
-    """Return {label: curve_of(its runs)} with the labels of `group`. Prints differing settings that no label has.
+def curves_of(runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset()) -> dict:
+    """Return {label: curve_of(runs of that label)}, with runs grouped and labelled by `group`.
 
-    Runs that cannot be drawn are left out and named on stderr. Raises UserError if none is left.
+    Prints differing settings that are not in the labels, and errors of runs that it skips.
     """
-    readable = list(of_each(runs, read_run))
-    groups, settings = group(readable, besides), differences(readable, besides)
-    curves = of_each(groups, lambda label: curve_of(groups[label]))
+    readable = list(map_readable(runs, read_run))
+    groups, settings = group(readable, ignored), differences(readable, ignored)
+    curves = map_readable(groups, lambda label: curve_of(groups[label]))
     for label in curves:
-        texts = [short(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
-        if unsaid := set(texts) - set(label.split(', ')):
-            print(f'{label}: also {", ".join(sorted(unsaid))}')
-    if warning := not_comparable([run for label in curves for run in groups[label]]):
+        texts = [setting_label(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
+        if hidden := set(texts) - set(label.split(', ')):
+            print(f'{label}: also {", ".join(sorted(hidden))}')
+    if warning := comparison_warning([run for label in curves for run in groups[label]]):
         print(warning, file=sys.stderr)
     return curves
 
 
 def finished(runs: list[str]) -> list[str]:
-    """Return the finished ones of runs that differ only in the seed, one per seed."""
+    """Return the finished runs, one per seed, of runs that differ only in the seed."""
     seeds = {}
 
     def check(run):
         final_loss(run)
         seed = settings_of(run).seed
         if seed in seeds:
-            raise UserError(f'{run} differs from {seeds[seed]} in nothing, not even in the seed ({seed})')
+            raise UserError(f'{run} duplicates {seeds[seed]}: all settings are equal, including the seed ({seed})')
         seeds[seed] = run
-    return list(of_each(runs, check))
+    return list(map_readable(runs, check))
 
 
-def ended(runs: list[str]) -> list[str]:
-    """Return the `finished` runs, or all of them if none has a log, such as imported ones."""
+def usable_runs(runs: list[str]) -> list[str]:
+    """Return the `finished` runs, or all runs if none has a training log (imported models)."""
     return finished(runs) if any(map(read_log, runs)) else runs
 
 
 def final_losses(runs: list[str]) -> list[float]:
-    """Return the final loss of each of the `finished` runs."""
+    """Return the final validation losses of the `finished` runs."""
     return [final_loss(run) for run in finished(runs)]
 
 
-def beside(baseline: str, runs: list[str], curve_of: Callable, besides: Set[str] = frozenset()) -> dict[str, dict]:
-    """Return {'131.1M': {label: curve_of(its runs)}}, as `curves_of` at each size, from small to large.
+def curves_by_size(baseline: str, runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset()) -> dict:
+    """Return {size: result of `curves_of`}, sizes ascending, such as {'131.1M': {label: curve}}.
 
-    A size is named after its smallest model. One without the baseline, or with nothing else, is left out and named on
-    stderr.
+    Sizes without the baseline, or with the baseline alone, are skipped with a message.
     """
-    parameters, sizes = of_each(runs, n_parameters), {}
+    parameters, sizes = map_readable(runs, n_parameters), {}
     for run in sorted(parameters, key=parameters.get):
         if not sizes or parameters[run] > SAME_SIZE * max(sizes):
             sizes[parameters[run]] = []
         sizes[max(sizes)].append(run)
 
     def compared(n):
-        curves = curves_of(sizes[n], curve_of, besides)
+        curves = curves_of(sizes[n], curve_of, ignored)
         if baseline not in curves or len(curves) < 2:
             raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected {baseline} '
                             'and others')
         return curves
-    return {short_number(n): curves for n, curves in of_each(sizes, compared).items()}
+    return {short_number(n): curves for n, curves in map_readable(sizes, compared).items()}
 
 
 def curve(runs: list[str], key: str = 'val', what: str = 'validation loss', minus: dict | None = None) -> list[dict]:
-    """Return the points of a logged value at the steps where every run has it, minus that of {seed: another run}.
+    """Return points {'step', 'tokens', 'minutes', 'gpu_hours', 'flops', **spread} of a value.
 
-    A point is {'step', 'tokens', 'minutes', 'gpu_hours', 'flops'} and `spread`. gpu_hours is None unless all runs were
-    on GPUs, flops (of one run) is None if unknown.
+    Only steps that every run logged are included. minus: {seed: run whose value is subtracted}.
+    gpu_hours is None unless all runs used GPUs; flops, of one run, is None if unknown.
     """
     logs = [records_of(run, key, minus) for run in runs]
     versions, flops, points = [read_run(run)['versions'] for run in runs], flops_per_token(runs[0]), []
@@ -317,18 +330,18 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss', minu
 
 
 def records_of(run: str, key: str, minus: dict | None = None) -> dict[int, dict]:
-    """Return {tokens: record} of the log records that have a value, minus the value of {seed: another run}."""
+    """Return {tokens: log record} where `key` was logged; minus: as in `curve`."""
     records = {record['tokens']: record for record in read_log(run) if is_number(record.get(key))}
     if minus:
         if (seed := settings_of(run).seed) not in minus:
-            raise UserError(f'{run} has seed {seed}, which no run has that is subtracted')
+            raise UserError(f'{run} has seed {seed}: --minus has no run with that seed')
         others = records_of(minus[seed], key)
         records = {n: record | {key: record[key] - others[n][key]} for n, record in records.items() if n in others}
     return records
 
 
-def for_good(points: list[dict], holds: Callable) -> dict | None:
-    """Return the first of the points from which holds(point) stays true, or None."""
+def holds_from(points: list[dict], holds: Callable) -> dict | None:
+    """Return the first point from which holds(point) is true to the end, or None."""
     last = list(itertools.takewhile(holds, reversed(points)))
     return last[-1] if last else None
 
@@ -336,11 +349,12 @@ def for_good(points: list[dict], holds: Callable) -> dict | None:
 # ---- statistics over seeds ----
 
 def spread(values: Sequence[float]) -> dict:
+    """Return the mean, lowest and highest of one value per seed, and the number of seeds."""
     return {'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values), 'seeds': len(values)}
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95% interval of the mean (Student's t); (None, None) where the values do not vary."""
+    """Return the 95% interval of the mean by Student's t, (None, None) if all are equal."""
     if len(set(values)) < 2:
         return None, None
     from scipy import stats
@@ -348,15 +362,15 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return mean(a) - mean(b) and its 95% interval (Student's t), paired by seed or, if b is one number, to it."""
+    """Return mean(a) - mean(b) and its 95% interval, paired by seed unless b is one number."""
     gaps = [x - y for x, y in zip(a, b * len(a) if len(b) == 1 else b, strict=True)]
     return statistics.mean(gaps), *interval(gaps)
 
 
 def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:
-    """One-sided test against the alternative that mean(a) < mean(b) + lead: {'gap', 't', 'degrees', 'p'}.
+    """Test the alternative mean(a) < mean(b) + lead. Returns {'gap', 't', 'degrees', 'p'}.
 
-    Welch's test; the one-sample test if one side is a single number, which is then fixed.
+    Welch's t-test; if one side is a single number, a one-sample t-test against it.
     """
     from scipy import stats
     gap, shifted = statistics.mean(a) - statistics.mean(b), [x - lead for x in a]
@@ -370,20 +384,20 @@ def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dic
 
 
 def equivalence_test(a: Sequence[float], b: Sequence[float], margin: float) -> dict[str, float]:
-    """TOST of whether the means differ by less than the margin: the `lower_test` of the two sides with the larger p."""
+    """Test equality within a margin (TOST). Returns the one-sided test with the larger p."""
     worse = max(lower_test(a, b, margin), lower_test(b, a, margin), key=lambda side: side['p'])
     return worse | {'gap': statistics.mean(a) - statistics.mean(b)}
 
 
-def between(low: float | None, high: float | None, sign: str = '') -> str:
-    """Return an interval as text, empty if there is none. sign: '+' for a difference."""
+def interval_text(low: float | None, high: float | None, sign: str = '') -> str:
+    """Format an interval, '' if it is None. sign: '+' for differences."""
     return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
 
 
 # ---- files and plots ----
 
 def output_path(out: str | None, runs: list[str], name: str) -> Path:
-    """Return where to write figures, without extension: `out`, or `name` beside the first run. Creates folders."""
+    """Return `out`, or `name` beside the first run, without extension. Creates the folder."""
     if out is None:
         path = Path(os.path.abspath(runs[0])).parent / name
     else:
@@ -393,55 +407,55 @@ def output_path(out: str | None, runs: list[str], name: str) -> Path:
 
 
 def read_csv(path) -> list[dict[str, str]]:
+    """Read the rows of a CSV file as dicts of strings."""
     with open(path, newline='') as file:
         return list(csv.DictReader(file))
 
 
 def write_csv(path, rows: list[dict]) -> None:
-    """Write rows, dicts with the same keys."""
+    """Write rows (dicts with the same keys) as a CSV file with a header."""
     with open(path, 'w', newline='', errors='replace') as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
 
 
-def new_figure(*args, **kwargs) -> tuple:
-    """matplotlib's (figure, axes) of subplots(*args, **kwargs), drawn without a display."""
+def new_figure(title: str, *args, **kwargs) -> tuple:
+    """Return (figure, axes) of plt.subplots(*args, **kwargs) in our style. Needs no display."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    plt.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'legend.frameon': False})
-    return plt.subplots(*args, layout='constrained', **kwargs)
+    plt.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'axes.titlesize': 'medium', 'legend.frameon': False,
+                         'legend.title_fontsize': 'small'})
+    figure, axes = plt.subplots(*args, layout='constrained', **kwargs)
+    figure.suptitle(title)
+    return figure, axes
 
 
-def panels(n: int, columns: int, size: tuple[float, float], **kwargs) -> tuple:
-    """Return (figure, n axes of this size in inches), at most `columns` of them side by side."""
-    columns = min(columns, n)
+def panels(title: str, n: int, columns: int, size: tuple[float, float], **kwargs) -> tuple:
+    """Return (figure, n axes of this size in inches), with at most `columns` axes per row."""
+    columns, (width, height) = min(columns, n), size
     rows = -(-n // columns)
-    figure, axes = new_figure(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False, **kwargs)
+    figure, axes = new_figure(title, rows, columns, figsize=(width * columns, height * rows), squeeze=False, **kwargs)
     for unused in axes.flat[n:]:
         unused.set_axis_off()
     return figure, axes.flat[:n]
 
 
-def line_styles(n: int) -> list[dict]:
-    """Return n colours and line styles, all different up to 40."""
-    return [{'color': f'C{i % 10}', 'linestyle': ('-', '--', ':', '-.')[i // 10 % 4]} for i in range(n)]
-
-
 def by_label(rows: list[dict]) -> dict[str, list[dict]]:
-    """Return {label: its rows}."""
+    """Group rows by their label: {label: rows}."""
     labels = dict.fromkeys(row['label'] for row in rows)
     return {label: [row for row in rows if row['label'] == label] for label in labels}
 
 
-def styled(lines: dict) -> Iterable[tuple]:
-    """Return (label, line, its style) of {label: line}."""
-    return zip(lines, lines.values(), line_styles(len(lines)))
+def styled(lines: dict) -> list[tuple]:
+    """Return (label, line, {'color', 'linestyle'}) of {label: line}, with 40 distinct styles."""
+    return [(label, line, {'color': f'C{i % 10}', 'linestyle': ('-', '--', ':', '-.')[i // 10 % 4]})
+            for i, (label, line) in enumerate(lines.items())]
 
 
 def draw_band(axes, x: list, points: list[dict], **style):
-    """Draw a line of the points' means over x in a band from the lowest to the highest seed. Return the line."""
+    """Draw the means of points over x in a band from lowest to highest seed. Return the line."""
     marker = 'o' if len(points) <= 40 else None
     line, = axes.plot(x, [p['mean'] for p in points], marker=marker, markersize=3, **style)
     axes.fill_between(x, [p['lowest'] for p in points], [p['highest'] for p in points], alpha=0.2,
@@ -450,7 +464,7 @@ def draw_band(axes, x: list, points: list[dict], **style):
 
 
 def number_log_axis(axis, lowest: float, highest: float) -> None:
-    """Label a log axis from lowest to highest. matplotlib labels powers of ten only, and there may be none."""
+    """Add tick labels to a log axis. By default only powers of ten have labels."""
     from matplotlib import ticker
     axis.set_major_locator(ticker.MaxNLocator(6) if highest < 10 * lowest else ticker.LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f'{x:g}'))
@@ -465,7 +479,7 @@ def save_figure(figure, path) -> None:
 
 
 def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], figure) -> None:
-    """Write rows to NAME.csv and the figure to NAME.png, see `output_path`; print where."""
+    """Write rows to NAME.csv and the figure to NAME.png at `output_path`, and print the paths."""
     path = output_path(out, runs, name)
     write_csv(f'{path}.csv', rows)
     save_figure(figure, f'{path}.png')
@@ -473,12 +487,12 @@ def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], 
 
 
 def is_number(value) -> bool:
-    """Return whether a logged value can be drawn."""
+    """Return True for a finite number."""
     return isinstance(value, (int, float)) and isfinite(value)
 
 
 def smoothed(values, length: int):
-    """Return the trend of values (n,): a Savitzky-Golay filter of order 2 over `length` points, or all if fewer."""
+    """Smooth values (n,) by a Savitzky-Golay filter of order 2 over `length` points, at most n."""
     from scipy.signal import savgol_filter
     length = min(length, len(values))
     return savgol_filter(values, length, 2) if length > 2 else values

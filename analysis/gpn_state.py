@@ -1,15 +1,16 @@
-"""Analysis of the state and memory of a trained GPN (GPN paper, section 7), and ablations that the paper left open.
+"""State and memory of a trained GPN (GPN paper, section 7), and ablations beyond the paper.
 
     python -m analysis.gpn_state RUN --out=NAME
 
-Writes NAME.csv (all numbers: part, name, x, value) and NAME.png, and prints a summary: the geometry of the predicted
-states, the tokens that their mean direction decodes to, how long state and memory heads remember; then validation
-perplexity and the length of the states, with the mean direction removed from the decoded or from the carried state, and
-with the slow or the fast memory heads emptied. For a run on data/recall.py it also gives accuracy and nll by distance
-with each of these removed, which shows over how many tokens a pool of heads is needed.
+Prints a summary and writes all numbers to NAME.csv (part, name, x, value) and plots to NAME.png:
+the geometry of predicted states, the tokens that their mean decodes to, and how long the state and
+memory heads remember. The ablations measure validation perplexity and state norms with the mean
+direction removed from the decoded or the recurrent state, and with the slow or fast memory heads
+emptied; for runs on data/recall.py, also accuracy and nll by distance.
 
-A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's half-life). The heads are
-split at the largest gap between their lifetimes. The paper carries states over the ends of documents: so must the run.
+A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's
+half-life). Heads are split into slow and fast at the largest gap between lifetimes. As in the
+paper, states must be carried across document boundaries (--documents=False).
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,26 +23,23 @@ from analysis import figures
 from common.files import UserError
 from data.tokenizers import load_tokenizer
 
-STATES = 16_384  # the 16k of the paper's section 7.1, as 8 batches of 2,048
+STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: gpn_state beside the run
-    data: str | None = None  # data folder or task; None: the run's
-    batches: int = 8  # batches of validation windows, over which the mean direction is compared
-    batch_size: int | None = None  # windows a batch; None: as many as make the paper's 16k states in all
-    block_size: int | None = None  # tokens of a window; None: the run's
-    unigram_tokens: int = 10_000_000  # training tokens that the unigram is counted on
-    device: str = 'auto'  # auto (cuda where there is one), cuda or cpu
+class Settings(figures.ModelSettings):
+    batches: int = 8  # batches of validation windows, between which the mean direction is compared
+    batch_size: int | None = None  # windows per batch; None: 16k states in total, as in the paper
+    block_size: int | None = None  # tokens per window; None: the run's
+    unigram_tokens: int = 10_000_000  # training tokens to count the unigram distribution on
 
 
 @torch.no_grad()
-def walk(model, idx, without=None, carried=False, heads_off=()):
-    """Run windows idx (B, T) -> predicted states (B, T, C) and log decays of the memory (B, T, H), H = 0 without one.
+def unroll(model, idx, without=None, carried=False, heads_off=()):
+    """Run windows idx (B, T). Returns predicted states (B, T, C) and log decays (B, T, n_head).
 
-    without (C,): a direction to remove from the decoded states, with `carried` also from the carried ones; heads_off:
-    memory heads to keep empty.
+    without (C,): direction to remove from the decoded states, and with `carried` also from the
+    recurrent state; heads_off: memory heads to keep empty.
     """
     B, T = idx.shape
     u, states, decays = model.ground_input(idx), [], []
@@ -59,10 +57,10 @@ def walk(model, idx, without=None, carried=False, heads_off=()):
 
 
 def geometry(x):
-    """Return the geometry of states x (N, C), section 7.1: {name: number}, sorted deviations (C,), cumulative
-    variance (C,), and the correlations of all pairs of dimensions (C (C - 1),).
+    """Return the geometry of states x (N, C), section 7.1.
 
-    The mean is compared with the first principal component of the raw states and of the centred states.
+    Returns {name: number}, sorted standard deviations (C,), cumulative variance of the principal
+    components (C,), and correlations of all pairs of dimensions (C (C - 1),).
     """
     x = x.double()
     mean, norms = x.mean(0), x.norm(dim=-1)
@@ -95,19 +93,19 @@ def geometry(x):
 
 
 def cosines(states, lags):
-    """Return mean cosines of states (B, T, C) with those k later, (lags,): raw, and minus the mean of the window."""
+    """Return mean cosines (lags,) of states (B, T, C) k apart: raw, and minus the window's mean."""
     return [torch.stack([F.cosine_similarity(x[:, :-k], x[:, k:], dim=-1).mean() for k in lags])
             for x in (states, states - states.mean(1, keepdim=True))]
 
 
 def retention(log_decay, lags):
-    """Return the share of a write left k steps later, the mean product of decays (B, T, H): (H, lags)."""
+    """Return the fraction of a write left after k steps, (H, lags). log_decay: (B, T, H)."""
     total = log_decay.double().cumsum(1)
     return torch.stack([(total[:, k:] - total[:, :-k]).exp().mean((0, 1)) for k in lags], 1)
 
 
 def lifetime(curve, lags):
-    """Return the lag at which retention falls to 1/e, exponentially between two lags; infinity if it does not."""
+    """Return the lag at which retention falls to 1/e, interpolated exponentially, or infinity."""
     logs = curve.clamp(min=1e-300).log().tolist()
     below = [i for i, left in enumerate(logs) if left <= -1]
     if not below:
@@ -118,7 +116,7 @@ def lifetime(curve, lags):
 
 
 def pools(lives):
-    """Return (fast heads, slow heads), split at the largest ratio of a lifetime to the next shorter one.
+    """Split heads into (fast, slow) at the largest ratio between neighbouring lifetimes.
 
     If all lifetimes are equal, all heads are slow.
     """
@@ -128,12 +126,14 @@ def pools(lives):
 
 
 @torch.no_grad()
-def judge(model, batches, **edits):
-    """Return the nats of each target (N,), whether it is the likeliest token (N,), and the mean length of a state, over
-    batches [(idx, targets)]; targets of -1 are left out. edits: arguments of `walk`."""
+def evaluate(model, batches, **edits):
+    """Return the nats of each target (N,), 1 where it is the argmax (N,), and the mean state norm.
+
+    batches: [(idx, targets)], where targets of -1 are ignored; edits: arguments of `unroll`.
+    """
     nats, is_right, lengths = [], [], []
     for idx, targets in batches:
-        states = walk(model, idx, **edits)[0]
+        states = unroll(model, idx, **edits)[0]
         logits, wanted = model._logits(model.head_input(states[targets >= 0])), targets[targets >= 0]
         nats.append(F.cross_entropy(logits, wanted, reduction='none').double())
         is_right.append(logits[:, :model.config.n_ids].argmax(-1) == wanted)
@@ -142,7 +142,7 @@ def judge(model, batches, **edits):
 
 
 def geometry_rows(states):
-    """Return rows of the geometry of all states (B, T, C)."""
+    """Return CSV rows of the `geometry` of states (B, T, C)."""
     numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
     rows = [('geometry', name, '', v) for name, v in numbers.items()]
     rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
@@ -153,13 +153,13 @@ def geometry_rows(states):
 
 
 def direction_rows(model, means, unigram, show):
-    """Return rows of the mean direction of states. means: of each batch (N, C); unigram and show as in `measure`."""
+    """Return CSV rows on the mean state. means (N, C): one per batch; others as in `measure`."""
     from scipy.stats import spearmanr
     n_ids, mean = model.config.n_ids, means.mean(0)
 
     def top_tokens(logits):
         return [show(i) for i in logits[:n_ids].topk(min(10, n_ids)).indices.tolist()]
-    decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared with it
+    decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared to it
     logits, embedding = model.head(decoded), model.embed.weight[:n_ids].mean(0)
     tokens = top_tokens(logits)
     directions = F.normalize(means, dim=-1)
@@ -181,16 +181,16 @@ def direction_rows(model, means, unigram, show):
 
 @torch.no_grad()
 def measure(model, batches, unigram, show, asked_distance=None):
-    """Return all measures as rows (part, name, x, value).
+    """Return all measurements as rows (part, name, x, value).
 
-    unigram (V,): counts of training tokens; show(id): a token as text; asked_distance (if the data has one): idx (B, T)
-    -> how far back each target's answer was read (B, T).
+    unigram (V,): counts of training tokens; show(id): text of a token; asked_distance (recall
+    only): maps idx (B, T) to the distance of each target's answer (B, T).
     """
-    walked = [walk(model, idx) for idx, _ in batches]
-    states, log_decay = (torch.cat(x) for x in zip(*walked))
+    unrolled = [unroll(model, idx) for idx, _ in batches]
+    states, log_decay = (torch.cat(x) for x in zip(*unrolled))
     mean = states.mean((0, 1))
     rows = geometry_rows(states)
-    rows += direction_rows(model, torch.stack([s.mean((0, 1)) for s, _ in walked]), unigram, show)
+    rows += direction_rows(model, torch.stack([s.mean((0, 1)) for s, _ in unrolled]), unigram, show)
     T = states.shape[1]
     running = states.cumsum(1) / torch.arange(1, T + 1, device=states.device).unsqueeze(-1)
     near = F.cosine_similarity(running, mean, dim=-1).mean(0)
@@ -201,8 +201,8 @@ def measure(model, batches, unigram, show, asked_distance=None):
         rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
 
     direction = F.normalize(mean, dim=0)
-    tests = {'as it is': {}, 'mean direction out of the decoded state': dict(without=direction),
-             'mean direction out of the carried state': dict(without=direction, carried=True)}
+    tests = {'unchanged': {}, 'no mean direction in the decoded state': dict(without=direction),
+             'no mean direction in the recurrent state': dict(without=direction, carried=True)}
     if log_decay.shape[-1]:
         curves = retention(log_decay, lags)
         lives = [lifetime(curve, lags) for curve in curves]
@@ -216,12 +216,12 @@ def measure(model, batches, unigram, show, asked_distance=None):
 
 
 def ablation_rows(model, batches, tests, asked_distance):
-    """Return rows of perplexity and the states' length for each of tests {name: edits of `walk`}, and by distance."""
+    """Return CSV rows of perplexity and state norms of tests {name: arguments of `unroll`}."""
     rows = []
     if asked_distance is not None:
         distances = torch.cat([asked_distance(idx)[targets >= 0] for idx, targets in batches])
     for name, edits in tests.items():
-        nats, is_right, length = judge(model, batches, **edits)
+        nats, is_right, length = evaluate(model, batches, **edits)
         rows += [('perplexity', name, '', float(nats.mean().exp())), ('magnitude', name, '', length)]
         if asked_distance is not None:
             for part, values in (('accuracy', is_right), ('nll', nats)):
@@ -229,35 +229,35 @@ def ablation_rows(model, batches, tests, asked_distance):
     return rows
 
 
-PANELS = {  # part of the rows: (label of x, label of y, scale of x)
-    'deviation': ('dimension, sorted', 'standard deviation', 'linear'),
-    'correlation': ('correlation of two dimensions', 'share of pairs', 'linear'),
-    'variance': ('principal components', 'share of the variance', 'linear'),
-    'running mean': ('tokens', 'cosine with the mean of all', 'log'),
-    'cosine': ('lag k in tokens', 'cosine of states k apart', 'log'),
-    'retention': ('lag k in tokens', 'share that is left in a memory head', 'log'),
-    'perplexity': ('validation perplexity', '', 'log'),
-    'accuracy': ('tokens from pair to query', 'accuracy', 'log'),
-    'nll': ('tokens from pair to query', 'nats', 'log')}
+PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
+    'deviation': ('States: spread of each dimension', 'dimension, sorted', 'standard deviation', 'linear'),
+    'correlation': ('States: pairs of dimensions', 'correlation', 'fraction of pairs', 'linear'),
+    'variance': ('States: principal components', 'number of components', 'fraction of the variance', 'linear'),
+    'running mean': ('States: mean over a window', 'tokens averaged', 'cosine with the mean of all', 'log'),
+    'cosine': ('States: similarity over time', 'lag k, tokens', 'cosine of states k apart', 'log'),
+    'retention': ('Memory: what is left of a write', 'lag k, tokens', 'fraction left', 'log'),
+    'perplexity': ('Ablations: loss', 'validation perplexity', '', 'log'),
+    'accuracy': ('Ablations: recall', 'distance from pair to query, tokens', 'accuracy', 'log'),
+    'nll': ('Ablations: recall', 'distance from pair to query, tokens', 'loss, nats', 'log')}
 
 
 def plot(rows):
-    """Draw one panel per part that PANELS has."""
+    """Draw one panel for each part of PANELS that rows have."""
     curves = {}  # {part: {name: [(x, value)]}}
     for part, name, x, value in rows:
         curves.setdefault(part, {}).setdefault(name, []).append((x, value))
     parts = [part for part in PANELS if part in curves]
-    figure, axes = figures.panels(len(parts), 4, (5, 4))
+    figure, axes = figures.panels('State and memory of a GPN', len(parts), 4, (5, 4))
     for ax, part in zip(axes, parts):
-        x_label, y_label, scale = PANELS[part]
+        title, x_label, y_label, scale = PANELS[part]
         if part == 'perplexity':
             ax.barh(list(curves[part]), [value for [(_, value)] in curves[part].values()])
         else:
             for name, points in curves[part].items():
                 ax.plot(*zip(*points), label=name, marker='o' if scale == 'log' else '', markersize=3)
-        if part in ('cosine', 'retention', 'accuracy'):
+        if part in ('cosine', 'retention', 'accuracy', 'nll'):
             ax.legend(fontsize='x-small')
-        ax.set(xlabel=x_label, ylabel=y_label, xscale=scale)
+        ax.set(xlabel=x_label, ylabel=y_label, xscale=scale, title=title)
         if scale == 'log':
             figures.number_log_axis(ax.xaxis, *ax.get_xlim())
     return figure
@@ -267,36 +267,40 @@ def print_summary(rows):
     shown = {}
     for part, name, x, value in rows:
         text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
-        if part not in ('deviation', 'variance', 'correlation', 'retention'):  # long ones
+        if part not in ('deviation', 'variance', 'correlation', 'retention'):  # too long to print
             shown.setdefault(f'{part}, {name}', []).append(text)
     for name, values in shown.items():
         print(f'{name}: {"  ".join(values)}')
 
 
+def analyse(run: str, s: Settings):
+    """Return the rows of `measure` for a run."""
+    model, record, data = figures.load_model_and_data(run, s)
+    if record['model'].partition('.')[0] != 'gpn':  # edits such as gpn.NoDecay are accepted
+        raise UserError(f'{run} is a run of model_{record["model"]}: expected one of model_gpn')
+    if model.config.eos_id is not None:
+        raise UserError(f'{run} starts each document with an empty state: expected a run with --documents=False')
+    device = model.fuse.weight.device
+    T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
+    n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
+    wanted = s.batches * batch_size
+    if n_windows < wanted:
+        raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
+                        f'batches of {batch_size}: lower batches, batch_size or block_size')
+    batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
+               for i in range(0, wanted, batch_size)]
+    counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
+    unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
+    tokenizer = load_tokenizer(record['data']['tokenizer'])
+    asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
+    return measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'), asked_distance)
+
+
 def main(argv=None):
     with figures.runs_to_read('gpn_state RUN --out=NAME', Settings, argv) as (s, (run, *others)):
         if others:
-            raise UserError(f'one run is expected, got {1 + len(others)}')
-        model, record, data = figures.load_model_and_data(run, s)
-        if record['model'].partition('.')[0] != 'gpn':  # or an edit of it, such as gpn.NoDecay
-            raise UserError(f'{run} is a run of model_{record["model"]}: expected one of model_gpn')
-        if model.config.eos_id is not None:
-            raise UserError(f'{run} starts each document with an empty state: expected a run with --documents=False')
-        device = model.fuse.weight.device
-        T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # of a task its rows
-        n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
-        wanted = s.batches * batch_size
-        if n_windows < wanted:
-            raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, expected {s.batches} '
-                            f'batches of {batch_size}: lower batches, batch_size or block_size')
-        batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
-                   for i in range(0, wanted, batch_size)]
-        counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
-        unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
-        tokenizer = load_tokenizer(record['data']['tokenizer'])
-        asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
-        rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'),
-                       asked_distance)
+            raise UserError(f'expected one run, got {1 + len(others)}')
+        rows = analyse(run, s)
         print_summary(rows)
         table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
         figures.write_figure(s.out, [run], 'gpn_state', table, plot(rows))

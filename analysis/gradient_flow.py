@@ -1,19 +1,19 @@
-"""Where the gradient of later losses lands (SPS paper, figure 5a and eq. 6).
+"""Gradient of later losses at a position (SPS paper, figure 5a and eq. 6).
 
     python -m analysis.gradient_flow RUN RUN ... --out=NAME
 
-The loss at step i + k reaches position p of step i only through what later positions read of it. In units of the
-gradient that p gets from its own step's loss,
+The loss at step i + k depends on position p of step i only through what later positions read of it.
+Relative to the gradient that p receives from the loss of its own step,
 
     r(p, k) = ||gradient of the loss at i + k|| / ||gradient of the loss at i||,
 
-both with respect to p's own copy of the parameters: those of the blocks, and its input embedding, without the head and
-the final norm. Two streams have two positions at a step, x_i and rho_i, and a copy for each. r is averaged over 8 steps
-of each of 1,000 validation documents, drawn at random and read from their start.
+both with respect to p's own copy of the parameters: the blocks and its input embedding, without
+head and final norm. Two-stream models have two positions per step, x_i and rho_i, each with a copy.
+r is averaged over 8 steps of each of 1,000 random validation documents, read from their start.
 
-Writes NAME.png (the ratio over k, raw and smoothed) and NAME.csv. No copies are made: where a linear layer has input
-a at a position and gradient g at its output, the gradient of that position's weights is g a^T, whose norm is
-||g|| ||a||. The losses of 1,000 documents are some 850,000 forwards and backwards over 540 tokens on average.
+Writes NAME.png (r over k, raw and smoothed) and NAME.csv. No copies are made: for a linear layer
+with input a and output gradient g at a position, the gradient of that position's weights is g a^T,
+with norm ||g|| ||a||. 1,000 documents take about 850,000 passes over 540 tokens on average.
 """
 import random
 from contextlib import ExitStack, contextmanager
@@ -29,67 +29,61 @@ from common.files import UserError
 from common.machine import make_progress
 
 STREAMS = 'x', 'rho'
-TREND = 21  # offsets that the smoothed line is fitted over (the paper's script)
-IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data', 'seed'  # settings beside each ratio
+TREND = 21  # smoothing window in offsets (the paper's script)
+IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data', 'seed'  # settings that are written to the CSV
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: gradient_flow beside the runs
-    data: str | None = None  # data folder; None: the runs' own
-    n_documents: int = 1000  # validation documents that are long enough
-    seed: int = 0  # of the documents and positions that are drawn
-    positions: int = 8  # steps i of each document, drawn at random, from block_size / 16 on
-    block_size: int = 1024  # tokens that are read of a document; of runs with shorter windows, theirs
+class Settings(figures.ModelSettings):
+    n_documents: int = 1000  # number of validation documents
+    seed: int = 0  # random seed for documents and positions
+    positions: int = 8  # random steps i per document, from block_size / 16 on
+    block_size: int = 1024  # tokens read of each document, at most the runs' training windows
     max_k: int | None = None  # largest k; None: half of block_size
-    batch_size: int = 8  # losses of one backward
-    dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
-    device: str = 'auto'  # auto, cuda, cpu or mps
+    batch_size: int = 8  # losses per backward pass
+    dtype: str = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
 
 # ---- the gradient of a position's own parameters ----
 
 def linear_square(layer, a, g):
-    """Return ||gradient||^2 (...) of a linear layer's weight and bias: inputs a (..., n_in), output gradients g."""
+    """Return ||gradient||^2 (...) of a linear layer: inputs a (..., n_in), output gradients g."""
     return (a.square().sum(-1) + (layer.bias is not None)) * g.square().sum(-1)
 
 
 def norm_square(norm, a, g):
-    """Return the same for an RMSNorm: inputs and output gradients (B, S, P, ..., C) -> (B, S, P).
-
-    The axes between are heads, which share a position's copy of the weights.
-    """
+    """Return ||gradient||^2 of an RMSNorm: a, g (B, S, P, ..., C) -> (B, S, P)."""
     g = g * F.rms_norm(a, norm.normalized_shape, eps=norm.eps)
-    return g.unsqueeze(-2).flatten(3, -2).sum(3).square().sum(-1)
+    return g.unsqueeze(-2).flatten(3, -2).sum(3).square().sum(-1)  # heads share the weights
 
 
 SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square}
 
 
 def layers_of(model, run) -> dict:
-    """Return {layer: its function of SQUARES} for the layers of the blocks.
+    """Return {layer: function from SQUARES} for the layers of the blocks.
 
-    Raises UserError for a model without blocks, with a layer of another kind, or that runs its blocks several times.
+    Raises UserError for a model without blocks, with other layer types, or with repeated blocks.
     """
     layers = {layer: SQUARES.get(type(layer)) for layer in getattr(model, 'blocks', nn.ModuleList()).modules()
               if [*layer.parameters(recurse=False)]}
     if not layers or None in layers.values() or getattr(model.config, 'K', 1) > 1:
-        raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps or nextlat, with linear '
-                        'layers and RMSNorm only')
+        raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps or nextlat, whose '
+                        'blocks have only linear layers and RMSNorm')
     return layers
 
 
 @contextmanager
 def recorded_uses(model, layers, T, positions):
-    """Context manager: yields {layer: (input, output gradient)}, filled by a forward of T positions and its backward.
+    """Context manager: yield {layer: (input, output gradient)}, filled by forward and backward.
 
-    Both are (B, S, P, ...): S is 2 for model_sps where both streams are active, else 1. The token embedding is under
-    'x', that of <predict> under 'rho'; they have no input.
+    Both are (B, S, P, ...), with S = 2 where both streams of model_sps are active, else 1. The
+    token embedding has the key 'x' and <predict>'s the key 'rho', both with input None.
     """
     uses = {}
 
     def at_positions(x):
-        x = x.detach().unflatten(1, (-1, T))  # two streams follow each other
+        x = x.detach().unflatten(1, (-1, T))  # two streams are concatenated along time
         return x.index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
 
     def watch(y, key, a=None):
@@ -107,16 +101,16 @@ def recorded_uses(model, layers, T, positions):
 
 
 def squared_norms(model, layers, uses):
-    """Return ||gradient||^2 with respect to the copies of the parameters, (B, S, P), from `recorded_uses`.
+    """Return ||gradient||^2 (B, S, P) of each position's copy of the parameters.
 
-    A token's embedding belongs to x, even where rho reads it; <predict> belongs to rho.
+    The token embedding counts for x, even where rho reads it; <predict> counts for rho.
     """
     total = uses['x'][1].square().sum(-1)
     if 'rho' in uses:
         total = torch.cat([total, uses['rho'][1][:, 1:].square().sum(-1)], 1)
     for layer, square in layers.items():
         part = square(layer, *uses[layer])
-        # One stream of two: x below rho's first layer, and in the last layer the output stream.
+        # layers with one stream: x below rho's first layer, the output stream in the last layer
         ends_in_rho = total.shape[1] == 2 and model.output == (1,)
         first = total.shape[1] - part.shape[1] if ends_in_rho and layer in {*model.blocks[-1].modules()} else 0
         total[:, first:first + part.shape[1]] += part
@@ -124,10 +118,9 @@ def squared_norms(model, layers, uses):
 
 
 def gradient_norms(model, ids, positions, steps, run='the model'):
-    """Return norms (J, S, P) of the gradients of the losses at ascending `steps` (J,) with respect to the copies at
-    `positions` (P,).
+    """Return gradient norms (J, S, P) of the losses at ascending `steps` (J,) at `positions` (P,).
 
-    ids (n,) int64: a document. Every loss has a row of the batch, so one backward computes them all.
+    ids (n,) int64: a document. Each loss has a row of the batch, so one backward pass computes all.
     """
     layers = layers_of(model, run)
     weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
@@ -139,9 +132,9 @@ def gradient_norms(model, ids, positions, steps, run='the model'):
 
 
 def ratios(model, ids, positions, max_k, batch_size, run='the model'):
-    """Return r(p, k) of one document. ids (n,), positions (P,) ascending -> (P, S, max_k + 1) float64, k from 0.
+    """Return r(p, k), k = 0 to max_k, (P, S, max_k + 1), of ids (n,) and ascending positions (P,).
 
-    inf or nan where the loss at p's own step does not reach p, such as rho of Reverse SPS.
+    inf or nan where the loss does not depend on p at its own step, such as rho of Reverse SPS.
     """
     steps = torch.unique(positions[:, None] + torch.arange(max_k + 1, device=ids.device))
     norms = None
@@ -159,28 +152,28 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
 # ---- over documents and runs ----
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
-    """Return the settings with their lengths filled in, shorter for runs of short windows."""
-    block = figures.fitting_block(runs, s.block_size)
+    """Return the settings with block_size and max_k fitted to the runs' training windows."""
+    block = figures.limited_block_size(runs, s.block_size)
     filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
-    print(f'k goes to {filled.max_k}, positions from {block // 16}')
+    print(f'k up to {filled.max_k}, positions from {block // 16} on')
     if block < shortest_document(filled) - 1:
-        raise UserError(f'block_size is {block}: expected room for {s.positions} positions from '
-                        f'{block // 16} on and max_k = {filled.max_k} after them. Lower max_k or positions')
+        raise UserError(f'block_size is {block}, too short for {s.positions} positions from {block // 16} on '
+                        f'and max_k = {filled.max_k} after them. Lower max_k or positions')
     return filled
 
 
 def shortest_document(s: Settings) -> int:
-    """Return the least tokens of a document, eos counted, with enough positions: 585 with the paper's settings."""
+    """Return the minimum document length, including eos: 585 with the paper's settings."""
     return s.block_size // 16 + s.positions + s.max_k + 1
 
 
 def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
-    """Return ascending steps of a document of n_tokens tokens whose losses up to max_k later are all in it."""
+    """Draw ascending steps from a document of n_tokens, leaving room for losses max_k later."""
     return sorted(rng.sample(range(s.block_size // 16, n_tokens - s.max_k - 1), s.positions))
 
 
 def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the model'):
-    """Return the mean of r(p, k) over documents (ids, (n,) each) and positions: (S, max_k + 1) float64."""
+    """Return r(p, k) averaged over documents (ids (n,)) and positions: (S, max_k + 1) float64."""
     device, rng, total = model.embed.weight.device, random.Random(s.seed), 0
     model.requires_grad_(False)
     for done, document in enumerate(documents, 1):
@@ -193,20 +186,20 @@ def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the 
 
 
 def measure(run: str, s: Settings):
-    """Return (mean r(p, k) (S, max_k + 1), number of documents) of a run."""
+    """Return a run's mean r(p, k), (S, max_k + 1), and the number of documents."""
     model, _, data = figures.load_model_and_data(run, s)
     documents = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, s.seed)
     return mean_ratios(model, documents, s, make_progress(), run), len(documents)
 
 
 def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
-    """Return rows of the CSV: means over what `measure` returned for each of a label's runs, and the settings."""
+    """Return CSV rows: means of the `measure` results of a label's runs, and the settings."""
     means = sum(mean for mean, _ in measured) / len(measured)
     used = {name: asdict(s)[name] for name in IN_CSV}
     rows = []
     for stream, mean in zip(STREAMS, means[:, 1:].tolist()):
         if not mean[0] < inf:
-            print(f'{label}: the loss of a step does not reach its own {stream}, so there is no ratio for it')
+            print(f'{label}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
             continue
         trend = log_trend(mean)
         rows += [{'label': label, 'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend[k - 1],
@@ -215,14 +208,14 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
 
 
 def log_trend(ratios: list[float]) -> list:
-    """Return the trend of the logarithms up to where a ratio is 0 (no path leads so far back); '' from there on."""
+    """Smooth the logarithms up to the first ratio of 0 (no path that far back); then ''."""
     end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
     trend = figures.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
     return [10 ** y for y in trend] + [''] * (len(ratios) - end)
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure(figsize=(7, 4.5))
+    figure, axes = figures.new_figure('Gradient of later losses at a position', figsize=(8.5, 4.5))
     for label, own, style in figures.styled(figures.by_label(rows)):
         for stream, line in zip(STREAMS, ('-', ':')):
             points = [row for row in own if row['stream'] == stream and row['smoothed'] != '']
@@ -230,17 +223,17 @@ def plot(rows: list[dict]):
                 k, style = [row['k'] for row in points], style | {'linestyle': line}
                 axes.plot(k, [row['ratio'] for row in points], alpha=0.3, linewidth=0.8, **style)
                 axes.plot(k, [row['smoothed'] for row in points], linewidth=2, label=f'{label}, {stream}', **style)
-    axes.set(xlabel='k, steps from a position to the loss', yscale='log',
-             ylabel="gradient, relative to that of the position's own loss")
+    axes.set(xlabel='distance k from the position to the loss, tokens', yscale='log',
+             ylabel='gradient norm / gradient norm at k = 0')
     figures.number_log_axis(axes.yaxis, *axes.get_ylim())
-    figure.legend(loc='outside right upper')
+    figure.legend(loc='outside right center', title='Thick: smoothed\nx: input stream\nrho: prediction stream')
     return figure
 
 
 def main(argv=None):
     with figures.runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         s = fitted(s, runs)
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
         for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):

@@ -1,13 +1,12 @@
-"""Validation loss against training tokens, time and FLOPs, runs that differ only in the seed averaged.
+"""Validation loss over training tokens, time and FLOPs, averaged over seeds.
 
     python -m analysis.loss_curves RUN RUN ... --out=NAME
     python -m analysis.loss_curves RUN RUN ... --minus=standard --out=NAME      differences by seed
 
-Writes NAME.png (a line per configuration, a band from the lowest to the highest seed) and NAME.csv, and prints where
-each line stays below the first one, as in figure 2 of the SPS paper. Time comes from the runs' logs, so compare runs
-of one machine; if all runs were on GPUs it is GPU-hours, wall time times the GPUs at the start of the run. FLOPs are
-the model's `flops_per_token`. Runs that cannot be drawn are left out and named. The y axis leaves out the steep first
-quarter of each line.
+Writes NAME.png (a line per configuration) and NAME.csv, and prints from where on each line stays
+below the first (figure 2 of the SPS paper). Times are from the runs' logs, so compare runs on one
+machine; if all runs used GPUs, they are GPU-hours (wall time times GPUs at the start of the run).
+FLOPs are from `flops_per_token`. The y axis is cut to hide the steep first quarter of each curve.
 """
 from dataclasses import dataclass
 
@@ -16,61 +15,61 @@ import numpy as np
 from analysis import figures
 from common.files import UserError
 
-AXES = {'tokens': 'tokens', 'gpu_hours': 'GPU-hours', 'minutes': 'minutes', 'flops': 'FLOPs'}
+AXES = {'tokens': 'training tokens', 'gpu_hours': 'training time, GPU-hours', 'minutes': 'training time, minutes',
+        'flops': 'training FLOPs'}
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: loss_curves beside the runs
-    minus: str | None = None  # label of a line; the others are drawn minus its run of the same seed
+class Settings(figures.Settings):
+    minus: str | None = None  # label whose runs are subtracted from all others, seed by seed
 
 
 def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
-    """Return where `points` go below the curve `first` and stay there, or None."""
+    """Return the place on an axis from which `points` stay below the curve `first`, or None."""
     x, y = [p[axis] for p in first], [p['mean'] for p in first]
     comparable = [p for p in points if x[0] <= p[axis] <= x[-1]]
-    where = figures.for_good(comparable, lambda p: p['mean'] < np.interp(p[axis], x, y))
+    where = figures.holds_from(comparable, lambda p: p['mean'] < np.interp(p[axis], x, y))
     return where and where[axis]
 
 
 def crossings(points: list[dict], first: list[dict]) -> list[str]:
-    """Return where `points` go below the curve `first` and stay there, as text for each axis that both have."""
-    texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('by time ', '{:.1f} minutes'),
-             'gpu_hours': ('by GPUs ', '{:,.1f} GPU-hours'), 'flops': ('by compute ', '{:.3g} FLOPs')}
+    """Format the `crossing` of each axis that both curves have."""
+    texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('over time ', '{:.1f} minutes'),
+             'gpu_hours': ('over GPU time ', '{:,.1f} GPU-hours'), 'flops': ('over compute ', '{:.3g} FLOPs')}
     found = []
-    for axis, (by, amount) in texts.items():
+    for axis, (over, amount) in texts.items():
         if points[-1][axis] is not None and first[-1][axis] is not None:
             where = crossing(points, first, axis)
-            found.append(f'{by}from {"no point" if where is None else amount.format(where)} on')
+            found.append(over + ('never' if where is None else f'from {amount.format(where)} on'))
     return found
 
 
 def axes_of(curves: list[list[dict]]) -> list[str]:
-    """Return which of AXES to draw: tokens, GPU-hours or else minutes, and FLOPs if they are known."""
+    """Return the AXES that all curves have. Minutes are drawn only without GPU-hours."""
     known = [axis for axis in AXES if all(points[-1][axis] is not None for points in curves)]
     return [axis for axis in known if axis != 'minutes' or 'gpu_hours' not in known]
 
 
-def plot(curves: dict[str, list[dict]]):
-    drawn_over = axes_of(list(curves.values()))
-    figure, panels = figures.new_figure(1, len(drawn_over), figsize=(5.5 * len(drawn_over), 5))
+def plot(curves: dict[str, list[dict]], minus: str | None = None):
+    """Draw {label: points} in a panel per axis. minus: the label that was subtracted."""
+    drawn_over, what = axes_of(list(curves.values())), f'validation loss minus {minus}' if minus else 'validation loss'
+    figure, panels = figures.new_figure(what.capitalize(), 1, len(drawn_over), figsize=(5.5 * len(drawn_over), 5))
     for axes, axis in zip(panels, drawn_over):
         for label, points, style in figures.styled(curves):
             figures.draw_band(axes, [p[axis] for p in points], points, label=label, **style)
-        set_axes(axes, list(curves.values()), f'{AXES[axis]} of training')
-    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=2)
+        set_axes(axes, list(curves.values()), AXES[axis], what)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=2, title=figures.BAND)
     return figure
 
 
-def set_axes(axes, curves: list[list[dict]], xlabel: str) -> None:
-    """Label the x axis as 2 M, 20 G; cut the y axis above the last three quarters of each curve."""
+def set_axes(axes, curves: list[list[dict]], xlabel: str, what: str = 'validation loss') -> None:
+    """Label both axes (x ticks: 2 M, 20 G). Cuts y above the last three quarters of each curve."""
     from matplotlib.ticker import EngFormatter
     lowest = min(p['lowest'] for points in curves for p in points)
     highest = max(p['highest'] for points in curves for p in points[len(points) // 4:])
     margin = max(0.04 * (highest - lowest), 1e-3)
     axes.xaxis.set_major_formatter(EngFormatter())
-    axes.set(xlabel=xlabel, xlim=(0, None), ylabel='validation loss, nats per token',
-             ylim=(lowest - margin, highest + margin))
+    axes.set(xlabel=xlabel, xlim=(0, None), ylabel=f'{what}, nats per token', ylim=(lowest - margin, highest + margin))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -86,9 +85,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, seeds: {end["seeds"]}) '
                   f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
             if points is not first:
-                print(f'  below the first line {", ".join(crossings(points, first))}')
+                print(f'  below the first curve {", ".join(crossings(points, first))}')
         rows = [{'label': label} | p for label, points in curves.items() for p in points]
-        figures.write_figure(s.out, runs, 'loss_curves', rows, plot(curves))
+        figures.write_figure(s.out, runs, 'loss_curves', rows, plot(curves, s.minus))
 
 
 if __name__ == '__main__':

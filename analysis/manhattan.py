@@ -1,23 +1,25 @@
-"""The map that a model has learned from walks through a city (NextLat paper, section on world models).
+"""Reconstruct the map that a model learned from walks through a city (NextLat paper, world models).
 
-    python -m analysis.manhattan RUN RUN ... --out=NAME          runs that were trained on data/manhattan.py
+    python -m analysis.manhattan RUN RUN ... --out=NAME          runs trained on data/manhattan.py
 
 Prints and writes to NAME.csv, for each run:
 
-    detours       share of valid ways between held-out pairs where, with probability 75%, a step is not the model's
-                  likeliest but another random street from which the destination can still be reached in time
-    compression   of pairs of walks to one place, of one length and with one destination: the share of which every
-                  token of 30 continuations that are sampled after one has a probability above 0.01 after the other;
-                  place and destination are a held-out pair (Vafa et al., compression_test.py)
-    same_way      share of the same pairs that are continued greedily in the same way
-    rank          effective rank of the states at the tokens of the held-out rows: exp of the entropy of their
-                  singular values, normalised to the sum 1
-    streets       streets that walks sampled between held-out pairs need: existing, invented, and those not taken
+    detours       fraction of valid paths between held-out pairs if, with probability 75%, a step is
+                  not the model's choice but another random street that still allows arrival in time
+    compression   for pairs of prefixes with the same length, end and destination (a held-out pair):
+                  fraction of pairs where every token of 30 continuations sampled after one prefix
+                  has a probability above 0.01 after the other (Vafa et al., compression_test.py)
+    same_way      fraction of these pairs with the same greedy continuation
+    rank          effective rank of states on held-out rows: exp of the entropy of their singular
+                  values, normalised to sum 1
+    streets       streets that sampled walks between held-out pairs need: existing and invented, and
+                  existing ones not taken
 
-and draws the streets in NAME.png, the invented ones in red. The map is rebuilt as by Vafa et al.: each sampled walk is
-followed along streets that exist or were invented before. Where it cannot continue, a street to a place nearby is
-invented, the one from which the rest of the walk can be followed the furthest, up to `max_degree` streets at a place.
-Places have no coordinates in the data, so they are laid out by the directions of the streets, each of length 1.
+and draws the streets in NAME.png, invented ones in red. The reconstruction follows Vafa et al.:
+each sampled walk is followed along streets that exist or were invented before. Where it cannot
+continue, a street to a nearby place is invented, the one from which the rest of the walk can be
+followed furthest, with up to `max_degree` streets per place. The data has no coordinates, so places
+are laid out by the directions of the streets, each of length 1.
 """
 from collections import Counter
 from dataclasses import dataclass
@@ -34,52 +36,52 @@ from common.files import UserError
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
            'NW': (-1, 1)}
-N_CONTINUATIONS, EPSILON = 30, 0.01  # of `compression` (Vafa et al.)
+N_CONTINUATIONS, EPSILON = 30, 0.01  # for `compression` (Vafa et al.)
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: manhattan beside the runs
-    data: str | None = None  # data of the same city; None: the runs' own
-    detours: float = 0.75  # share of steps that are detours
-    n_prefixes: int = 1000  # pairs of walks to one place
-    n_walks: int = 6400  # walks that the map is rebuilt from; of a small city fewer, see docs/nextlat.md
-    max_degree: int = 8  # streets that leave a place, invented ones included
-    distance: float = 4.0  # length of an invented street, in streets; the paper: half a mile
-    batch_size: int = 256  # rows at a time
-    device: str = 'auto'  # auto, cuda, cpu or mps
+class Settings(figures.ModelSettings):
+    detours: float = 0.75  # probability of a detour at each step
+    n_prefixes: int = 1000  # pairs of prefixes for `compression`
+    n_walks: int = 6400  # walks to reconstruct the map from; fewer for a small city, see docs/nextlat.md
+    max_degree: int = 8  # maximum streets that leave a place, including invented ones
+    distance: float = 4.0  # maximum length of an invented street, in streets; the paper: half a mile
+    batch_size: int = 256  # rows processed at a time
 
 
-# ---- ways with detours ----
+# ---- paths with detours ----
 
 @torch.inference_mode()
-def ways_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]:
-    """Return the ids decoded greedily after each pair (start, goal), except for the detours."""
+def paths_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]:
+    """Decode a path for each pair (start, goal), greedily except for detours. Returns token ids."""
     model, device = decodable(model), next(model.parameters()).device
     cache = model.new_cache(len(pairs), task.steps + 3, device=device)
     tokens = torch.tensor(pairs, device=device) + task.first_node
     distance = task.distances_to([goal for _, goal in pairs])
-    nodes, ways = [start for start, _ in pairs], [[] for _ in pairs]
+    nodes, paths = [start for start, _ in pairs], [[] for _ in pairs]
     for step in range(task.steps + 1):
         tokens = model.extend(tokens, cache).argmax(-1, keepdim=True)
         for b, (_, goal) in enumerate(pairs):
-            way, node, token = ways[b], nodes[b], int(tokens[b])
-            if way and (way[-1] >= task.first_node or node < 0):
-                continue  # at its end, or off the streets
+            path, node, token = paths[b], nodes[b], int(tokens[b])
+            if path and (path[-1] >= task.first_node or node < 0):
+                continue  # ended, or left the streets
             if node != goal and rng.random() < share:
                 turns = [turn for turn, after in task.exits[node] if distance[b, after] < task.steps - step]
                 turns = [turn for turn in turns if turn != token] or turns
                 token = int(rng.choice(turns)) if turns else token
-            way.append(token)
+            path.append(token)
             nodes[b] = int(task.neighbour[node, token]) if token < task.first_node else node
             tokens[b] = token
-    return ways
+    return paths
 
 
 # ---- compression ----
 
 def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | None:
-    """Return the ids of a random walk of n_steps to a node, on the way to goal; None if it has no way back."""
+    """Return the ids of a random walk of n_steps that ends at a node on the way to goal.
+
+    Draws the walk backwards. None if it meets a place that no street leads to.
+    """
     turns = []
     for _ in range(n_steps):
         before, turn = (task.neighbour == node).nonzero()
@@ -92,7 +94,7 @@ def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | No
 
 
 def pairs_of_walks(task, n: int, rng) -> list[list[int]]:
-    """Return the ids of 2 n walks: pairs of different walks of one length, to one place with one goal."""
+    """Return 2 n prefixes (ids): pairs of walks with the same length, end and destination."""
     prefixes = []
     while len(prefixes) < 2 * n:
         node, goal = task.held_out_pairs[rng.integers(len(task.held_out_pairs))]
@@ -105,15 +107,15 @@ def pairs_of_walks(task, n: int, rng) -> list[list[int]]:
     return prefixes
 
 
-def same_way(model, task, prefixes, batch_size: int) -> float:
-    """Return the share of pairs of walks with the same greedy continuation."""
-    ways = [way for i in range(0, len(prefixes), batch_size)
-            for way in generate(model, prefixes[i:i + batch_size], task.steps + 1, temperature=0, eos_id=task.end)]
-    return float(np.mean([a == b for a, b in zip(ways[::2], ways[1::2])]))
+def same_paths(model, task, prefixes, batch_size: int) -> float:
+    """Return the fraction of prefix pairs with the same greedy continuation."""
+    paths = [path for i in range(0, len(prefixes), batch_size)
+             for path in generate(model, prefixes[i:i + batch_size], task.steps + 1, temperature=0, eos_id=task.end)]
+    return float(np.mean([a == b for a, b in zip(paths[::2], paths[1::2])]))
 
 
 def compression(model, task, prefixes, batch_size: int) -> float:
-    """Return the share of pairs after whose second walk every continuation sampled after the first is possible."""
+    """Return the fraction of pairs where what follows the first is possible after the second."""
     generator, n_pairs = torch.Generator().manual_seed(0), max(1, batch_size // N_CONTINUATIONS)
     found = []
     for i in range(0, len(prefixes), 2 * n_pairs):
@@ -126,7 +128,7 @@ def compression(model, task, prefixes, batch_size: int) -> float:
 
 @torch.inference_mode()
 def continuations(model, prefixes, n: int, end: int, generator):
-    """Return (N, n) ids sampled after N prefixes, among ids with a probability above EPSILON; `end` after the end."""
+    """Sample ids (N, n) with probabilities above EPSILON after N prefixes; pads with `end`."""
     model, device = decodable(model), next(model.parameters()).device
     lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
     idx = pad_sequence([torch.tensor(prefix) for prefix in prefixes], batch_first=True).to(device)
@@ -134,7 +136,7 @@ def continuations(model, prefixes, n: int, end: int, generator):
     logits, tokens = model.extend(idx, cache, lengths), []
     for _ in range(n):
         probs = logits.float().softmax(-1)
-        likely = (probs > EPSILON).scatter(-1, probs.argmax(-1, keepdim=True), True)  # one at least
+        likely = (probs > EPSILON).scatter(-1, probs.argmax(-1, keepdim=True), True)  # at least one
         token = probs.masked_fill(~likely, 0).cpu().multinomial(1, generator=generator).to(device)
         if tokens:
             token = token.masked_fill(tokens[-1] == end, end)
@@ -145,7 +147,7 @@ def continuations(model, prefixes, n: int, end: int, generator):
 
 @torch.inference_mode()
 def possible(model, prefixes, tokens, end: int):
-    """Return whether all of tokens (N, n) up to the first `end` have probabilities above EPSILON, (N,) bool."""
+    """Return True (N,) if tokens (N, n) up to `end` have probabilities above EPSILON."""
     device, tokens = tokens.device, tokens.cpu()
     rows = [torch.cat([torch.tensor(prefix), own]) for prefix, own in zip(prefixes, tokens)]
     idx = pad_sequence(rows, batch_first=True, padding_value=end).to(device)
@@ -158,7 +160,7 @@ def possible(model, prefixes, tokens, end: int):
 # ---- effective rank ----
 
 def effective_rank(states) -> float:
-    """Return exp of the entropy of the normalised singular values of states (N, C) that are at least 1e-12."""
+    """Return exp of the entropy of the normalised singular values of states (N, C)."""
     from scipy.stats import entropy
     values = torch.linalg.svdvals(states.double())
     return exp(entropy(values[values >= 1e-12]))
@@ -166,7 +168,7 @@ def effective_rank(states) -> float:
 
 @torch.inference_mode()
 def states_of(model, idx, batch_size: int):
-    """Return what the head multiplies at every token of idx (B, T): (B T, C), on the CPU."""
+    """Return the final hidden states of idx (B, T) as (B T, C), on the CPU."""
     device = next(model.parameters()).device
     return torch.cat([model.final_hidden(part.to(device)).flatten(0, 1).cpu() for part in idx.split(batch_size)])
 
@@ -174,7 +176,7 @@ def states_of(model, idx, batch_size: int):
 # ---- the map ----
 
 def layout(task) -> np.ndarray:
-    """Return the positions (nodes, 2) that fit streets of length 1 in their directions, by least squares."""
+    """Fit positions (nodes, 2) to streets of length 1 in their directions, by least squares."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.linalg import lsqr
     a, turn = (task.neighbour >= 0).nonzero()
@@ -187,11 +189,11 @@ def layout(task) -> np.ndarray:
     return np.stack([lsqr(matrix, steps[:, axis])[0] for axis in (0, 1)], 1)
 
 
-def followed(node: int, goal: int, turns, true: dict, used: dict, degree: Counter, max_degree: int, pending=None):
-    """Return the places of the longest part of a walk that ends where a street can be invented, or all to the goal.
+def follow(node: int, goal: int, turns, true: dict, used: dict, degree: Counter, max_degree: int, pending=None):
+    """Follow a walk. Returns its places up to the goal, or to where a street can be invented.
 
-    true, used {(node, turn): neighbour}: the existing streets, and those taken so far; degree: the number of used ones
-    that leave each place; pending: a street (node, turn) that is about to be invented.
+    true, used {(node, turn): neighbour}: existing streets, and streets used so far; degree: number
+    of used streets that leave each place; pending: a street (node, turn) about to be invented.
     """
     path, end, new = [node], 1, [pending] if pending else []
     for k, turn in enumerate(turns):
@@ -210,9 +212,9 @@ def followed(node: int, goal: int, turns, true: dict, used: dict, degree: Counte
 
 
 def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
-    """Return the streets {(node, turn): neighbour} that walks (start, goal, turns) take, and how many walks fail.
+    """Return the streets {(node, turn): neighbour} that walks use, and the number of failed walks.
 
-    near[node]: the places that an invented street from a node may lead to.
+    walks: (start, goal, turns); near[node]: places that an invented street may lead to.
     """
     used, degree, n_failed = {}, Counter(), 0
 
@@ -223,7 +225,7 @@ def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
                 degree[node] += 1
 
     for start, goal, turns in walks:
-        path = followed(start, goal, turns, true, used, degree, max_degree)
+        path = follow(start, goal, turns, true, used, degree, max_degree)
         take(path, turns)
         while len(path) <= len(turns):
             street, rest = (path[-1], turns[len(path) - 1]), turns[len(path):]
@@ -231,7 +233,7 @@ def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
                 break
             heads = near[street[0]]
             if rest:
-                found = [followed(head, goal, rest, true, used, degree, max_degree, street) for head in heads]
+                found = [follow(head, goal, rest, true, used, degree, max_degree, street) for head in heads]
                 best = max(found, key=len, default=[])
             else:
                 best = [goal] if goal in heads else []
@@ -245,43 +247,44 @@ def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
 
 
 def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
-    """Return (start, goal, turns) of those of n walks sampled between held-out pairs that end."""
+    """Sample n walks between held-out pairs. Returns (start, goal, turns) of those that end."""
     walks = []
     for first in range(0, n, batch_size):
         chosen = rng.integers(len(task.held_out_pairs), size=min(batch_size, n - first))
         pairs = [task.held_out_pairs[i] for i in chosen]
         prompts = [[task.first_node + start, task.first_node + goal] for start, goal in pairs]
-        ways = generate(model, prompts, task.steps + 1, eos_id=task.end, seed=first)
-        walks += [(*pair, way[:-1]) for pair, way in zip(pairs, ways)
-                  if way[-1] == task.end and len(way) > 1 and max(way[:-1]) < task.first_node]
+        paths = generate(model, prompts, task.steps + 1, eos_id=task.end, seed=first)
+        walks += [(*pair, path[:-1]) for pair, path in zip(pairs, paths)
+                  if path[-1] == task.end and len(path) > 1 and max(path[:-1]) < task.first_node]
     return walks
 
 
 def plot(maps: dict):
-    """Draw a panel for each of {run: (positions, existing streets, invented ones)}, streets as pairs of nodes."""
+    """Draw a panel per run. maps: {run: (positions, existing streets, invented streets)}."""
     from matplotlib.collections import LineCollection
-    figure, all_axes = figures.panels(len(maps), 3, (5, 5.5))
+    figure, all_axes = figures.panels('City map reconstructed from walks (invented streets in red)', len(maps), 3,
+                                      (5, 5.5))
     for axes, (run, (positions, true, invented)) in zip(all_axes, maps.items()):
         axes.set_axis_off()
         for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
             axes.add_collection(LineCollection([positions[[a, b]] for a, b in streets], **style))
         axes.autoscale()
         axes.set_aspect('equal')
-        axes.set_title(f'{Path(run).name}\n{len(true)} streets, {len(invented)} invented', fontsize='medium')
+        axes.set_title(f'{Path(run).name}\n{len(true)} existing streets, {len(invented)} invented')
     return figure
 
 
 def measure(run: str, s: Settings) -> tuple[dict, tuple]:
-    """Return a row of the CSV and a map for `plot`."""
+    """Return a run's CSV row, and its map for `plot`."""
     model, _, data = figures.load_model_and_data(run, s)
     task = getattr(data, 'task', None)
     if not hasattr(task, 'held_out_pairs'):
-        raise UserError(f'{run} was trained on {data.folder}, not on walks: expected a run on data manhattan')
+        raise UserError(f'{run} was trained on {data.folder}: expected a run on the data manhattan')
     pairs = task.held_out_pairs
-    for_ways, for_walks, for_prefixes = np.random.default_rng(0).spawn(3)  # so all models get the same
-    ways = [way for i in range(0, len(pairs), s.batch_size)
-            for way in ways_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_ways)]
-    valid = [task.is_valid(start, goal, way) for (start, goal), way in zip(pairs, ways)]
+    for_paths, for_walks, for_prefixes = np.random.default_rng(0).spawn(3)  # the same for all models
+    paths = [path for i in range(0, len(pairs), s.batch_size)
+             for path in paths_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_paths)]
+    valid = [task.is_valid(start, goal, path) for (start, goal), path in zip(pairs, paths)]
     walks = sampled_walks(model, task, s.n_walks, s.batch_size, for_walks)
     true = {(node, turn): after for node, exits in enumerate(task.exits) for turn, after in exits}
     positions = layout(task)
@@ -293,7 +296,7 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
     row = {'run': run, 'detours': float(np.mean(valid)),
            'compression': compression(model, task, prefixes, s.batch_size),
-           'same_way': same_way(model, task, prefixes, s.batch_size),
+           'same_way': same_paths(model, task, prefixes, s.batch_size),
            'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
            'existing': len(existing), 'invented': len(invented), 'not_taken': len(true) - len(existing),
            'walks': len(walks), 'walks_without_a_place': n_failed, 'pairs': len(pairs)}

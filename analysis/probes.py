@@ -1,12 +1,12 @@
-"""Linear probes: what a frozen state knows of the tokens to come (NextLat paper, the TinyStories figures).
+"""Linear probes that predict later tokens from frozen states (NextLat paper, TinyStories figures).
 
     python -m analysis.probes RUN RUN ... --out=NAME
 
-For each offset k = 1 ... 20 a linear layer learns to predict x_{t+k} from a frozen model's state after x_t, on the
-run's training data, with its batch and weight decay, and with its learning rate unless --learning_rate gives one for
-all. The state is `trunk(idx)` if the model has it (MTP before its last blocks, BST's forward
-encoder), else `final_hidden`. Offsets that leave the document do not count. Writes the validation nats of each offset
-to NAME.csv, and to NAME.png their difference to those of the first run's configuration: give next-token runs first.
+For each offset k = 1 ... 20, a linear layer is trained to predict x_{t+k} from the state after x_t,
+with the run's data, batch size, weight decay and learning rate (--learning_rate sets one for all).
+The state is `trunk(idx)` if the model has it (MTP before its last blocks, BST's forward encoder),
+else `final_hidden`. Targets beyond the end of a document are ignored. Writes validation losses to
+NAME.csv, and differences to the first run's configuration to NAME.png: give next-token runs first.
 """
 from dataclasses import dataclass, replace
 from math import inf
@@ -22,42 +22,39 @@ from train import make_optimizer
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: probes beside the runs
-    data: str | None = None  # data folder; None: the runs' own
-    offsets: int = 20  # probes predict 1 to so many tokens ahead
+class Settings(figures.ModelSettings):
+    offsets: int = 20  # number of probes: one for each offset from 1 to this
     steps: int = 20_000  # training steps of the probes
-    learning_rate: float | None = None  # of the probes; None: the run's
-    eval_tokens: int = 1_000_000  # validation tokens that they are judged on, or all if there are fewer
-    dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
-    device: str = 'auto'  # auto, cuda, cpu or mps
+    learning_rate: float | None = None  # learning rate of the probes; None: the run's
+    eval_tokens: int = 1_000_000  # validation tokens to evaluate the probes on, or all if there are fewer
+    dtype: str = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:
-    """Return x_{t+offset} at each t: tokens (B, T + 1) -> (B, T) int64; -1 past the window or the document."""
+    """Return x_{t+offset} at each t, -1 past window or document: tokens (B, T + 1) -> (B, T)."""
     B, T = tokens.shape[0], tokens.shape[1] - 1
     targets = torch.full((B, T), -1, dtype=torch.int64, device=tokens.device)
-    ends = F.pad((tokens == eos_id).cumsum(1), (1, 0))  # of documents, before each token
-    within = ends[:, offset:-1] == ends[:, :T - offset + 1]  # none among x_t ... x_{t+offset-1}
+    ends = F.pad((tokens == eos_id).cumsum(1), (1, 0))  # number of eos before each token
+    within = ends[:, offset:-1] == ends[:, :T - offset + 1]  # no eos among x_t ... x_{t+offset-1}
     targets[:, :T - offset + 1] = tokens[:, offset:].masked_fill(~within, -1)
     return targets
 
 
 @torch.no_grad()
 def states(model, idx: torch.Tensor, s: Settings) -> torch.Tensor:
-    """Return the states that probes read. idx (B, T) -> (B, T, C) fp32."""
+    """Return the frozen states that the probes read: idx (B, T) -> (B, T, C) fp32."""
     with figures.autocast(s.dtype, idx.device):
         h = model.trunk(idx) if hasattr(model, 'trunk') else model.final_hidden(idx)
     return h.float()
 
 
 def nats(probe, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a probe's negative log-likelihoods: h (B, T, C), targets (B, T); -1 is ignored."""
+    """Return a probe's summed nll. h (B, T, C), targets (B, T); -1 is ignored."""
     return F.cross_entropy(probe(h).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
 
 
 def train_step(model, probes, optimizers, windows: torch.Tensor, eos_id: int, rows: int, s: Settings, clip: float):
-    """Train every probe for a step on windows (B, T + 1), `rows` of them at a time."""
+    """Train all probes for one step on windows (B, T + 1), `rows` windows at a time."""
     totals = [int((offset_targets(windows, k, eos_id) >= 0).sum()) for k in range(1, s.offsets + 1)]
     for part in windows.split(rows):
         h = states(model, part[:, :-1], s)
@@ -70,8 +67,8 @@ def train_step(model, probes, optimizers, windows: torch.Tensor, eos_id: int, ro
 
 
 @torch.no_grad()
-def judged(model, probes, data: Data, train_settings, s: Settings, device) -> list[float]:
-    """Return the mean validation nats of each probe."""
+def evaluate(model, probes, data: Data, train_settings, s: Settings, device) -> list[float]:
+    """Return the mean validation loss of each probe in nats."""
     T, rows = train_settings.block_size, train_settings.micro_batch_size
     n = max(1, min(s.eval_tokens // T, data.n_windows('val', T)))
     sums, counts = torch.zeros(2, len(probes), dtype=torch.float64)
@@ -86,16 +83,16 @@ def judged(model, probes, data: Data, train_settings, s: Settings, device) -> li
 
 
 def measure(run: str, s: Settings) -> list[float]:
-    """Train probes on a run's states; return their validation nats at offsets 1, 2, ..."""
+    """Train probes on a run's states. Returns their validation nats at offsets 1, 2, ..."""
     model, _, data = figures.load_model_and_data(run, s)
     device = next(model.parameters()).device
-    t = replace(figures.settings_of(run), optimizer='adamw')  # muon does not take heads
+    t = replace(figures.settings_of(run), optimizer='adamw')  # Muon does not train output layers
     if s.learning_rate is not None:
         t.learning_rate = s.learning_rate
     if not isinstance(data, Data):
-        raise UserError(f'{data.folder} is a task, whose rows have no text to probe for: give --data=FOLDER')
+        raise UserError(f'{data.folder} is a task and has no text: give --data=FOLDER')
     if s.offsets > t.block_size:
-        raise UserError(f'offsets is {s.offsets}, but {run} reads windows of {t.block_size} tokens: give fewer')
+        raise UserError(f'offsets is {s.offsets}: expected at most {t.block_size}, the training window of {run}')
     model.requires_grad_(False)
     torch.manual_seed(t.seed)
     width = states(model, torch.zeros(1, 2, dtype=torch.int64, device=device), s).shape[-1]
@@ -107,11 +104,11 @@ def measure(run: str, s: Settings) -> list[float]:
         train_step(model, probes, optimizers, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
                    t.grad_clip)
         progress(f'{run}: step {step + 1}/{s.steps}')
-    return judged(model, probes, data, t, s, device)
+    return evaluate(model, probes, data, t, s, device)
 
 
 def table(measured: dict[str, list[list[float]]]) -> list[dict]:
-    """Return rows of the CSV of {label: [nats by offset, one list a run]}; `difference` is to the first label."""
+    """Return CSV rows of {label: [nats by offset of each run]}, with differences to the first."""
     rows = [{'label': label, 'offset': i} | figures.spread(nats)
             for label, runs in measured.items() for i, nats in enumerate(zip(*runs), 1)]
     first = {row['offset']: row['mean'] for row in rows if row['label'] == rows[0]['label']}
@@ -119,24 +116,24 @@ def table(measured: dict[str, list[list[float]]]) -> list[dict]:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure(figsize=(7, 4.5))
+    figure, axes = figures.new_figure('Linear probes of later tokens', figsize=(8.5, 4.5))
     for label, points, style in figures.styled(figures.by_label(rows)):
         axes.plot([row['offset'] for row in points], [row['difference'] for row in points], marker='o', markersize=3,
                   label=label, **style)
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
-    axes.set(xlabel='tokens ahead', ylabel=f'nats more than probes of {rows[0]["label"]}')
+    axes.set(xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows[0]["label"]}, nats')
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend()
+    figure.legend(loc='outside right center', title='Mean over seeds')
     return figure
 
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv) as (s, runs):
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)])
         rows = table(measured)
         for row in rows:
             if row['offset'] in (1, s.offsets):
-                print(f'{row["label"]}, {row["offset"]} ahead: {row["mean"]:.4f} nats, {row["difference"]:+.4f}')
+                print(f'{row["label"]}, offset {row["offset"]}: {row["mean"]:.4f} nats, {row["difference"]:+.4f}')
         figures.write_figure(s.out, runs, 'probes', rows, plot(rows))
 
 

@@ -1,11 +1,10 @@
-"""Run folders on one page to open in a browser: what the runs are, their curves, settings and scores.
+"""An HTML report of run folders: a table of the runs, their curves, settings and scores.
 
     python -m analysis.report RUN RUN ... --out=report.html
 
-Writes one file, report.html beside the runs or --out, that loads nothing else. It has a table of the runs, everything
-they logged as curves over tokens, FLOPs, time and steps, the settings that differ, and the scores of the last
-evaluation and of eval.py. Runs that differ only in the seed have one colour. Runs that cannot be read are left out and
-named.
+Writes one self-contained file, by default report.html beside the runs. Everything that was logged
+is drawn over tokens, FLOPs, time and steps; runs that differ only in the seed share a colour.
+Scores are from the last evaluation and from eval.py. Unreadable runs are skipped with a message.
 """
 import statistics
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from analysis import figures
 from common.files import UserError, write_file
 from common.runs import read_log, read_run
 
-MAX_POINTS = 100  # of a curve
-ALONG = 'step', 'tokens', 'seconds'  # of a log's records: what curves are drawn over
-AXES = 'tokens', 'training FLOPs', 'minutes of training', 'steps'
-NAMES = {'val': 'validation loss', 'nll': 'training loss', 'tokens_per_s': 'tokens/s', 'mfu': 'MFU',
+MAX_POINTS = 100  # per curve
+X_KEYS = 'step', 'tokens', 'seconds'  # keys of log records that give x coordinates
+AXES = 'training tokens', 'training FLOPs', 'training time, minutes', 'training steps'
+NAMES = {'val': 'validation loss, nats', 'nll': 'training loss, nats', 'tokens_per_s': 'tokens/s', 'mfu': 'MFU',
          'memory_gib': 'memory, GiB', 'lr': 'learning rate', 'grad_norm': 'gradient norm'}
 PAGE = '''<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -35,11 +34,11 @@ td, th {{ padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: left }
 
 @dataclass
 class Settings:
-    out: str | None = None  # the page; None: report.html beside the runs
+    out: str | None = None  # file to write; None: report.html beside the runs
 
 
 def read(run: str) -> dict:
-    """Return the size, FLOPs, log and evaluations of a run; UserError if it has neither of the last two."""
+    """Read a run: {'parameters', 'flops', 'log', 'results'}. Log or results may be empty."""
     found = {'parameters': figures.n_parameters(run), 'flops': figures.flops_per_token(run), 'log': read_log(run),
              'results': figures.evaluations(Path(run) / 'eval.jsonl')}
     if not found['log'] and not found['results']:
@@ -48,8 +47,8 @@ def read(run: str) -> dict:
 
 
 def run_row(run: str, about: dict, label: str) -> dict[str, str]:
-    """Return a row of the table of runs."""
-    row = {'run': Path(run).name, 'model': figures.model_name(read_run(run)), 'what differs': label,
+    """Return a run's row in the table of runs. about: from `read`."""
+    row = {'run': Path(run).name, 'model': figures.model_name(read_run(run)), 'label': label,
            'parameters': figures.short_number(about['parameters'])}
     if log := about['log']:
         row |= {'tokens': figures.short_number(log[-1]['tokens']), 'minutes': f'{log[-1]["seconds"] / 60:.1f}'}
@@ -62,38 +61,39 @@ def run_row(run: str, about: dict, label: str) -> dict[str, str]:
 
 
 def last_scores(log: list[dict]) -> dict[str, float]:
-    """Return what the last evaluation logged beside NAMES, such as the scores of a synthetic task."""
+    """Return the other values of the last evaluation, such as the scores of a synthetic task."""
     last = ([{}] + [record for record in log if 'val' in record])[-1]
     return {key: value for key, value in last.items()
-            if figures.is_number(value) and key not in {*ALONG, 'loss', 'skipped', *NAMES}}
+            if figures.is_number(value) and key not in {*X_KEYS, 'loss', 'skipped', *NAMES}}
 
 
 def points(found: dict[str, dict], labels: dict[str, str]) -> list[dict]:
-    """Return a row for each run, logged value and step, at most MAX_POINTS of each curve."""
+    """Return a row per run, logged value and step, with at most MAX_POINTS per curve."""
     rows = []
     for run, about in found.items():
-        for key in dict.fromkeys(key for record in about['log'] for key in record if key not in ALONG):
+        for key in dict.fromkeys(key for record in about['log'] for key in record if key not in X_KEYS):
             line = [record for record in about['log'] if figures.is_number(record.get(key))]
-            rows += [{'run': Path(run).name, 'label': labels[run], 'what': NAMES.get(key, key), 'value': r[key],
-                      'tokens': r['tokens'], 'training FLOPs': about['flops'] and about['flops'] * r['tokens'],
-                      'minutes of training': r['seconds'] / 60, 'steps': r['step']}
+            rows += [{'run': Path(run).name, 'label': labels[run], 'what': NAMES.get(key, key), 'value': r[key]}
+                     | dict(zip(AXES, (r['tokens'], about['flops'] and about['flops'] * r['tokens'],
+                                       r['seconds'] / 60, r['step'])))
                      for r in line[::max(1, ceil(len(line) / MAX_POINTS))]]
     return rows
 
 
 def curves(rows: list[dict], axis: str):
-    """Return a plotly figure of `points` over one of AXES: a panel for each value, a line for each run."""
+    """Draw `points` over one of AXES with plotly: a panel per logged value, a line per run."""
     import plotly.express as px
     n_rows = ceil(len({row['what'] for row in rows}) / 3)
     figure = px.line(rows, axis, 'value', color='label', line_group='run', hover_name='run', markers=True,
-                     facet_col='what', facet_col_wrap=3, facet_row_spacing=0.2 / n_rows, height=100 + 260 * n_rows,
-                     category_orders={'what': list(NAMES.values())}, labels={'value': ''}, template='plotly_white')
+                     facet_col='what', facet_col_wrap=3, facet_row_spacing=0.2 / n_rows, height=140 + 260 * n_rows,
+                     category_orders={'what': list(NAMES.values())}, labels={'value': '', 'label': 'runs'},
+                     title=f'Logged values over {axis.partition(",")[0]}', template='plotly_white')
     figure.for_each_annotation(lambda title: title.update(text=title.text.removeprefix('what=')))
     return figure.update_yaxes(matches=None, showticklabels=True)
 
 
 def page(found: dict[str, dict]) -> str:
-    """Return the page of {run: what `read` returned}."""
+    """Return the HTML page of {run: result of `read`}."""
     import pandas as pd
     import plotly.io
 
@@ -109,15 +109,15 @@ def page(found: dict[str, dict]) -> str:
               if (own := last_scores(about['log']) | about['results'])]
     return PAGE.format(
         title=f'{len(runs)} runs' if len(runs) > 1 else escape(Path(runs[0]).name),
-        warning=figures.not_comparable(runs) or '',
+        warning=figures.comparison_warning(runs) or '',
         runs=table([run_row(run, found[run], labels[run]) for run in runs]), curves=''.join(drawn),
         settings=table([{'run': Path(run).name} | own for run, own in figures.differences(runs).items()]),
-        scores=table(scores) if scores else 'None: eval.py and synthetic tasks make them.')
+        scores=table(scores) if scores else 'None. Scores come from eval.py and from synthetic tasks.')
 
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('report RUN RUN ... --out=report.html', Settings, argv) as (s, runs):
-        found = figures.of_each(dict.fromkeys(run.rstrip('/') for run in runs), read)
+        found = figures.map_readable(dict.fromkeys(run.rstrip('/') for run in runs), read)
         path = Path(f"{figures.output_path(s.out, list(found), 'report')}.html")
         write_file(path, page(found).encode(errors='replace'))
         print(f'written to {path}: open it in a browser')

@@ -1,16 +1,16 @@
-"""How much a model uses the far part of its persistent state (SPS paper, section 5 and figure 5b).
+"""Loss from restricting the persistent state to recent tokens (SPS paper, section 5 and figure 5b).
 
     python -m analysis.restricted_state RUN RUN ... --out=NAME
 
-M_omega is the trained model M that sees only the last omega = 64 positions of what it keeps for all later tokens: the
-persistent stream of the SPS family (both streams of 2x Memory), all keys and values of the others. Nothing is trained
-again. At each position of a document this measures the nats that M_omega loses over M,
+M_omega is the trained model M, without retraining, whose persistent state is restricted to the last
+omega = 64 positions: the persistent stream of the SPS family (both streams of 2x Memory), all keys
+and values of other models. At each position i of a document this measures
 
     extra nll at i = nll of M_omega at i - nll of M at i,
 
-averaged over 8,000 validation documents of at least 2,049 tokens, read from their start. The first omega + 1 positions
-lose nothing and are left out. Writes NAME.png (raw and smoothed) and NAME.csv; prints the means over positions, and the
-ratio of the first run's loss to each other run's.
+averaged over 8,000 validation documents of at least 2,049 tokens, read from their start. The first
+omega + 1 positions are omitted because nothing changes there. Writes NAME.png (raw and smoothed)
+and NAME.csv; prints means, and ratios of the first run's extra nll to that of the other runs.
 """
 from dataclasses import asdict, dataclass, replace
 
@@ -22,25 +22,22 @@ from common.files import UserError
 from common.machine import make_progress
 from common.scoring import judge
 
-TREND = 201  # positions that the smoothed line is fitted over (the paper's script)
+TREND = 201  # smoothing window in positions (the paper's script)
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: restricted_state beside the runs
-    data: str | None = None  # data folder; None: the runs' own
+class Settings(figures.ModelSettings):
     omega: int = 64  # past positions of the persistent state that M_omega sees
-    n_documents: int = 8000  # validation documents, the first that are long enough
-    block_size: int = 2048  # positions of each document; of runs with shorter windows, theirs
-    batch_size: int = 4  # documents at a time
-    dtype: str = 'float32'  # of products: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
-    device: str = 'auto'  # auto, cuda, cpu or mps
+    n_documents: int = 8000  # number of validation documents: the first that are long enough
+    block_size: int = 2048  # tokens read of each document, at most the runs' training windows
+    batch_size: int = 4  # documents evaluated at a time
+    dtype: str = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
 
 def restricted(model, omega: int, run='the model'):
-    """Return M_omega: a model with the same weights whose persistent window is omega.
+    """Return M_omega: a model with the same weights and a persistent window of omega.
 
-    Raises UserError if the model has no such window, or sees no more than omega anyway.
+    Raises UserError if the model has no such window, or a window of omega or less.
     """
     config = model.config
     name = next((name for name in ('persistent_window', 'window') if hasattr(config, name)), None)
@@ -49,7 +46,7 @@ def restricted(model, omega: int, run='the model'):
                         'standard or context_ready')
     trained = getattr(config, name)
     if trained is not None and trained <= omega:
-        raise UserError(f'{run} was trained with {name} = {trained}, so omega = {omega} takes nothing from it: give a '
+        raise UserError(f'{run} was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '
                         'smaller omega')
     narrow = type(model)(replace(config, **{name: omega}))
     narrow.load_state_dict(model.state_dict())
@@ -59,7 +56,7 @@ def restricted(model, omega: int, run='the model'):
 
 @torch.no_grad()
 def nll_by_position(model, windows, s: Settings):
-    """Return the sum over windows (N, T + 1) of the nats at each position: (T,) float64, on the CPU."""
+    """Return the nats at each position summed over windows (N, T + 1): (T,) float64, on the CPU."""
     windows = torch.as_tensor(windows, device=model.embed.weight.device)
     with figures.autocast(s.dtype, windows.device):
         log_probabilities, _ = judge(model.logits(windows[:, :-1]), windows[:, 1:])
@@ -67,7 +64,7 @@ def nll_by_position(model, windows, s: Settings):
 
 
 def measure(run: str, s: Settings):
-    """Return (nll of M, nll of M_omega, number of documents); nll (T,) float64 are means over documents."""
+    """Return (nll of M, nll of M_omega, n_documents), nll (T,) float64 averaged over documents."""
     model, _, data = figures.load_model_and_data(run, s)
     narrow = restricted(model, s.omega, run)
     documents = np.stack(figures.long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
@@ -81,17 +78,17 @@ def measure(run: str, s: Settings):
 
 
 def fitted(s: Settings, runs: list[str]) -> Settings:
-    """Return the settings for runs whose windows may be shorter than block_size."""
-    block = figures.fitting_block(runs, s.block_size)
+    """Return the settings with block_size limited to the runs' training windows."""
+    block = figures.limited_block_size(runs, s.block_size)
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     return replace(s, block_size=block)
 
 
 def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
-    """Return rows of the CSV: means over what `measure` returned for each of a label's runs, and the settings."""
+    """Return CSV rows: means of the `measure` results of a label's runs, and the settings."""
     whole, cut = (sum(parts) / len(measured) for parts in list(zip(*measured))[:2])
-    seen = s.omega + 1  # position t reads t earlier ones, so the first omega + 1 lose nothing
+    seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes
     extra = (cut - whole)[seen:].tolist()
     used = {name: asdict(s)[name] for name in ('omega', 'block_size', 'dtype', 'data')}
     columns = zip(extra, figures.smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
@@ -101,30 +98,30 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure(figsize=(7, 4.5))
+    figure, axes = figures.new_figure(f'Loss with only the last {rows[0]["omega"]} positions of the persistent state',
+                                      figsize=(8.5, 4.5))
     for label, points, style in figures.styled(figures.by_label(rows)):
         positions = [row['position'] for row in points]
         axes.plot(positions, [row['extra_nll'] for row in points], alpha=0.3, linewidth=0.8, **style)
         axes.plot(positions, [row['smoothed'] for row in points], linewidth=2, label=label, **style)
-    axes.set(xlabel='position in the document, tokens', xlim=(0, None),
-             ylabel=f'extra nats per token with omega = {rows[0]["omega"]}')
-    axes.legend()
+    axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylabel='extra loss, nats per token')
+    figure.legend(loc='outside right center', title='Thin: each position\nThick: smoothed')
     return figure
 
 
 def main(argv=None):
     with figures.runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         s = fitted(s, runs)
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.ended(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)])
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         means, lasts = {}, {}
         for label, line in figures.by_label(rows).items():
             means[label], lasts[label] = sum(row['extra_nll'] for row in line) / len(line), line[-1]['smoothed']
-            print(f'{label}: {means[label]:+.4f} nats per token on the mean of positions {line[0]["position"]} to '
-                  f'{line[-1]["position"]}, {lasts[label]:+.4f} at the last, of {line[0]["documents"]:,} documents')
-        for where, nats in (('on the mean', means), ('at the last', lasts)):
+            print(f'{label}: {means[label]:+.4f} nats per token on average over positions {line[0]["position"]} to '
+                  f'{line[-1]["position"]}, {lasts[label]:+.4f} at the last, from {line[0]["documents"]:,} documents')
+        for where, nats in (('on average', means), ('at the last position', lasts)):
             first, *others = nats
-            for label in filter(nats.get, others):  # one that loses nothing has no ratio
+            for label in filter(nats.get, others):  # no ratio to a label that loses nothing
                 print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
         figures.write_figure(s.out, runs, 'restricted_state', rows, plot(rows))
 

@@ -1,13 +1,12 @@
-"""The exact scores of a synthetic task over training steps, runs that differ only in the seed averaged.
+"""Scores of a synthetic task over training, averaged over seeds.
 
     python -m analysis.scores RUN RUN ... --out=NAME
-    python -m analysis.scores RUN RUN ... --out=NAME --bars             the last scores
+    python -m analysis.scores RUN RUN ... --out=NAME --bars             final scores
 
-Writes NAME.png and NAME.csv. For tasks with several scores, such as pointer chasing with an accuracy for each level,
-each configuration gets a panel and each score a line: the wave of appendix B of the Context-Ready paper. For tasks with
-one score, each configuration is a line, with a band from the lowest to the highest seed. Prints where each score ends
-and when it is solved. With --bars, each data set (and score) has a group of bars, one per configuration, with a mark
-from the lowest to the highest seed of the finished runs: the path-star figure of the NextLat paper.
+Writes NAME.png and NAME.csv, and prints each final score and when the task was solved. If a task
+has several scores, each configuration gets a panel and each score a line: the wave of appendix B of
+the Context-Ready paper. Otherwise each configuration is a line. With --bars, each data set (and
+score) has a group of bars, one per configuration: the path-star figure of the NextLat paper.
 """
 import re
 from dataclasses import dataclass
@@ -19,74 +18,72 @@ from data.pointer_chasing import SOLVED
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: scores beside the runs
-    scores: str = 'accuracy,solved,valid,next_token'  # which: the logged values whose names begin with one of these
-    bars: bool = False  # draw the last scores as bars
+class Settings(figures.Settings):
+    scores: str = 'accuracy,solved,valid,next_token'  # prefixes of the logged values to draw, separated by commas
+    bars: bool = False  # draw the final scores as bars
 
 
 def score_names(runs: list[str], prefixes: str) -> list[str]:
-    """Return the names of the first run's logged values that begin with one of the prefixes, in the log's order."""
+    """Return the names of the first run's logged values that start with one of the prefixes."""
     logged = [name for record in read_log(runs[0]) for name in record]
     names = dict.fromkeys(name for name in logged if name.startswith(tuple(prefixes.split(','))))
     if not names:
-        raise UserError(f'{runs[0]} logged nothing that begins with {prefixes!r}: was it trained on a task, and '
-                        'evaluated?')
+        raise UserError(f'{runs[0]} logged nothing that starts with {prefixes!r}: was it trained and evaluated on a '
+                        'task?')
     return list(names)
 
 
 def solved_from(points: list[dict]) -> int | None:
-    """Return the step from which the mean stays at SOLVED or above, or None."""
-    first = figures.for_good(points, lambda p: p['mean'] >= SOLVED)
+    """Return the step from which the mean over seeds stays at SOLVED or above, or None."""
+    first = figures.holds_from(points, lambda p: p['mean'] >= SOLVED)
     return first and first['step']
 
 
 def plot(curves: dict[str, dict[str, list[dict]]]):
-    """Draw {label: {score: points}}: a panel for each label if there are several scores, else one for all."""
+    """Draw {label: {score: points}}: a panel per label if there are several scores, else one."""
     names = list(dict.fromkeys(name for scores in curves.values() for name in scores))
     several = len(names) > 1
     panels = {label: {label: scores} for label, scores in curves.items()} if several else {names[0]: curves}
-    figure, all_axes = figures.panels(len(panels), 4, (5, 4), sharex=True, sharey=True)
+    figure, all_axes = figures.panels('Task scores over training', len(panels), 4, (5, 4), sharex=True, sharey=True)
     styles, lines = {key: style for key, _, style in figures.styled(dict.fromkeys(names if several else curves))}, {}
     for axes, (title, shown) in zip(all_axes, panels.items()):
         for label, scores in shown.items():
             for name, points in scores.items():
                 key = name if several else label
                 lines[key] = figures.draw_band(axes, [p['step'] for p in points], points, **styles[key])
-        axes.set(xlabel='steps', ylabel='score' if several else title)
-        axes.set_title(title if several else '', fontsize='medium')
+        axes.set(xlabel='training steps', ylabel='score' if several else title, title=title if several else '')
     all_axes[0].set(xlim=(0, None), ylim=(0, None))
-    figure.legend(lines.values(), lines, loc='outside right upper')
+    figure.legend(lines.values(), lines, loc='outside right center', title=figures.BAND)
     return figure
 
 
 def plot_bars(rows: list[dict]):
-    """Draw the last of the rows of each data, label and score: a group of bars for each data and score."""
+    """Draw the final score of each label as a bar, in groups by data set and score."""
     ends = {(row['data'], row['score'], row['label']): row for row in rows}
     groups, labels, scores = (list(dict.fromkeys(key[part] for key in ends)) for part in (slice(2), 2, 1))
     width = 0.8 / len(labels)
-    figure, axes = figures.new_figure(figsize=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
+    figure, axes = figures.new_figure('Final task scores', figsize=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
     for i, label in enumerate(labels):
         bars = {g - 0.4 + (i + 0.5) * width: ends[(*group, label)] for g, group in enumerate(groups)
-                if (*group, label) in ends}  # by where they stand
+                if (*group, label) in ends}  # {x: row}
         means = [row['mean'] for row in bars.values()]
         to_seeds = [[abs(row[end] - row['mean']) for row in bars.values()] for end in ('lowest', 'highest')]
         axes.bar(list(bars), means, width, yerr=to_seeds, capsize=3, label=label)
     several = len(scores) > 1
     axes.set_xticks(range(len(groups)), ['\n'.join(re.split('[:,]', data) + [score] * several)
                                          for data, score in groups])
-    axes.set(ylabel='score' if several else scores[0])
-    figure.legend(loc='outside right upper')
+    axes.set(xlabel='data set', ylabel='score' if several else scores[0])
+    figure.legend(loc='outside right center', title='Bar: mean over seeds\nError bar: lowest to highest seed')
     return figure
 
 
 def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
-    """Print where each score ends and when it is solved. data: the data of the runs, '' if the label has it."""
+    """Print each final score and when it was solved. data: printed before the label if not ''."""
     for label, scores in curves.items():
         print(f'{data}, {label}' if data else label)
         for name, points in scores.items():
             end, step = points[-1], solved_from(points)
-            verdict = ', not solved' if step is None else f', {SOLVED} and more from step {step:,} on'
+            verdict = ', not solved' if step is None else f', at least {SOLVED} from step {step:,} on'
             if name == 'val' or name.startswith('val_'):  # a loss
                 verdict = ''
             print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
@@ -100,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
             parts.setdefault(read_run(run)['settings']['data'] if s.bars else '', []).append(run)
 
         def scores_of(folders):
-            folders = figures.finished(folders) if s.bars else folders  # an unfinished run has no last score
+            folders = figures.finished(folders) if s.bars else folders  # unfinished runs have no final score
             return {name: figures.curve(folders, name, name) for name in score_names(folders, s.scores)}
         for data, part in parts.items():
             curves = figures.curves_of(part, scores_of)

@@ -1,14 +1,14 @@
-"""Tests of final validation losses over seeds: appendix C of the SPS paper, figure 6 and its tests.
+"""Significance tests of final validation losses: figure 6 and appendix C of the SPS paper.
 
     python -m analysis.seeds RUN RUN ... --out=NAME
 
-Runs that differ only in the seed make a group. Writes NAME.png and NAME.csv, each group's mean with its 95% interval
-(Student's t: 4.303 standard errors either way at three seeds), and NAME_tests.csv:
+Runs that differ only in the seed form a group. Writes NAME.png and NAME.csv (the mean of each group
+with its 95% interval by Student's t, +-4.303 standard errors for three seeds), and NAME_tests.csv:
 
-* one-sided t-tests of whether `better` has the lower loss, against every other group;
-* the two one-sided tests (TOST) of whether the two groups `alike` differ by less than `margin`; p is the larger one.
+* one-sided t-tests that `better` has a lower loss than each other group;
+* TOST: two one-sided tests that the `alike` groups differ by less than `margin`; p is the larger.
 
-Both are Welch's tests, which do not assume equal variances.
+All are Welch's tests, which do not assume equal variances.
 """
 import statistics
 import sys
@@ -19,19 +19,18 @@ from common.files import UserError
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: seeds beside the runs
-    better: str = 'sps'  # label of the group that is held to have the lower loss
-    alike: str = 'delayed_state;two_x_memory'  # labels of two groups that are held to be equal, with ; between
-    margin: float = 0.01  # nats per token within which the two count as equal
+class Settings(figures.Settings):
+    better: str = 'sps'  # label of the group that is tested to have the lower loss
+    alike: str = 'delayed_state;two_x_memory'  # labels of the two groups tested to be equal, separated by ;
+    margin: float = 0.01  # nats per token within which they count as equal
 
     def __post_init__(self):
         if len(self.alike.split(';')) != 2:
-            raise UserError(f"alike is {self.alike!r}: expected two labels with ; between, as 'delayed_state;sps'")
+            raise UserError(f"alike is {self.alike!r}: expected two labels separated by ;, such as 'delayed_state;sps'")
 
 
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
-    """Return the rows of NAME_tests.csv for the groups {label: losses}."""
+    """Return the rows of NAME_tests.csv. losses: {label: one loss per seed}."""
     tested, rows = {label: values for label, values in losses.items() if len(set(values)) > 1}, []
     a, b = s.alike.split(';')
     for label in sorted({s.better, a, b} - tested.keys()):
@@ -47,16 +46,16 @@ def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
 
 
 def plot(groups: list[dict], losses: dict[str, list[float]]):
-    """Draw each group's losses as small points, their mean and its interval."""
-    figure, axes = figures.new_figure(figsize=(1.5 + 1.4 * len(groups), 4.5))
-    for i, (row, style) in enumerate(zip(groups, figures.line_styles(len(groups)))):
-        values = losses[row['label']]
-        axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=style['color'], alpha=0.6)
+    """Draw each group's losses as dots, with their mean and its interval."""
+    figure, axes = figures.new_figure('Final validation loss over seeds', figsize=(2.5 + 1.4 * len(groups), 4.5))
+    for i, row in enumerate(groups):
+        values, color = losses[row['label']], f'C{i % 10}'
+        axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=color, alpha=0.6)
         half = 0 if row['low'] is None else row['high'] - row['mean']
-        axes.errorbar(i, row['mean'], half, fmt='D', markersize=5, capsize=6, color=style['color'])
+        axes.errorbar(i, row['mean'], half, fmt='D', markersize=5, capsize=6, color=color)
     axes.set_xticks(range(len(groups)), [row['label'].replace(', ', '\n') for row in groups])
-    axes.set(xlim=(-0.6, len(groups) - 0.4), ylabel='final validation loss, nats per token')
-    axes.set_title('mean with 95% interval, and each seed', fontsize='medium')
+    axes.set(xlim=(-0.6, len(groups) - 0.4), xlabel='configuration', ylabel='final validation loss, nats per token')
+    axes.set_title('diamond: mean with 95% interval; dots: seeds')
     return figure
 
 
@@ -69,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
             low, high = figures.interval(values)
             groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
                            'high': high, 'losses': ' '.join(map(repr, values))})
-            bounds = '' if low is None else f', 95% interval {figures.between(low, high)}'
+            bounds = '' if low is None else f', 95% interval {figures.interval_text(low, high)}'
             print(f'{label}: {statistics.mean(values):.4f}{bounds} (seeds: {len(values)})')
         for row in rows:
             print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '

@@ -1,18 +1,19 @@
-"""Every architecture side by side: loss at equal tokens, training FLOPs and wall time; speed and state of decoding.
+"""Compare all architectures: loss at equal tokens, FLOPs and time; decoding speed and state size.
 
-    python -m analysis.shootout --data=python_docs --n_embd=64 --head_size=16 --budget=4e12 --out_dir=out/shootout_64
-    python -m analysis.shootout --data=python_docs --out_dir=out/shootout_128
-    python -m analysis.shootout --data=FOLDER --config=config/standard_s.py --n_layer=8 --n_embd=512 --head_size=64 \
-        --block_size=1024 --batch_size=32 --budget=1e17 --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
+    python -m analysis.shootout --n_embd=64 --head_size=16 --budget=4e12 --out_dir=out/shootout_64
+    python -m analysis.shootout --out_dir=out/shootout_128
+    python -m analysis.shootout --data=FOLDER --config=config/standard_s.py --n_layer=8 \
+        --n_embd=512 --head_size=64 --block_size=1024 --batch_size=32 --budget=1e17 \
+        --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores and take hours each; the last is for a GPU, where FOLDER may be shards of FineWeb-Edu.
-The same command resumes an interrupted one.
+The first two are for two cores and take hours each; the last is for a GPU, with shards of
+FineWeb-Edu in FOLDER. Run the same command again to resume.
 
-The budget is Standard's training FLOPs. All models have Standard's number of parameters within 1%, p_psi of NextLat
-included. Each has its learning rate bracketed at equal tokens and the first seed, and trains with it for equal tokens,
-equal FLOPs and equal time (Standard's seconds, both at their highest speed over the seeds), with every seed. Then the
-runs of equal FLOPs decode. Writes RESULTS.md, shootout.csv, shootout.png (loss over training FLOPs, decoding time and
-bytes of state, with the Pareto front) and report.html (`analysis.report`) in out_dir.
+All models have as many parameters as Standard within 1%, including p_psi of NextLat. --budget is
+Standard's training FLOPs. Each model's learning rate is searched with seed 0 at equal tokens; then
+all seeds train for equal tokens, equal FLOPs and equal time (as long as Standard, at the fastest
+seed's speed). Decoding is timed for the runs with equal FLOPs. Writes RESULTS.md, shootout.csv,
+shootout.png and report.html (`analysis.report`) to out_dir.
 """
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -22,50 +23,50 @@ from pathlib import Path
 import torch
 
 from analysis import compare, figures, report
-from analysis.compare import method_of, one_dtype, set_best_rates, speed, train_seeds
+from analysis.compare import make_method, one_dtype, set_best_rates, speed, train_seeds
 from bench import decoding_speeds, markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
-from common.runs import blank_model, count_parameters, load_run
+from common.runs import count_parameters, load_run, meta_model
 from common.settings import load_settings
 from data import open_data
 from train import Settings as TrainSettings
 
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
-TOLERANCE = 0.01  # of the parameters, over Standard's
-CONTEXTS = 1024, 16384  # tokens before those that decoding is timed on
+TOLERANCE = 0.01  # largest relative difference in parameters to Standard
+CONTEXTS = 1024, 16384  # context lengths at which decoding is timed, in tokens
 
 
 @dataclass
 class Settings:
-    out_dir: str = 'out/shootout'  # of the runs and of what is written
-    config: str = 'config/quickstart.py'  # settings of all runs, but for those below and what is a model's own
-    data: str = 'python_docs'  # folder of prepare_fineweb.py or built-in data
-    models: str = 'all'  # names of `methods` with commas between, standard among them
+    out_dir: str = 'out/shootout'  # folder of the runs and results
+    config: str = 'config/quickstart.py'  # training settings that are not listed below
+    data: str = 'python_docs'  # data folder or built-in data
+    models: str = 'all'  # names of `methods` separated by commas, including standard
     budget: float = 8e12  # training FLOPs of Standard
-    n_layer: int = 4  # Standard's depth
-    n_embd: int = 128  # its width
-    head_size: int = 32  # its attention heads'
-    block_size: int = 256  # tokens of a window
-    batch_size: int = 4  # windows of a step
-    eval_tokens: int = 500_000  # of a validation loss
-    seeds: int = 5  # runs of each model and budget, at its best learning rate
-    jobs: int = 2  # runs at a time, one thread each
-    decode_tokens: int = 64  # that are decoded in each of six turns
+    n_layer: int = 4  # layers of Standard
+    n_embd: int = 128  # width of Standard
+    head_size: int = 32  # head size of Standard
+    block_size: int = 256  # tokens per window
+    batch_size: int = 4  # windows per step
+    eval_tokens: int = 500_000  # tokens of a validation
+    seeds: int = 5  # runs of each model and budget at its best learning rate
+    jobs: int = 2  # runs trained at a time, with one thread each
+    decode_tokens: int = 64  # tokens decoded in each of six rounds
 
 
 @dataclass
 class Method:
-    label: str  # in tables and in the picture
-    model: str  # model_<name>.py
-    values: dict  # of its Config
-    free: dict  # {setting: step}: what the search changes, one after the other, until parameters are Standard's
-    rate: float  # learning rate to look at first
+    label: str  # name in tables and figures
+    model: str  # name of the model file
+    values: dict  # Config values
+    free: dict  # {setting: step}: adjusted in this order to match Standard's number of parameters
+    rate: float  # learning rate where the search starts
 
 
 def methods(s: Settings) -> dict[str, Method]:
-    """Return {name: method} of those that s.models names, in a fixed order."""
+    """Return {name: method} of the models in s.models, in a fixed order."""
     heads = max(1, s.n_embd // s.head_size)
     shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
     fork = dict(predict_input='state', predict_layers=1)  # the best of bench/results/forks_*.csv
@@ -78,25 +79,25 @@ def methods(s: Settings) -> dict[str, Method]:
         'sps_fork': Method('SPS, fork, top 1', 'sps', shape | fork, ffn, 9e-4),
         'context_ready': Method('Context-Ready, D = 2', 'context_ready', shape | dict(
             n_layer=2, K=5, k_min=2, tied_head=True, init_std=0.02), width_and_ffn | {'n_embd': 2 * heads}, 1e-3),
-        # p_psi as narrow as the state: its share of the parameters is then near the paper's, not a third
+        # p_psi as wide as the state: its share of parameters is then as in the paper, not a third
         'nextlat': Method('NextLat, d = 1', 'nextlat', shape | dict(n_dynamics=s.n_embd, tied_head=True), ffn, 1.35e-3),
         'gpn': Method('GPN+M', 'gpn', memory | dict(n_layer=1, d_emb=s.n_embd), width_and_ffn, 3e-3),
-        # its head shares nothing with the embedding: with a large vocabulary its blocks are narrower
+        # the head is not tied to the embedding, so with a large vocabulary the blocks are narrower
         'gdn': Method('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
     names = list(known) if s.models == 'all' else s.models.split(',')
     if 'standard' not in names or not set(names) <= set(known):
-        raise UserError(f'models is {s.models!r}: expected standard and any of {", ".join(list(known)[1:])}, with '
-                        'commas between')
+        raise UserError(f'models is {s.models!r}: expected standard and any of {", ".join(list(known)[1:])}, '
+                        'separated by commas')
     return {name: method for name, method in known.items() if name in names}
 
 
 def blank(model: str, values: dict, data):
-    """Return the model that train.py would make of these Config values for the data, without storage."""
-    return blank_model(model, model_config(TrainSettings(model=model), values, data, None))
+    """Return the model that train.py would build from these Config values, on the meta device."""
+    return meta_model(model, model_config(TrainSettings(model=model), values, data, None))
 
 
 def sized(method: Method, data, target: int) -> dict:
-    """Return Config values with which the method has `target` parameters within 1%; UserError if there are none."""
+    """Return Config values that give `target` parameters within 1%, or raise UserError."""
     values = dict(method.values)
     for name, step in method.free.items():
         def parameters(n, name=name):
@@ -106,19 +107,19 @@ def sized(method: Method, data, target: int) -> dict:
         values[name] = min(sizes[max(0, above - 1):above + 1], key=lambda n: abs(parameters(n) - target))
     found = count_parameters(blank(method.model, values, data))
     if abs(found - target) > TOLERANCE * target:
-        raise UserError(f'{method.label} has {found:,} parameters at best, expected {target:,} within 1%: choose '
+        raise UserError(f'{method.label} has {found:,} parameters at best, expected {target:,} within 1%: give '
                         'another n_embd or n_layer')
     return values
 
 
 def whole_steps(s: Settings, tokens: float) -> int:
-    """Return tokens rounded to whole steps, at least one."""
+    """Round a number of tokens to whole training steps, at least one."""
     per_step = s.batch_size * s.block_size
     return max(1, round(tokens / per_step)) * per_step
 
 
 def arguments(s: Settings, model: str, values: dict, tokens: int) -> list[str]:
-    """Return all arguments of train.py except learning rate, seed and folder."""
+    """Return the arguments of train.py except learning rate, seed and folder."""
     own = {'model': model, **values, 'data': s.data, 'block_size': s.block_size, 'batch_size': s.batch_size,
            'micro_batch_size': s.batch_size, 'max_tokens': tokens, 'warmup_tokens': tokens // 20,
            'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0, 'dtype': one_dtype()}
@@ -126,7 +127,7 @@ def arguments(s: Settings, model: str, values: dict, tokens: int) -> list[str]:
 
 
 def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
-    """Train what is not done yet. Return {(name, budget): runs, one per seed}."""
+    """Train all unfinished runs. Returns {(name, budget): runs, one per seed}."""
     chosen = methods(s)
     target = count_parameters(blank('standard', chosen['standard'].values, data))
     values = {name: sized(method, data, target) for name, method in chosen.items()}
@@ -136,7 +137,7 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
 
     def with_tokens(name, tokens, rate):
         tokens = whole_steps(s, tokens)
-        return method_of(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate)
+        return make_method(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate)
     n_tokens = whole_steps(s, s.budget / flops['standard'])
     equal_tokens = {name: with_tokens(name, n_tokens, method.rate) for name, method in chosen.items()}
     set_best_rates(equal_tokens, s.jobs)
@@ -149,12 +150,12 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
 
 
 def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
-    """Return {name: figures of decoding} of a run of each model, on one thread or on the GPU."""
+    """Return {name: {'tokens_per_s_1024': ..., 'state_bytes_1024': ..., ...}}."""
     device = pick_device('auto')
     dtype = decoding_dtype('auto', device)
     models, found = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}, {name: {} for name in runs}
     for model in models.values():
-        model.config.eos_id = None  # one text without end: a document that ends would empty the context
+        model.config.eos_id = None  # a generated eos would end the document and empty the context
     for (name, length), tokens_per_s in decoding_speeds(models, CONTEXTS, s.decode_tokens).items():
         found[name] |= {f'tokens_per_s_{length}': tokens_per_s,
                         f'state_bytes_{length}': models[name].new_cache(1, length).nbytes}
@@ -162,9 +163,9 @@ def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
 
 
 def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decoded: dict[str, dict]) -> list[dict]:
-    """Return a row for each budget and model: those of `compare.table` with the figures of decoding.
+    """Return a row for each budget and model: `compare.table` plus decoding.
 
-    labels {name: label}, runs {(name, budget): runs}, decoded {name: figures}.
+    labels: {name: label}; runs: {(name, budget): runs}; decoded: result of `measure_decoding`.
     """
     rows = []
     for budget in BUDGETS:
@@ -181,23 +182,23 @@ def markdown(rows: list[dict], s: Settings) -> str:
     decoding = [{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()}}
                 for r in rows if r['equal'] == 'tokens']
     lines = ['# Every architecture side by side', '',
-             f'{one_line(where_and_when())}. Data {s.data}, windows of {s.block_size} tokens, {s.batch_size} a '
-             f'step, {s.jobs} runs at a time. Losses in nats per token, 95% intervals over {s.seeds} seeds.', '',
-             f'Standard is {s.n_layer} layers of {s.n_embd}; the budget is what it takes for {standard["tokens"]:,} '
-             f'tokens: {standard["flops"]:.3g} FLOPs. Learning rates are bracketed at equal tokens and used at all '
-             'three budgets.']
+             f'{one_line(where_and_when())}. Data {s.data}, {s.batch_size} windows of {s.block_size} tokens per step, '
+             f'{s.jobs} runs at a time. Losses in nats per token, with 95% intervals over {s.seeds} seeds.', '',
+             f'Standard has {s.n_layer} layers of {s.n_embd} and trains for {standard["tokens"]:,} tokens, which takes '
+             f'{standard["flops"]:.3g} FLOPs: the budget. Learning rates are searched at equal tokens and used for '
+             'all three budgets.']
     for budget in BUDGETS:
         lines += ['', f'## Equal {budget}', '', compare.loss_table([r for r in rows if r['equal'] == budget])]
     lines += ['', '## Decoding', '',
-              'One text at a time, after so many random tokens of context. The models were trained on windows of '
-              f'{s.block_size} tokens: beyond them times and bytes are right, texts need not be. Bytes are those of '
-              'the cache that decoding allocates for so many tokens, in the dtype of the weights.', '',
+              'Batch size 1, after the given number of random context tokens. The models were trained on windows of '
+              f'{s.block_size} tokens, so with longer contexts only times and sizes are meaningful. Bytes are the size '
+              'of the cache for that context, in the dtype of the weights.', '',
               markdown_table(decoding), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
     return '\n'.join(lines)
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front of points (x, y), where no other point has both less x and less y, sorted by x."""
+    """Return the Pareto front of points (x, y), smaller being better in both, sorted by x."""
     found, lowest = [], inf
     for x, y in sorted(points):
         if y < lowest:
@@ -207,15 +208,17 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(rows: list[dict], path) -> None:
-    """Draw loss over training FLOPs at all budgets; at equal FLOPs, over decoding time and state (longest context)."""
+    """Draw loss over training FLOPs (all budgets), decoding time and state size (equal FLOPs)."""
     length = max(CONTEXTS)
     at_equal_flops = [r for r in rows if r['equal'] == 'training FLOPs']
-    panels = [(rows, 'training TFLOPs', lambda r: r['flops'] / 1e12),
-              (at_equal_flops, f'ms per decoded token, after {length:,} tokens',
+    panels = [(rows, 'training TFLOPs', 'equal tokens, FLOPs and time', lambda r: r['flops'] / 1e12),
+              (at_equal_flops, f'ms per decoded token, after {length:,} tokens', 'equal training FLOPs',
                lambda r: 1000 / r[f'tokens_per_s_{length}']),
-              (at_equal_flops, f'MB of state, after {length:,} tokens', lambda r: r[f'state_bytes_{length}'] / 1e6)]
-    figure, all_axes = figures.new_figure(1, 3, figsize=(14, 4.5), sharey=True)
-    for axes, (shown, what, x_of) in zip(all_axes, panels):
+              (at_equal_flops, f'decoding state after {length:,} tokens, MB', 'equal training FLOPs',
+               lambda r: r[f'state_bytes_{length}'] / 1e6)]
+    figure, all_axes = figures.new_figure('Architectures with equal numbers of parameters', 1, 3, figsize=(14, 4.5),
+                                          sharey=True)
+    for axes, (shown, xlabel, title, x_of) in zip(all_axes, panels):
         for label, points, style in figures.styled(figures.by_label([r | {'label': r['model']} for r in shown])):
             points = sorted(points, key=x_of)
             axes.errorbar([x_of(r) for r in points], [r['loss'] for r in points],
@@ -225,15 +228,11 @@ def plot(rows: list[dict], path) -> None:
         axes.plot(*zip(*edge), color='black', linewidth=0.8, linestyle=':', label='Pareto front', zorder=0)
         axes.set_xscale('log')
         figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
-        axes.set(xlabel=what)
+        axes.set(xlabel=xlabel, title=title)
     lowest, highest = (f(r['loss'] for r in rows) for f in (min, max))
-    margin = 0.1 * (highest - lowest)
-    # an interval with a failed seed is wider than all the rest: it is cut off
+    margin = 0.1 * (highest - lowest)  # cuts off intervals that a failed seed makes wider than everything else
     all_axes[0].set(ylabel='validation loss, nats per token', ylim=(lowest - margin, highest + margin))
-    all_axes[0].set_title('equal tokens, FLOPs and time', fontsize='medium')
-    for axes in all_axes[1:]:
-        axes.set_title('at equal training FLOPs', fontsize='medium')
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right upper')
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right center', title='Bars: 95% intervals')
     figures.save_figure(figure, path)
 
 
@@ -241,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, _ = load_settings(Settings, argv)
         if positional:
-            raise UserError(f'what is {positional[0]!r}? python -m analysis.shootout --data=FOLDER --out_dir=NEW')
+            raise UserError(f'unexpected {positional[0]!r}: python -m analysis.shootout --data=FOLDER --out_dir=NEW')
         out, data = Path(s.out_dir), open_data(s.data)
         labels = {name: method.label for name, method in methods(s).items()}
         runs = train_cells(s, data, out)

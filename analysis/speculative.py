@@ -1,18 +1,19 @@
-"""Speculative decoding over draft lengths and over several kinds of text (NextLat paper, figures and table).
+"""Speculative decoding by draft length and kind of text (NextLat paper, figures and table).
 
-    python -m analysis.speculative RUN [RUN ...]                        prompts of the run's own validation data
-    python -m analysis.speculative RUN RUN --data=FOLDER,FOLDER         of other data: Wikipedia, books, code, math
-    python -m analysis.speculative RUN --draft=SMALL                    another run drafts
-    torchrun --nproc_per_node=8 -m analysis.speculative RUN             on several GPUs: each decodes a share
+    python -m analysis.speculative RUN [RUN ...]                    prompts from the run's own data
+    python -m analysis.speculative RUN RUN --data=FOLDER,FOLDER     or from other data
+    python -m analysis.speculative RUN --draft=SMALL                another run drafts
+    torchrun --nproc_per_node=8 -m analysis.speculative RUN         each GPU decodes some prompts
 
-The NextLat paper's protocol: prompts are the beginnings of validation documents, plain decoding and all draft lengths
-take turns on each batch of them, and no text ends early. A speed-up is the median over the batches of the ratio of
-their times, because machines are noisy. `accepted` is the mean number of accepted tokens per verification, which yields
-one token more. Cumulative acceptance at i is the probability that the first i tokens of a draft are all accepted.
+The NextLat paper's protocol: prompts are the starts of validation documents, and no text ends
+early. On each batch of prompts, plain decoding and all draft lengths take turns; the speed-up is
+the median over batches of the ratio of times. `accepted` is the mean number of accepted tokens per
+verification, which yields one more token. Cumulative acceptance at i is the probability that the
+first i tokens of a draft are all accepted.
 
-Prints a table for each run, and writes it to RUN/speculative.csv. NAME.png (--out=NAME) has the speed-up and
-the cumulative acceptance over the draft length. NAME.md has one row per run: for each folder, the fixed length of at
-least 2 with the largest speed-up, its accepted tokens, and the speed-up of `auto`, which the paper does not have.
+Prints a table for each run and writes it to RUN/speculative.csv. NAME.png (--out=NAME) has speed-up
+and cumulative acceptance over the draft length. NAME.md has, for each run and data folder, the best
+fixed length (2 or more), its accepted tokens, and the speed-up of `auto`, which the paper lacks.
 """
 import operator
 import statistics
@@ -23,11 +24,11 @@ from itertools import accumulate
 from math import inf
 from pathlib import Path
 
-from analysis.figures import long_documents, new_figure, output_path, runs_to_read, save_figure, write_csv
+from analysis import figures
 from bench import markdown_table
 from common.decoding import SAMPLING, generate
 from common.files import UserError, write_file
-from common.machine import Device, DType, decoding_dtype, join_processes, own_device
+from common.machine import Device, DType, decoding_dtype, init_distributed, local_device
 from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
 from common.settings import check_ranges
@@ -36,15 +37,14 @@ from sample import load_draft
 
 
 @dataclass
-class Settings:
+class Settings(figures.Settings):
     data: str | None = None  # data folders of the prompts, separated by commas; None: the run's own
-    out: str | None = None  # NAME of the files to write, without ending; None: speculative, beside the first run
-    draft: str | None = None  # run folder of a model that drafts; None: each model drafts for itself
-    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # lengths to compare; those that the model cannot draft are left out
-    n_prompts: int = 1024  # prompts of each folder: its first validation documents that are long enough
-    prompt_tokens: int = 512  # tokens of each prompt; shorter documents are left out
+    draft: str | None = None  # run folder of a draft model; None: each model drafts for itself
+    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # draft lengths to compare; skips those the model cannot draft
+    n_prompts: int = 1024  # prompts per data folder: the first validation documents that are long enough
+    prompt_tokens: int = 512  # tokens of each prompt; shorter documents are skipped
     new_tokens: int = 512  # tokens generated after each prompt
-    temperature: float = 1.0  # 0: always the likeliest token
+    temperature: float = 1.0  # 0: greedy decoding
     batch_size: int = 1  # prompts decoded at a time
     device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
     dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
@@ -54,7 +54,7 @@ class Settings:
 
 
 def draft_lengths(text: str, model, draft) -> list[int | str]:
-    """Return the lengths in `draft_lens` that the model can draft; UserError for an invalid one."""
+    """Parse `draft_lens`, without lengths that the model cannot draft."""
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
     lengths = [n for n in map(read_length, text.split(',')) if isinstance(n, str) or n <= longest]
     for n in ('auto', *lengths):
@@ -65,19 +65,19 @@ def draft_lengths(text: str, model, draft) -> list[int | str]:
 
 
 def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int]]:
-    """Return the beginnings of validation documents; UserError if they do not fit the context or none is long."""
+    """Return the starts of validation documents. Raises UserError if they exceed the context."""
     T, block_size = s.prompt_tokens, record['settings']['block_size']
     if T + s.new_tokens > block_size:
-        raise UserError(f'prompts of {T} tokens and {s.new_tokens} new ones do not fit the context of {block_size} '
-                        'tokens that the run was trained with: lower prompt_tokens or new_tokens')
-    documents = long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # each ends with eos, which is left out
+        raise UserError(f'{T} prompt tokens and {s.new_tokens} new ones do not fit the context of {block_size} tokens '
+                        'that the run was trained on: lower prompt_tokens or new_tokens')
+    documents = figures.long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
     return [document.tolist() for document in documents]
 
 
 # ---- measuring ----
 
 def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
-    """Return one row per draft length: draft_len, speedup, accepted, tokens_per_s of one process, cumulative_1, ..."""
+    """Return a row {'draft_len', 'speedup', 'accepted', 'tokens_per_s', ...} per draft length."""
     sides = list(dict.fromkeys(('plain', *draft_lengths(s.draft_lens, model, draft))))
     batches = [prompts[start:start + s.batch_size] for start in range(0, len(prompts), s.batch_size)]
     for side in sides:
@@ -99,7 +99,7 @@ def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
 
 
 def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int = 0) -> tuple:
-    """Continue the prompts by n_new tokens. Returns the seconds, and DraftStatistics unless draft_len is 'plain'."""
+    """Generate n_new tokens per prompt. Returns (seconds, DraftStatistics or None for 'plain')."""
     start, drafts = time.perf_counter(), None
     if draft_len == 'plain':
         generate(model, prompts, n_new, temperature=s.temperature, seed=seed)
@@ -112,10 +112,7 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 # ---- results ----
 
 def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
-    """Return a table with a row per run, from {(run, folder): rows of `compare_lengths`}.
-
-    The length is the fixed one with the largest speed-up, of at least 2 where there is one.
-    """
+    """Return NAME.md, from {(run, folder): rows of `compare_lengths`}."""
     found = {run: {'run': Path(run).name} for run, _ in tables}
     for (run, folder), rows in tables.items():
         name, fixed = Path(folder).name, [row for row in rows if row['draft_len'] != 'auto']
@@ -127,8 +124,8 @@ def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
 
 
 def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
-    """Draw speed-up and cumulative acceptance over the draft length, one line per run and folder."""
-    figure, (left, right) = new_figure(1, 2, figsize=(10, 4))
+    """Draw speed-up and cumulative acceptance: a line per run and folder."""
+    figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 1, 2, figsize=(12, 4))
     for i, ((run, folder), rows) in enumerate(tables.items()):
         style = dict(color=f'C{i}', label=f'{Path(run).name}, {Path(folder).name}')
         speedups = {row['draft_len']: row['speedup'] for row in rows}
@@ -138,16 +135,16 @@ def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
         longest = max([row for row in rows if row['draft_len'] != 'auto'] or rows, key=len)
         shares = [share for name, share in longest.items() if name.startswith('cumulative')]
         right.plot(range(1, len(shares) + 1), shares, marker='o', **style)
-    left.set(xlabel='draft length (dashed: auto)', ylabel='times plain decoding')
-    right.set(xlabel='draft length', ylabel='cumulative acceptance', ylim=(0, 1))
-    left.legend()
-    save_figure(figure, path)
+    left.set(xlabel='draft length, tokens', ylabel='speed-up over plain decoding', title='dashed: automatic length')
+    right.set(xlabel='position in the draft', ylabel='cumulative acceptance probability', ylim=(0, 1))
+    figure.legend(*right.get_legend_handles_labels(), loc='outside right center', title='Run, data')
+    figures.save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
-    with runs_to_read('speculative RUN RUN ...', Settings, argv) as (s, runs):
-        join_processes('gloo')
-        device, tables = own_device(s.device), {}
+    with figures.runs_to_read('speculative RUN RUN ...', Settings, argv) as (s, runs):
+        init_distributed('gloo')
+        device, tables = local_device(s.device), {}
         dtype = decoding_dtype(s.dtype, device.type)
         for run in runs:
             model, record = load_run(run, device, dtype)
@@ -157,16 +154,17 @@ def main(argv: list[str] | None = None) -> None:
                        for folder in folders}
             if rank() == 0:
                 rows = [{'data': folder, **row} for folder in folders for row in tables[run, folder]]
-                write_csv(Path(run) / 'speculative.csv', [dict.fromkeys(max(rows, key=len), '') | row for row in rows])
+                columns = dict.fromkeys(max(rows, key=len), '')
+                figures.write_csv(Path(run) / 'speculative.csv', [columns | row for row in rows])
                 print(run, markdown_table([{
                     'data': row['data'], 'draft_len': row['draft_len'], 'tokens/s': f'{row["tokens_per_s"]:,.1f}',
                     'tokens per verification': f'{1 + row["accepted"]:.2f}', 'speed-up': f'{row["speedup"]:.2f}'}
                     for row in rows]), sep='\n')
         if rank() == 0:
-            out = output_path(s.out, runs, 'speculative')
+            out = figures.output_path(s.out, runs, 'speculative')
             write_file(Path(f'{out}.md'), markdown(tables).encode())
             plot(tables, f'{out}.png')
-            print(f'written to {out}.md, {out}.png and speculative.csv of each run folder')
+            print(f'written to {out}.md, {out}.png and speculative.csv in each run folder')
 
 
 if __name__ == '__main__':

@@ -1,16 +1,16 @@
-"""Any set of runs in one Markdown table, with a paper's row below each run that is one of the paper's.
+"""A Markdown table of any runs, with the paper's row below each run that reproduces one.
 
     python eval.py RUN RUN ... --paper=sps
     python -m analysis.tables RUN RUN ... --out=NAME
 
-Tables 2 and 3 of the SPS paper: quality, throughput and memory. Seeds are averaged. The validation loss is that of the
-last evaluation in training; other scores are from eval.jsonl. Speed and memory of decoding are ratios to Standard's,
-from a file of bench.inference; speed, memory and cost of training are from the run's log. Writes NAME.md and NAME.csv.
+Tables 2 and 3 of the SPS paper, table 1 of the GPN paper and the language-modeling table of the
+NextLat paper. Writes NAME.md and NAME.csv with means over seeds. Scores are from eval.jsonl,
+decoding speed and memory (ratios to Standard) from bench.inference, everything else from the logs.
 
-A paper is a file analysis/papers/PAPER.csv with the columns of the table. A column without a space is a setting that
-tells which run a row is (`model` is the model or the method; an empty cell leaves the setting open). One with a space
-is a number of the table: of FORMATS and MEANS below, or a task and its metric as in eval.jsonl, in percent where it
-ends with ', %'. An empty cell is a number that our copy of the paper does not have.
+analysis/papers/PAPER.csv has the paper's table. Columns without a space are settings that identify
+a run (`model` is the model or method; an empty cell matches any value). Columns with a space are
+numbers: those of FORMATS and MEANS below, or a task and metric as in eval.jsonl, in percent if the
+name ends in ', %'. An empty cell is a number that our copy of the paper lacks.
 """
 import dataclasses
 import statistics
@@ -26,22 +26,21 @@ from common.validation import perplexity
 
 PAPERS = Path(__file__).parent / 'papers'
 FIRST = 'seeds', 'parameters', 'tokens'  # columns before the paper's
-LAST = 'training tokens/s', 'training GiB', 'GPU-hours', 'training FLOPs'  # after them
+LAST = 'training tokens/s', 'training GiB', 'GPU-hours', 'training FLOPs'  # columns after the paper's
 FORMATS = {'seeds': '{:d}'.format, 'parameters': figures.short_number, 'tokens': figures.short_number,
            'state dim': '{:d}'.format, 'memory cells': '{:,d}'.format, 'validation loss': '{:.4f}'.format,
            'validation perplexity': '{:.2f}'.format, 'end-to-end throughput': '{:.2f}'.format,
            'peak memory': '{:.2f}'.format, 'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format,
            'GPU-hours': '{:,.1f}'.format, 'training FLOPs': '{:.2e}'.format}
-MEANS = {'corpus NLL': ' nats_per_word', 'task accuracy, %': ', %'}  # column: the ending of those it is a mean of
-INFERENCE = {'end-to-end throughput': 'throughput, end to end', 'peak memory': 'memory, held'}  # as its file says
-DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_input'}  # settings that it depends on
+MEANS = {'corpus NLL': ' nats_per_word', 'task accuracy, %': ', %'}  # column: suffix of the columns it averages
+INFERENCE = {'end-to-end throughput': 'throughput, end to end', 'peak memory': 'memory, held'}  # `what` in its file
+DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_input'}  # settings that affect it
 
 
 @dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: tables beside the runs
-    paper: str = 'sps'  # whose columns and rows: a file of analysis/papers
-    inference: str = str(RESULTS / 'inference_gpu.json')  # file of bench.inference; if there is none: no such columns
+class Settings(figures.Settings):
+    paper: str = 'sps'  # paper whose columns and rows are shown: sps, nextlat or gpn
+    inference: str = str(RESULTS / 'inference_gpu.json')  # output of bench.inference; columns are omitted without it
 
     def __post_init__(self):
         known = sorted(path.stem for path in PAPERS.glob('*.csv'))
@@ -50,7 +49,7 @@ class Settings:
 
 
 def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
-    """Return the paper's row of a run, or None."""
+    """Return the row whose settings match the run, or None."""
     record = read_run(run)
     own = record['settings'] | dataclasses.asdict(saved_config(record, run)) | {'model': figures.model_name(record)}
     for row in rows:
@@ -61,14 +60,14 @@ def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
 
 
 def read_inference(path: str) -> list[dict]:
-    """Return the rows of a file of bench.inference, none if the default file is missing."""
+    """Return the rows that bench.inference wrote, or [] if the default file is missing."""
     if path == Settings.inference and not Path(path).exists():
         return []
     return read_json(path, 'make it with python -m bench.inference')['rows']
 
 
 def inference_of(run: str, measured: list[dict]) -> dict[str, float]:
-    """Return a run's columns of INFERENCE, ratios to Standard's, from the rows of bench.inference that match it."""
+    """Return a run's INFERENCE columns (ratios to Standard) from rows of bench.inference."""
     record = read_run(run)
     own = dataclasses.asdict(saved_config(record, run))
     found = {}
@@ -85,11 +84,8 @@ def inference_of(run: str, measured: list[dict]) -> dict[str, float]:
 
 
 def own_row(runs: list[str], columns: list[str], measured: list[dict]) -> dict[str, float]:
-    """Return {column: mean over the finished of runs that differ only in the seed}, without what they do not have.
-
-    columns: the paper's. measured: of `read_inference`.
-    """
-    is_logged, runs = any(map(read_log, runs)), figures.ended(runs)
+    """Return {column: mean over finished seeds}. measured: rows of `read_inference`."""
+    is_logged, runs = any(map(read_log, runs)), figures.usable_runs(runs)
     row = {'seeds': len(runs), 'parameters': figures.n_parameters(runs[0])} | state_size(runs[0])
     if is_logged:
         end, logs = figures.curve(runs)[-1], [read_log(run) for run in runs]
@@ -100,20 +96,20 @@ def own_row(runs: list[str], columns: list[str], measured: list[dict]) -> dict[s
         row['validation perplexity'] = perplexity(row['validation loss'])
     results = [figures.evaluations(Path(run) / 'eval.jsonl') for run in runs]
     if not is_logged and not all(results):
-        raise UserError(f'{" ".join(runs)}: nothing logged or evaluated: python eval.py RUN --paper=PAPER')
+        raise UserError(f'{" ".join(runs)}: nothing logged or evaluated: run python eval.py RUN --paper=PAPER')
     for column in columns:
         key = column.removesuffix(', %')
         value = mean_of(found.get(key) for found in results)
         if value is not None:
             row[column] = value if key == column else 100 * value
-    for column, ending in MEANS.items():
-        row[column] = mean_of(row.get(name) for name in columns if name.endswith(ending) and name not in MEANS)
+    for column, suffix in MEANS.items():
+        row[column] = mean_of(row.get(name) for name in columns if name.endswith(suffix) and name not in MEANS)
     row |= inference_of(runs[0], measured)
     return {column: value for column, value in row.items() if value is not None}
 
 
 def state_size(run: str) -> dict[str, int]:
-    """Return the width and the numbers in matrix memories (GPN: one memory, GDN: one in each layer)."""
+    """Return the width and the size of matrix memories (one in GPN, one per layer in GDN)."""
     record = read_run(run)
     c = saved_config(record, run)
     row = {'state dim': c.n_embd} if hasattr(c, 'n_embd') else {}
@@ -123,19 +119,20 @@ def state_size(run: str) -> dict[str, int]:
 
 
 def mean_of(values) -> float | None:
-    """Return the mean, None if there are no values or one is None."""
+    """Return the mean, or None if there are no values or one of them is None."""
     values = list(values)
     return statistics.mean(values) if values and None not in values else None
 
 
 def as_text(column: str, value: float) -> str:
+    """Format a number for its column."""
     if column in FORMATS:
         return FORMATS[column](value)
     return f'{value:.1f}' if column.endswith(', %') else f'{value:.3f}'
 
 
 def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
-    """Return the rows of {label: (its own {column: number}, the paper's row or None)}, without empty columns."""
+    """Return rows of {label: (our {column: number}, paper's row or None)}, no empty columns."""
     rows = []
     for label, (own, of_paper) in groups.items():
         rows.append({'run': label} | own)

@@ -1,24 +1,22 @@
-"""Final validation loss over the window, for runs that differ in it: figure 4 of the SPS paper.
+"""Final validation loss over the attention window: figure 4 of the SPS paper.
 
     python -m analysis.window_sweep RUN RUN ... --out=NAME
 
-Runs that differ only in `window` and the seed make a line, with a band from the lowest to the highest seed. Runs of one
-window alone, such as Standard, are drawn straight across. Writes NAME.png and NAME.csv.
+Runs that differ only in `window` and the seed form a line. Models with a single window, such as
+Standard, are drawn as a horizontal line. Writes NAME.png and NAME.csv.
 """
-from dataclasses import dataclass
 from math import inf
 
 from analysis import figures
 from common.runs import read_run, saved_config
 
 
-@dataclass
-class Settings:
-    out: str | None = None  # NAME of the files to write, without ending; None: window_sweep beside the runs
+class Settings(figures.Settings):
+    """Only the common settings."""
 
 
 def sweep(runs: list[str]) -> list[dict]:
-    """Return points {'window'} and `spread` of a group, from the smallest window to infinity."""
+    """Return points {'window', **spread} of final losses, windows ascending (infinity: none)."""
     by_window = {}
     for run in runs:
         window = getattr(saved_config(read_run(run), run), 'window', None)
@@ -32,24 +30,23 @@ def window_name(window: float) -> str:
 
 
 def plot(lines: dict[str, list[dict]]):
-    """Draw {label: points}, the windows in equal steps."""
+    """Draw {label: points} with evenly spaced windows."""
     swept = [points for points in lines.values() if len(points) > 1] or list(lines.values())
     windows = sorted({p['window'] for points in swept for p in points})
-    figure, axes = figures.new_figure(figsize=(7.5, 4.5))
-    drawn = []
-    for _, points, style in figures.styled(lines):
+    figure, axes = figures.new_figure('Final validation loss by attention window', figsize=(8, 4.5))
+    for label, points, style in figures.styled(lines):
         x = [windows.index(p['window']) for p in points] if points in swept else [-0.5, len(windows) - 0.5]
-        points = points * (len(x) // len(points))  # one window: straight across
-        drawn.append(figures.draw_band(axes, x, points, **style))
+        points = points * (len(x) // len(points))  # a single window: a horizontal line
+        figures.draw_band(axes, x, points, label=label, **style)
     axes.set_xticks(range(len(windows)), map(window_name, windows))
-    axes.set(xlabel='window w, tokens', ylabel='final validation loss, nats per token')
-    figure.legend(drawn, lines, loc='outside right upper')
+    axes.set(xlabel='attention window w, tokens', ylabel='final validation loss, nats per token')
+    figure.legend(loc='outside right center', title=figures.BAND)
     return figure
 
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        lines = figures.curves_of(runs, sweep, besides={'window'})
+        lines = figures.curves_of(runs, sweep, ignored={'window'})
         for label, points in lines.items():
             print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))
         rows = [{'label': label} | p | {'window': window_name(p['window'])}

@@ -1,16 +1,16 @@
-"""Side-by-side benchmarks. Machines are shared and noisy, so both sides take turns and the figure is their ratio.
+"""Side-by-side benchmarks. Both sides take turns, and noise cancels in the ratio of their times.
 
-    python -m bench.train_step      a training step compared with Hugging Face Llama; objectives: NextLat, MTP and JTP
-                                    compared with next-token training
-    python -m bench.generate        decoding compared with Hugging Face generate
-    python -m bench.inference       prefill and decoding of the SPS family: speed and memory relative to Standard
-    python -m bench.attention       attention on a CPU or GPU compared with PyTorch's own calls
-    python -m bench.scans           GPN, Gated DeltaNet, Context-Ready: fast forms compared with loops over equations
-    python -m bench.context_ready   generation by few wide layers with a correction compared with a Roformer
-    python bench/gpu.py             everything that needs a GPU, tests included, in order of need
+    python -m bench.train_step      training steps, compared with Hugging Face Llama;
+                                    `objectives`: NextLat, MTP and JTP, compared with GPT
+    python -m bench.generate        decoding, compared with Hugging Face generate
+    python -m bench.inference       prefill and decoding of the SPS family, relative to Standard
+    python -m bench.attention       attention, compared with PyTorch's own calls
+    python -m bench.scans           fast forms of GPN, GDN and Context-Ready, compared with loops
+    python -m bench.context_ready   generation by Context-Ready, compared with a Roformer
+    python bench/gpu.py             everything that needs a GPU, including tests
 
-Each prints its figures as they come and writes them, with device, date, versions and commit, to bench/results/. With
---toy it takes seconds, at meaningless sizes, and writes nothing.
+Results are printed as they are measured and written to bench/results/ with device, date, versions
+and commit. --toy takes seconds, at meaningless sizes, and writes nothing.
 """
 import datetime
 import itertools
@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 
 from common import runs
-from common.decoding import Decoder, decodable, roomy_cache
+from common.decoding import Decoder, allocate_cache, decodable
 from common.files import UserError, friendly_errors
 from common.settings import load_settings
 
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / 'results'
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 GPU = DEVICE.type == 'cuda'
 TOY_SHAPE = dict(n_layer=1, n_head=2, n_embd=32)
-FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaults)
+FAMILY = {  # the SPS paper's methods: (model file, Config values)
     'standard': ('standard', {}),
     'sps': ('sps', {}),
     'sps_window_0': ('sps', {'window': 0}),
@@ -50,7 +50,7 @@ FAMILY = {  # the SPS paper's methods: (model file, what differs from its defaul
 
 
 def make_model(name: str, **values):
-    """Return a model of FAMILY with seed 0, on the GPU if there is one."""
+    """Return a model of FAMILY with random weights (seed 0), on the GPU if there is one."""
     file, own = FAMILY[name]
     torch.manual_seed(0)
     module = runs.model_file(file)
@@ -58,12 +58,12 @@ def make_model(name: str, **values):
 
 
 def over_standard(seconds: dict[str, float]) -> dict[str, float]:
-    """Return {name: times Standard's} of {name: seconds}."""
+    """Return {name: seconds} of the other methods divided by Standard's seconds."""
     return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
 
 
 def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
-    """Return {name: median seconds} of {name: function}, the sides taking turns."""
+    """Time {name: function}, the functions taking turns. Returns {name: median seconds}."""
     times = {name: [] for name in sides}
     for i in range(warmup + rounds):
         for name, function in sides.items():
@@ -78,16 +78,16 @@ def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
 
 @torch.inference_mode()
 def decoding_speeds(models: dict, contexts, n_tokens: int, rounds: int = 5, step=Decoder.next_tokens) -> dict:
-    """Return {(name, context): tokens/s} of one text after `context` random tokens.
+    """Return {(name, context): tokens/s} of batch size 1 after `context` random tokens.
 
-    Medians of turns of n_tokens, after one to warm up. step(decoder) decodes a token.
+    Medians over rounds of n_tokens, after a warm-up round. step(decoder) decodes one token.
     """
     sides = {}
     for (name, model), context in itertools.product(models.items(), contexts):
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
         model = decodable(model)
-        cache = roomy_cache(model, prompt.tolist(), (rounds + 1) * n_tokens)
+        cache = allocate_cache(model, prompt.tolist(), (rounds + 1) * n_tokens)
         for part in prompt[:, :-1].split(1024, 1):
             model.extend(part, cache)
         decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})
@@ -96,7 +96,7 @@ def decoding_speeds(models: dict, contexts, n_tokens: int, rounds: int = 5, step
 
 
 def resident() -> dict[str, int]:
-    """Return {'peak', 'held'} in bytes of GPU memory; without a GPU, of this process's memory."""
+    """Return {'peak', 'held'}: bytes of GPU memory, or of this process's memory without a GPU."""
     if GPU:
         torch.cuda.synchronize()
         return {'peak': torch.cuda.max_memory_allocated(), 'held': torch.cuda.memory_allocated()}
@@ -104,10 +104,10 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
-def apart(function: Callable, *args, **environment: str):
-    """Return function(*args), called in a fresh process with these environment variables added.
+def isolated(function: Callable, *args, **environment: str):
+    """Call function(*args) in a new process with environment variables, and return its result.
 
-    Its peak memory is that of this call alone. The rows of a generator function come as a list.
+    Used to measure peak memory. The rows of a generator function are returned as a list.
     """
     spawn = multiprocessing.get_context('spawn')
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
@@ -120,7 +120,7 @@ def _call(function, *args):
 
 
 def where_and_when() -> dict:
-    """Return {'device', 'date', 'commit', 'versions'} of a measurement; of a CPU with its threads."""
+    """Return {'device', 'date', 'commit', 'versions'} of a measurement."""
     import transformers
     cpuinfo = Path('/proc/cpuinfo')
     named = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
@@ -134,13 +134,13 @@ def where_and_when() -> dict:
 
 
 def one_line(about: dict) -> str:
-    """Return 'device; date; commit; versions' of `where_and_when`."""
+    """Format `where_and_when` as 'device; date; commit; versions'."""
     versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
     return f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}'
 
 
 def markdown_table(rows: list[dict]) -> str:
-    """Return rows (dicts) as Markdown tables, one for each run of rows with the same columns."""
+    """Format rows (dicts) in Markdown. A new table starts wherever the columns change."""
     lines, columns = [], None
     for row in rows:
         if list(row) != columns:
@@ -152,26 +152,23 @@ def markdown_table(rows: list[dict]) -> str:
 
 @dataclass
 class Settings:
-    """The command line of the benchmarks without settings of their own."""
-
-    toy: bool = False  # a few seconds, at sizes that tell nothing; writes nothing
+    toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
 
 
 def measure(argv: list[str] | None, settings: type = Settings, **measurements: Callable[..., Iterable[dict]]) -> None:
-    """Run the measurement that argv names, or the first, and write the rows that it yields. It takes all settings."""
+    """Run the measurement named in argv, or the first, with all settings. Writes its rows."""
     with friendly_errors():
         s, names, _ = load_settings(settings, argv)
         name, *others = names or measurements
         if name not in measurements or (names and others):
-            raise UserError(f'what is {" ".join(names)!r}? Expected one of {", ".join(measurements)}')
+            raise UserError(f'unexpected {" ".join(names)!r}: expected one of {", ".join(measurements)}')
         write_results(name, measurements[name](**asdict(s)), toy=s.toy)
 
 
 def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
-    """Print rows (dicts) as they come and write them to bench/results/<name>_<cpu or gpu>.json, with where and when.
+    """Print rows (dicts) as they arrive and write them to bench/results/NAME_cpu.json and .md.
 
-    Until the last row they are in <name>_<cpu or gpu>.partial.json, which remains if the benchmark is stopped. Then
-    they are also written as a table, to the same name with .md. toy: only print.
+    If the benchmark is interrupted, NAME_cpu.partial.json has the rows so far. toy: only print.
     """
     path = RESULTS / f'{name}_{"gpu" if GPU else "cpu"}.json'
     partial, about, found = path.with_suffix('.partial.json'), None, []

@@ -1,11 +1,11 @@
-"""Attention compared with PyTorch's own calls, in a forward and backward pass.
+"""Attention forward and backward passes, compared with PyTorch's own calls.
 
     python -m bench.attention [--toy]
 
-The patterns are the `sees` of model_standard and model_sps: causal, a window of 64, and SPS with the window 64, each
-with and without documents. Ours runs in tiles on a CPU, and by FlexAttention or the Triton kernels on a GPU. PyTorch's
-side is `scaled_dot_product_attention` with a dense mask and, for the causal pattern, with is_causal=True. Useful FLOPs
-are those of the pairs of query and key that the pattern needs: 14 D per pair, head and pass.
+The patterns are `sees` of model_standard and model_sps: causal, a window of 64, and SPS with window
+64, each with and without documents. Ours runs in tiles on a CPU, and with FlexAttention or Triton
+on a GPU. PyTorch's side is `scaled_dot_product_attention` with a dense mask or is_causal=True.
+Useful FLOPs count only visible query-key pairs: 14 D per pair and head, forward and backward.
 """
 from collections.abc import Iterator
 
@@ -17,23 +17,23 @@ from attn_kernels import Mask, _whole_mask, attention, document_starts, make_mas
 from bench import DEVICE, GPU, alternate, measure
 from common import gpu
 
-N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if GPU else (8, 4096, 64)  # TOKENS: of a call
+N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if GPU else (8, 4096, 64)  # TOKENS: per call
 LENGTHS = (1024, 4096, 16384) if GPU else (256, 1024, 2048)
 DTYPES = (torch.bfloat16,) if GPU else (torch.bfloat16, torch.float32)
-PATTERNS = {  # name: (a model that has it, its key streams)
+PATTERNS = {  # name: (model file, Config values, key streams)
     'causal': (model_standard, dict(window=None), (0,)),
     'window': (model_standard, dict(window=WINDOW), (0,)),
     'sps': (model_sps, dict(window=WINDOW), (0, 1))}
 
 
 def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -> dict:
-    """One row: the time of each side, and ours over PyTorch's."""
+    """Return a row with the time of each side, absolute and relative to ours."""
     module, values, streams = PATTERNS[pattern]
     with torch.device('meta'):
         model = module.Model(module.Config(n_layer=1, n_head=2, n_embd=2 * D, **values))
     B = 2 if rounds == 1 else max(1, TOKENS // (T * len(streams)))
     ends = (torch.rand(B, T, generator=torch.Generator().manual_seed(0)) < 1 / 1000).long().to(DEVICE)
-    doc_start = document_starts(ends, 1) if documents else None  # of 1000 tokens on average
+    doc_start = document_starts(ends, 1) if documents else None  # documents of 1000 tokens on average
     q, k, v = torch.randn(3, B, len(streams) * T, N_HEAD, D, device=DEVICE, dtype=dtype).requires_grad_().unbind(0)
     pairs = _whole_mask(model.sees, T, doc_start, streams, streams, DEVICE)
     n_pairs = pairs.sum().item() * B / len(pairs)
@@ -42,7 +42,7 @@ def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -
     if GPU:
         reaches = [model.w_x, model.w_rho] if len(streams) == 2 else [model.reach]
         sides['triton'] = make_mask(model.sees, T, D, DEVICE, doc_start, streams, reaches=reaches)
-    if pattern == 'causal':  # with documents, this side does more than it must
+    if pattern == 'causal':  # with documents, this side also computes pairs that the pattern excludes
         sides['is_causal'] = Mask('causal')
     seconds = alternate({name: lambda mask=mask: attention(q, k, v, mask).sum().backward()
                          for name, mask in sides.items()}, rounds)

@@ -1,11 +1,10 @@
-"""Context-Ready's generation by the paper's table A13: few wide layers with a correction beside a Roformer.
+"""Generation speed of Context-Ready: a few wide layers compared with a Roformer (table A13).
 
     python -m bench.context_ready [--toy]
 
-One sequence, random weights at the table's shapes; eager, on a GPU also as a CUDA graph. Ratios are to the Roformer
-that the paper compares with: of speed, and of the weights read per token, which decide on a machine that is bound by
-memory. `ms_at_T` is the time of a token after T others, which in the paper grows by less than 4% from T = 100 to
-10,000. `python -m bench.scans` measures training by backpropagation through time.
+One sequence, random weights at the table's shapes; eager, on a GPU also as a CUDA graph. Reports
+speed, and weights read per token, relative to the Roformer. `ms_at_T` is the time of a token after
+T others; in the paper it grows by less than 4% from T = 100 to 10,000.
 """
 from collections.abc import Iterator
 
@@ -18,22 +17,22 @@ from common.runs import count_parameters
 from model_context_ready import Config, Model
 from train import Settings
 
-PAIRS = [  # (Context-Ready, the Roformer beside it)
+PAIRS = [  # (Context-Ready, its Roformer)
     ({'n_layer': 1, 'n_embd': 2048}, {'n_layer': 6, 'n_embd': 1088, 'K': 1}),
     ({'n_layer': 5, 'n_embd': 1120}, {'n_layer': 12, 'n_embd': 768, 'K': 1}),
 ]
 TOY_PAIRS = [({'n_layer': 1, 'n_embd': 32}, {'n_layer': 2, 'n_embd': 32, 'K': 1})]
-NEW = 1000 if GPU else 16  # tokens in each of ten turns: together the table's 10,000, on a GPU
+NEW = 1000 if GPU else 16  # tokens per timing; on a GPU ten timings are the table's 10,000
 LENGTHS = 100, 1000, 10_000  # T
 
 
 def decode_eagerly(decoder: Decoder) -> None:
-    """Decode a token, every operator launched by Python."""
+    """Decode a token without a CUDA graph."""
     decoder.tokens = decoder.model.extend(decoder.tokens[:, None], decoder.cache).argmax(-1)
 
 
 def figures(toy: bool) -> Iterator[dict]:
-    """Decoding speed and weights read, relative to the Roformer of each pair."""
+    """Yield decoding speed and weights read per token, relative to the Roformer of each pair."""
     pairs, new, dtype = TOY_PAIRS if toy else PAIRS, 2 if toy else NEW, decoding_dtype('auto', DEVICE.type)
     lengths, modes = LENGTHS[:1] if toy else LENGTHS, {'eager': decode_eagerly}
     if GPU:
@@ -41,8 +40,8 @@ def figures(toy: bool) -> Iterator[dict]:
     for pair in pairs:
         torch.manual_seed(0)
         models = {i: Model(Config(n_head=16, prefill_tol=1, **values)).eval().to(DEVICE, dtype)
-                  for i, values in enumerate(pair)}  # prefill_tol: a rough prefill will do for timing
-        # of the embedding a token reads one row
+                  for i, values in enumerate(pair)}  # prefill_tol: an approximate prefill is enough for timing
+        # a token reads only one row of the embedding
         read = [count_parameters(model) - model.embed.weight.numel() for model in models.values()]
         for mode, step in modes.items():
             speeds, at = decoding_speeds(models, [16], new, 9, step), decoding_speeds(models, lengths, 4, step=step)

@@ -1,10 +1,10 @@
-"""Decoding tokens/s of model_standard compared with Hugging Face `generate` with its cache, same weights.
+"""Decoding speed of model_standard, compared with Hugging Face `generate` with the same weights.
 
     python -m bench.generate [--toy]
 
-8 layers, 512 wide, vocabulary 50304, prompts of 16 tokens, 32 new ones, greedy. 'float32': both in fp32. 'best': ours
-in the dtype that sample.py uses (fp32 on a CPU, bf16 on a GPU), Hugging Face in the faster of fp32 and bf16. All take
-turns in one process. `python -m bench.inference` measures the two-stream methods.
+8 layers of width 512, vocabulary 50304, prompts of 16 tokens, 32 new tokens, greedy. 'float32':
+both in fp32. 'best': ours in sample.py's dtype (fp32 on a CPU, bf16 on a GPU), Hugging Face in the
+faster of fp32 and bf16. `python -m bench.inference` measures the two-stream methods.
 """
 from collections.abc import Callable, Iterator
 
@@ -17,12 +17,12 @@ from common.export import to_llama
 from common.machine import decoding_dtype
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
-PROMPT, NEW = 16, 32  # tokens: few, so that many short rounds take turns
+PROMPT, NEW = 16, 32  # tokens; few, so that there are many short rounds
 OUR_DTYPE = decoding_dtype('auto', DEVICE.type)
 
 
 def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Callable]:
-    """{side: function that generates}, both with the same weights and prompts."""
+    """Return {side: function that generates}, with the same weights and prompts on both sides."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE).eval()
     llama = to_llama(model.config, model.state_dict(), 50304).to(DEVICE, dtype)

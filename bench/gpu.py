@@ -1,13 +1,11 @@
-"""Everything that needs a GPU, the most important first: tests, training, decoding, benchmarks.
+"""Run everything that needs a GPU, most important first: tests, training, decoding, benchmarks.
 
     python bench/gpu.py [--out=FOLDER] [--only=STEP,STEP] [--limit=570]
 
-All steps take two calls of ten minutes at most: each has its own time limit, and one that fails, falls back to a slower
-form or runs out of time does not stop those after it. The last line names the steps that failed and the --only for
-another call, which runs the rest.
-
-FOLDER (default out/gpu) gets gpu.log, the output of all steps as it is printed, and after each step the figures of its
-benchmark.
+All steps fit in two calls of ten minutes. Each has a time limit, and a step that fails, falls back
+to slower code or times out does not stop later ones. The last line lists failed steps, and the
+--only for a second call that runs the remaining steps. The output goes to FOLDER/gpu.log (default
+out/gpu) as it is printed, and benchmark results are copied to FOLDER after each step.
 """
 import contextlib
 import importlib.util
@@ -21,11 +19,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 570  # seconds of a call
+LIMIT = 570  # seconds per call
 WORKERS = ['-n', '8'] if importlib.util.find_spec('xdist') else []
 TESTS = ['-m', 'pytest', '-v', *WORKERS]
 TRAINING = ['--max_tokens=500_000', '--overwrite']
-STEPS = {  # name: (seconds at most, arguments of python). Compiling takes most of the time.
+STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes most of the time.
     'kernels': (150, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
                       '-k', 'not cpu and not compile']),
     'compiled': (120, [*TESTS, 'tests', '-k', 'compiled_cuda']),
@@ -48,10 +46,10 @@ FELL_BACK = re.compile(r'run step by step|recomputes the whole text|hit config\.
 
 
 def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
-    """Run python with these arguments. Return what it prints and how it ended.
+    """Run python with these arguments. Returns (output, status).
 
-    The output goes straight to the file log, so that it is there even if this script is killed. The processes that the
-    step has started end with it.
+    The output is written directly to the log file, so it survives if this script is killed. All
+    processes that the step started are killed when it ends.
     """
     start = log.seek(0, os.SEEK_END)
     process = subprocess.Popen([sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
@@ -61,10 +59,10 @@ def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
         status = f'exit status {code}' if code else 'done'
     except subprocess.TimeoutExpired:
         status = 'out of time'
-        process.send_signal(signal.SIGINT)  # pytest then prints its failures
+        process.send_signal(signal.SIGINT)  # makes pytest print its failures
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
-    finally:  # on Ctrl-C too, which does not reach a process of another session
+    finally:  # also on Ctrl-C, which does not reach processes in another session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -75,20 +73,20 @@ def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
 
 
 def read_options(argv) -> tuple[list[str], float, Path]:
-    """Return the names of the steps, the seconds of this call and the output folder."""
+    """Return the names of the steps, the time limit in seconds and the output folder."""
     options = dict(arg.removeprefix('--').partition('=')[::2] for arg in argv)
     names = options['only'].split(',') if 'only' in options else list(STEPS)
     unknown = [*(options.keys() - {'out', 'only', 'limit'}), *(name for name in names if name not in STEPS)]
     if unknown:
-        sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER or --only= some of '
-                 f'{", ".join(STEPS)}, with commas between')
+        sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER or --only= with some of '
+                 f'{", ".join(STEPS)}, separated by commas')
     return names, float(options.get('limit', LIMIT)), Path(options.get('out', 'out/gpu'))
 
 
 def main(argv=None):
     import torch
     if not torch.cuda.is_available():
-        sys.exit('gpu.py: PyTorch sees no GPU here; without one, run the benchmarks one by one: '
+        sys.exit('gpu.py: PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
                  'python -m bench.train_step')
     names, limit, out = read_options(sys.argv[1:] if argv is None else argv)
     begin, end, failed, not_run = time.time(), time.monotonic() + limit, [], []

@@ -1,23 +1,23 @@
-"""Training steps of GPN, Gated DeltaNet and Context-Ready (bptt): the fast forms in scans/ compared with the loops.
+"""Training steps of GPN, Gated DeltaNet and Context-Ready (bptt): fast forms compared with loops.
 
     python -m bench.scans [--toy]
 
-A step is a forward and backward pass. On a CPU it runs in fp32 and, where the CPU has bf16 units, also under autocast;
-on a GPU under autocast, at the papers' sizes. Peak memory is measured in a process per form.
+A step is a forward and backward pass: on a CPU in fp32 and, if it has bf16 units, also under bf16
+autocast; on a GPU under bf16 autocast at the papers' sizes. Peak memory is of one process per form.
 """
 from collections.abc import Callable, Iterator
 
 import torch
 
 import train
-from bench import DEVICE, GPU, alternate, apart, measure, resident
+from bench import DEVICE, GPU, alternate, isolated, measure, resident
 from common import machine, runs
 from scans import gpn
 
 BYTES = dict(vocab_size=320, n_ids=257, eos_id=None)
 SMALL = BYTES | dict(n_layer=1, n_embd=256, n_head=4, d_k=32, d_v=64)
-CHASE = dict(n_layer=1, n_head=4, window=38, vocab_size=128, n_ids=100, bptt=True)  # appendix B of its paper
-CASES = [  # model, batch, T, values of its Config
+CHASE = dict(n_layer=1, n_head=4, window=38, vocab_size=128, n_ids=100, bptt=True)  # Context-Ready, appendix B
+CASES = [  # model, batch, T, Config values
     ('gpn', 8, 256, SMALL | dict(d_emb=128, n_ffn=683)),
     ('gpn', 8, 256, SMALL | dict(d_emb=128, n_ffn=683, n_layer=2)),
     ('gdn', 8, 256, SMALL | dict(n_ffn=683, n_layer=2)),
@@ -29,14 +29,11 @@ TOY_CASES = [('gpn', 2, 16, TOY | dict(d_emb=16)), ('gdn', 2, 16, TOY),
 
 
 def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Callable[[], float]:
-    """Return a function that does forward and backward of a model and returns its loss.
-
-    form: 'loop', 'fast' or 'fast bf16'.
-    """
+    """Return a function that does a step and returns the loss. form: loop, fast or fast bf16."""
     torch.manual_seed(0)
     file = runs.model_file(name)
     model = file.Model(file.Config(scan=form.split()[0], **values)).to(DEVICE)
-    for p in model.parameters():  # no matrix of zeros, whose gradients would be zero
+    for p in model.parameters():  # replaces zero matrices, which would make gradients zero
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.03)
     tokens = torch.randint(0, model.config.n_ids, (2, batch_size, T), device=DEVICE)
@@ -51,7 +48,7 @@ def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Ca
 
 
 def peak_mb(*case) -> float:
-    """MB that two steps take at their peak; to be called in a fresh process."""
+    """Return the peak memory of two steps in MB. Call it in a new process."""
     machine.start_processes(train.Settings())
     step = make_step(*case)
     before = resident()['held']
@@ -61,7 +58,7 @@ def peak_mb(*case) -> float:
 
 
 def compare(name: str, batch_size: int, T: int, values: dict, toy: bool) -> dict:
-    """One row: milliseconds and peak memory of each form, and the loop's time over the fast form's."""
+    """Return a row with the time and peak memory of each form, and the speed-up over the loop."""
     forms = ['fast'] if T > 1000 else ['fast', 'loop']  # a loop over 2048 tokens takes minutes
     if not GPU and name == 'gpn' and gpn.c_dtype(torch.bfloat16) == torch.bfloat16:
         forms.append('fast bf16')
@@ -76,7 +73,7 @@ def compare(name: str, batch_size: int, T: int, values: dict, toy: bool) -> dict
             if form != 'loop' and 'loop' in seconds}
     del steps
     if not toy:
-        row |= {f'{form}_peak_mb': apart(peak_mb, name, form, batch_size, T, values) for form in forms}
+        row |= {f'{form}_peak_mb': isolated(peak_mb, name, form, batch_size, T, values) for form in forms}
     return row
 
 

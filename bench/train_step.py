@@ -1,20 +1,20 @@
-"""Training tokens/s of model_standard compared with Hugging Face Llama: 8 layers, 512 wide, T 256, batch 8.
+"""Training speed of model_standard, compared with Hugging Face Llama: 8 layers of 512.
 
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--batch_size=32] [--toy]
     python -m bench.train_step scales [--toy]      on a GPU
 
-Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': in the same precision;
-'defaults': ours in train.py's, Hugging Face in fp32. Then the time of a step of each two-stream method over Standard's:
-6 layers, 384 wide, the same tokens.
+Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': both
+in the same precision; 'defaults': ours in train.py's precision, Hugging Face in fp32. Then the step
+time of each two-stream method relative to Standard, with 6 layers of 384 on the same tokens.
 
-`objectives`: the NextLat paper's table of training costs (ntp, nextlat, mtp and jtp at horizons 1, 2, 8, and bst with a
-tenth of its pairs): parameters, steps/s in turns with ntp's, and peak memory, each in a process of its own. 1.3B on a
-GPU, 8 x 1024 tokens a step, or with --batch_size=32 the paper's 33K; on a CPU 12 layers, 384 wide, 8 x 256 tokens:
-times with the vocabulary of bytes, because most of a small model's time would be its head's otherwise; memory with
-50304.
+`objectives`: the NextLat paper's table of training costs: parameters, steps/s and peak memory of
+ntp, of nextlat, mtp and jtp with horizons 1, 2 and 8, and of bst with a tenth of its pairs. On a
+GPU: 1.3B parameters, 8 x 1024 tokens per step (--batch_size=32: 33K, as in the paper). On a CPU: 12
+layers of 384, 8 x 256 tokens; memory with a vocabulary of 50304, times with a vocabulary of bytes,
+because otherwise the head would dominate.
 
-`scales`: the paper's scales S and L, and the share of the GPU's arithmetic that they use.
+`scales`: the SPS paper's scales S and L, and their fraction of the GPU's peak FLOPs.
 """
 import copy
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ import torch
 import bench
 import model_standard
 import train
-from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, apart, make_model, measure, over_standard, resident
+from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common import export, gpu, machine, runs
 from common.start import SPIN_COUNT
 
@@ -38,13 +38,13 @@ OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in (
 
 @dataclass
 class Settings(bench.Settings):
-    batch_size: int = 8  # sequences in a step; of the longer ones of 1024 tokens a quarter, of L half
+    batch_size: int = 8  # sequences per step; a quarter of it for sequences of 1024 tokens, half for scale L
 
 
 # ---- one step ----
 
 def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callable[[], float]:
-    """A function that does one step on tokens (2, B, T), inputs and targets, and returns its loss."""
+    """Return a function that does a training step and returns the loss. tokens: (2, B, T)."""
     def step():
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = forward(*tokens)
@@ -57,14 +57,14 @@ def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callab
 
 
 def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]:
-    """A step of one of our models as train.py does it."""
+    """Return a training step of one of our models, as in train.py."""
     called = machine.Machine(0, 1, DEVICE).compiled(model, compile)
     optimizer = train.make_optimizer(model, train.Settings())
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
 
 def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
-    """A step of each side, on the same weights and tokens (2, B, T)."""
+    """Return a training step of each side, with the same weights and tokens (2, B, T)."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
     llama = export.to_llama(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
@@ -76,7 +76,7 @@ def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
 # ---- beside Hugging Face ----
 
 def beside_hugging_face(shape: dict, rounds: int, batch_size: int) -> Iterator[dict]:
-    """Both sides in this process, with the allocator and threads of train.py."""
+    """Yield rows that compare both sides, with the allocator and threads of train.py."""
     machine.start_processes(train.Settings())
     times, tokens = {}, torch.randint(0, 50257, (2, batch_size, T if shape == SHAPE else 16), device=DEVICE)
     for dtype in DTYPES:
@@ -93,13 +93,13 @@ def beside_hugging_face(shape: dict, rounds: int, batch_size: int) -> Iterator[d
 
 
 def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds: int) -> dict:
-    """One row: the time of each method's step over Standard's, in documents of 200 or 1000 tokens on average."""
+    """Return a row of step times relative to Standard, on documents of 200 or 1000 tokens."""
     tokens = torch.randint(0, 50256, (2, batch_size, T), device=DEVICE)
     tokens.masked_fill_(torch.rand(tokens.shape, device=DEVICE) < 1 / (200 if T <= 1024 else 1000), 50256)
     models = {name: make_model(name, **shape) for name in methods}
     seconds = alternate({name: our_step(model, tokens, dtype, compile=GPU)
                          for name, model in models.items()}, rounds, warmup=3)
-    torch.compiler.reset()  # else the ninth program of one forward is not compiled
+    torch.compiler.reset()  # torch.compile allows only eight versions of one forward
     tokens_per_s, peak = tokens[0].numel() / seconds['standard'], gpu.peak_flops(DEVICE, dtype)
     return {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'n_layer': shape['n_layer'], 'T': T,
             'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
@@ -118,7 +118,7 @@ def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:
 # ---- the papers' tables ----
 
 def scales(toy: bool, batch_size: int) -> Iterator[dict]:
-    """On a GPU, compiled, bf16: SPS-S over Standard-S, and the share of the GPU's FLOPs that S and L use."""
+    """Yield rows of SPS-S relative to Standard-S, and MFU of S and L (on a GPU, compiled, bf16)."""
     shape, T, rounds = (TOY_SHAPE, 16, 1) if toy else (dict(n_layer=12, n_head=12, n_embd=768), 4096, 10)
     yield beside_standard(['standard', 'sps'], shape, T, batch_size, torch.bfloat16, rounds)
     if not toy:
@@ -127,9 +127,9 @@ def scales(toy: bool, batch_size: int) -> Iterator[dict]:
 
 
 def objective_step(objective: str, horizon: int, batch_size: int, vocabulary=VOCABULARY, toy=False) -> tuple:
-    """Return a training step as train.py does it by default, and its model. objective: ntp or the name of a model.
+    """Return a training step as in train.py, and its model. objective: ntp or a model's name.
 
-    The width of p_psi is the paper's share of n_embd. bst has no horizon.
+    p_psi has the paper's width relative to n_embd. bst has no horizon.
     """
     shape, n_dynamics, tokens_per_row = dict(n_layer=22, n_head=16, n_embd=2048), 6528, 1024
     if not GPU:
@@ -148,7 +148,7 @@ def objective_step(objective: str, horizon: int, batch_size: int, vocabulary=VOC
 
 
 def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
-    """Bytes at the peak of three steps over those before there was a model; to be called in a fresh process."""
+    """Return the peak memory of three steps in bytes. Call it in a new process."""
     machine.start_processes(train.Settings())
     torch.zeros(1, device=DEVICE)
     before = resident()['held']
@@ -159,10 +159,10 @@ def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
 
 
 def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
-    """The table of training costs; at toy size without memory."""
+    """Yield the rows of the table of training costs, at toy size without memory."""
     machine.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
-    peak_of_ntp = None if toy else apart(peak_memory, *ntp, batch_size, **TRAINING)
+    base = None if toy else isolated(peak_memory, *ntp, batch_size, **TRAINING)
     for side in OBJECTIVES:
         steps = {name: objective_step(*name, batch_size, vocabulary, toy) for name in dict.fromkeys([ntp, side])}
         seconds = alternate({name: step for name, (step, _) in steps.items()}, rounds=1 if toy else 7)
@@ -170,9 +170,9 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
                'parameters': sum(p.numel() for p in steps[side][1].parameters()),
                'steps_per_s': round(1 / seconds[side], 3), 'time_over_ntp': round(seconds[side] / seconds[ntp], 3)}
         if not toy:
-            row['peak_memory_over_ntp'] = round(apart(peak_memory, *side, batch_size, **TRAINING) / peak_of_ntp, 3)
+            row['peak_memory_over_ntp'] = round(isolated(peak_memory, *side, batch_size, **TRAINING) / base, 3)
         yield row
-        torch.compiler.reset()  # else the ninth program of one forward is not compiled
+        torch.compiler.reset()  # torch.compile allows only eight versions of one forward
 
 
 # ---- the command line ----
@@ -182,8 +182,8 @@ def figures(toy: bool, batch_size: int) -> Iterator[dict]:
         yield from beside_hugging_face(TOY_SHAPE, 1, batch_size)
         yield from two_streams(True, batch_size)
         return
-    yield from apart(beside_hugging_face, SHAPE, 12, batch_size, **TRAINING)
-    yield from apart(two_streams, False, batch_size, **TRAINING)
+    yield from isolated(beside_hugging_face, SHAPE, 12, batch_size, **TRAINING)
+    yield from isolated(two_streams, False, batch_size, **TRAINING)
 
 
 def main(argv: list[str] | None = None) -> None:

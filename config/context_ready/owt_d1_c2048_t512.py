@@ -1,5 +1,5 @@
 # D = 1, C = 2048, windows of 512: tables 6, A7, A9. guess: batch 64, because 100,000 steps (A7)
-# come close to 200,000 with windows of 256 (A9), so a step has twice the tokens.
+# come close to 200,000 steps with windows of 256 (A9).
 from config.context_ready.owt_d1_c2048 import *
 
 block_size = 512

@@ -1,8 +1,9 @@
-# Common settings of tables A2 to A5 and A12: English Wikipedia, BPE 16k. guess: batch 64, and in A2
-# to A5 windows of 256 and 100,000 steps, which the paper gives for A12. guess: one head at C = 446
-# (RoPE needs even head sizes: 1 or 223 heads). guess: the tokenizer. It and the data:
-# hf download wikimedia/wikipedia --repo-type=dataset --include='20231101.en/*'
-# --local-dir=wikipedia && python -m data.tokenizers wikipedia --vocab_size=16000 --out=bpe16k.json
+# Common settings of tables A2 to A5 and A12: English Wikipedia, BPE 16k. guess: batch 64; in A2 to
+# A5 windows of 256 and 100,000 steps (stated for A12); one head at C = 446 (RoPE needs heads of an
+# even size, which only the divisors 1 and 223 give); the tokenizer:
+# hf download wikimedia/wikipedia --repo-type=dataset --include='20231101.en/*' \
+#     --local-dir=wikipedia
+# python -m data.tokenizers wikipedia --vocab_size=16000 --out=bpe16k.json
 from config.context_ready.owt import *
 
 data = 'data/built/wikipedia'
